@@ -1,0 +1,81 @@
+"""What a user chooses: `LoRAConfig` for the manager, `LoRARequest` for one adapter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from jlora._typing import Backend, DType
+from jlora.errors import LoRAError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Sizes and placement of the slots.
+
+    Attributes:
+      max_loras: device slots, that is the number of different adapters one batch can use.
+      max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated.
+      max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
+      dtype: dtype of the slot arrays; None means the base layer's own parameter dtype.
+      target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
+        layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
+        matches nothing, or a layer that cannot be wrapped, raises `LoRAError` when the manager is made.
+      fully_sharded: shard both LoRA factors over the tensor axis of a mesh.
+      backend: "auto" picks by platform; a named backend is used or raises.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None = None
+    dtype: DType | None = None
+    target_modules: Sequence[str] | None = None
+    fully_sharded: bool = False
+    backend: Backend = "auto"
+
+    def __post_init__(self):
+        for field in ("max_loras", "max_lora_rank"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LoRAError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        elif self.max_cpu_loras < self.max_loras:
+            raise LoRAError(
+                f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
+                "every adapter in a slot also lives in the host cache"
+            )
+        if isinstance(self.target_modules, str):
+            raise LoRAError(
+                f"LoRAConfig.target_modules must be a list of names, got the string {self.target_modules!r}; "
+                f"write [{self.target_modules!r}]"
+            )
+        if self.target_modules is not None:
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        if self.backend not in get_args(Backend):
+            raise LoRAError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """One adapter to load.
+
+    Attributes:
+      name: how batches and the manager refer to it.
+      path: a local PEFT folder (`~` is expanded) or a Hugging Face repo id.
+      base_model_name: if given, must equal the adapter's `base_model_name_or_path`, or the load is refused.
+      load_inplace: replace an adapter of the same name that is already loaded, also in its slot.
+      revision: branch, tag or commit of a Hugging Face repo.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    revision: str | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise LoRAError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
+        object.__setattr__(self, "path", str(self.path))
+        if not self.path:
+            raise LoRAError(f"LoRARequest({self.name!r}): path is empty")

@@ -1,0 +1,27 @@
+"""Every error jlora raises on purpose. Each message names the adapter, the file and the tensor or field at fault."""
+
+
+class LoRAError(Exception):
+    """Base of all jlora errors. Also raised itself for misuse: a layer called outside `jlora.use`, rows that fit no
+    layout of the batch, a batch baked into a compiled function."""
+
+
+class AdapterFormatError(LoRAError):
+    """The adapter's files are missing or malformed: bad JSON, truncated safetensors, wrong dtype or shape, NaN."""
+
+
+class AdapterMismatchError(LoRAError):
+    """The files are well formed but this model or configuration cannot serve them exactly: a tensor no module takes,
+    a rank above `max_lora_rank`, an unsupported PEFT feature."""
+
+
+class AdapterNotFoundError(LoRAError):
+    """No adapter of that name is known, or its path does not exist."""
+
+
+class AdapterInUseError(LoRAError):
+    """The adapter is held by an open batch, so it cannot be removed, deactivated or replaced now."""
+
+
+class NoFreeSlotError(LoRAError):
+    """Every slot (or host-cache entry) that could be freed is pinned or held by an open batch."""

@@ -1,0 +1,1 @@
+"""Flax NNX layers that serve LoRA: wrapping, the trace-time scope, slot arrays."""

@@ -1,0 +1,1 @@
+"""The host side: caches, slots and batches."""

@@ -1,0 +1,225 @@
+"""`with jlora.use(batch)`: which adapter every row of the traced forward takes."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Int
+
+from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.slots import Site
+from jlora.pallas.plan import Plan, make_plan
+
+_OUTSIDE = (
+    "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
+    "    with jlora.use(batch):      # inside your jitted function; batch = manager.prepare([...])\n"
+    "        return model(tokens)\n"
+    "or `with jlora.use(None):` for the base model alone."
+)
+_STALE = (
+    "this batch was opened outside `jax.jit` and is read inside it: it would be baked into the compiled function as a "
+    "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
+    "inside forward."
+)
+
+
+class Tracking:
+    """Which sites of one wrapped model the traced forward really calls. One a manager; compared by identity."""
+
+    def __init__(self):
+        self.sites: tuple[Site, ...] = ()
+        self.uncalled: dict[Site, None] = {}
+        self.claims: Callable[[Site], Sequence[str]] = lambda site: ()
+
+    def finish(self, called: set[Site]) -> None:
+        """Record one whole forward. Raises if an adapter brought weights for a layer that was not called."""
+        self.uncalled.update((site, None) for site in self.sites if site not in called)
+        for site in self.uncalled:
+            if names := self.claims(site):
+                raise AdapterMismatchError(f"adapter {names[0]!r}: {self.reason(site)}")
+
+    @staticmethod
+    def reason(site: Site) -> str:
+        return (
+            f"brings weights for {site.path!r}, but the forward never calls that layer (its parameters are read "
+            "directly, or the step runs only a part of the model), so they would do nothing. Call the layer, or, if "
+            "several functions make up one forward, open `jlora.use(batch, partial=True)` in each of them."
+        )
+
+
+@jax.tree_util.register_pytree_node_class
+class LoRABatch:
+    """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small int32 arrays.
+
+    Also a context manager: the slots it names stay loaded and untouched until it closes.
+
+    Attributes:
+      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
+      token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
+    """
+
+    def __init__(
+        self,
+        slots: Int[jax.Array, "B"],
+        token_slots: Int[jax.Array, "T"] | None,
+        tracking: Tracking,
+        release: Callable[[], None] | None = None,
+    ):
+        self.slots = slots
+        self.token_slots = token_slots
+        self._tracking = tracking
+        self._release = release
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the slots back. Closing twice is harmless."""
+        self._closed = True
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def __enter__(self) -> "LoRABatch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        # A batch that was never closed must not hold its slots for ever.
+        if getattr(self, "_release", None) is not None:
+            self.close()
+
+    def tree_flatten(self):
+        if self._closed:
+            raise LoRAError("this LoRABatch is closed: its slots may hold other adapters now; prepare a new one")
+        return (self.slots, self.token_slots), self._tracking
+
+    @classmethod
+    def tree_unflatten(cls, tracking, children):
+        return cls(*children, tracking)
+
+
+class _Scope:
+    """One open `use`: the batch, the plans made so far, and the sites called so far."""
+
+    def __init__(self, batch: LoRABatch | None):
+        self.batch = batch
+        self.called: set[Site] = set()
+        self.lengths: set[int] = set()
+        self.made: list[tuple[Any, tuple, tuple[jax.Array, Plan]]] = []
+
+    def rows(self, site: Site, lead: tuple[int, ...]) -> tuple[Int[jax.Array, "M"], Plan]:
+        """Slot and plan of rows laid out as `lead`, made once a trace and shared by all layers."""
+        # Under scan, remat or grad a value of the inner trace must not leak to the outer one: each has its own plan.
+        trace = jax.extend.core.get_opaque_trace_state()
+        layout = self._layout(site, lead)
+        for state, key, made in self.made:
+            if key == layout and state == trace:
+                return made
+        assert self.batch is not None
+        kind, repeats = layout
+        ids = self.batch.token_slots if kind == "packed" else self.batch.slots
+        assert ids is not None
+        if repeats > 1:
+            ids = jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
+        made = ids, make_plan(ids, num_groups=site.slots, max_active=self.batch.slots.shape[0])
+        self.made.append((trace, layout, made))
+        return made
+
+    def _layout(self, site: Site, lead: tuple[int, ...]) -> tuple[str, int]:
+        """("packed", 1), or ("sequences", rows of each sequence). Raises where the rows fit no layout."""
+        assert self.batch is not None
+        sequences = self.batch.slots.shape[0]
+        packed = None if self.batch.token_slots is None else self.batch.token_slots.shape[0]
+        match lead:
+            case (batch, length) if batch == sequences:
+                self.lengths.add(length)
+                return "sequences", length
+            case (rows,) if rows == packed:
+                return "packed", 1
+            case (rows,) if rows == sequences:
+                return "sequences", 1
+            case (rows,) if packed is None and self.lengths and rows in {sequences * n for n in self.lengths}:
+                return "sequences", rows // sequences
+            case (rows,) if packed is None and not self.lengths and rows and rows % sequences == 0:
+                return "sequences", rows // sequences
+        tokens = f"{packed} packed tokens" if packed is not None else f"{sequences} x length flattened rows"
+        raise LoRAError(
+            f"{site.path}: rows of shape {lead} fit no layout of this batch of {sequences} sequences; expected "
+            f"[{sequences}, length, features], {tokens}, or one row a sequence [{sequences}, features]"
+        )
+
+
+_current: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jlora_scope", default=None)
+
+# Functions traced inside a scope close over its batch, so JAX must not reuse their traces in another scope.
+_trace_key = jax.make_user_context(None)
+
+
+def _staged() -> bool:
+    """True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
+    return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
+
+
+def _check_fresh(batch: LoRABatch) -> None:
+    if not isinstance(batch.slots, jax.core.Tracer) and _staged():
+        raise LoRAError(_STALE)
+
+
+@contextlib.contextmanager
+def use(batch: LoRABatch | None, *, partial: bool = False) -> Iterator[None]:
+    """Trace-time scope: the wrapped layers called inside serve the adapters of `batch`.
+
+    Args:
+      batch: what `LoRAManager.prepare` returned, passed to your jitted function as an argument; None serves the base
+        model alone, in a compiled variant of its own.
+      partial: set it when the code inside runs only a part of the model (an embedding step, a pipeline stage).
+        Without it, a wrapped layer that is not called inside is known not to serve LoRA, and an adapter that brings
+        weights for it is refused.
+
+    Raises:
+      LoRAError: the batch is closed, or it is a constant inside `jax.jit`.
+      AdapterMismatchError: on leaving, if a loaded adapter brings weights for a layer that was never called.
+    """
+    if batch is not None:
+        if not isinstance(batch, LoRABatch):
+            raise LoRAError(
+                f"jlora.use takes a LoRABatch from manager.prepare(...) or None, got {type(batch).__name__}"
+            )
+        if batch._closed:
+            raise LoRAError("this LoRABatch is closed: its slots may hold other adapters now; prepare a new one")
+        _check_fresh(batch)
+    scope = _Scope(batch)
+    token = _current.set(scope)
+    try:
+        with _trace_key(scope if batch is not None else "base"):
+            yield
+    finally:
+        _current.reset(token)
+    if batch is not None and not partial:
+        batch._tracking.finish(scope.called)
+
+
+def enter_site(site: Site, tracking: Tracking) -> _Scope | None:
+    """Called by a wrapped layer: the open scope, or None for the base model. Raises outside any scope."""
+    scope = _current.get()
+    if scope is None:
+        raise LoRAError(_OUTSIDE.format(path=site.path))
+    if scope.batch is None:
+        return None
+    if scope.batch._tracking is not tracking:
+        raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
+    _check_fresh(scope.batch)
+    scope.called.add(site)
+    return scope
+
+
+def host_batch(slots: np.ndarray, token_slots: np.ndarray | None, tracking: Tracking) -> LoRABatch:
+    """Move a batch's int32 arrays to the device in one call. The batch holds no lease."""
+    return LoRABatch(*jax.device_put((slots, token_slots)), tracking)

@@ -1,0 +1,65 @@
+"""Least-recently-used order with pins. Pure Python: what an entry is, the manager knows."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class LRU(Generic[V]):
+    """Named entries, oldest use first. Pinned entries keep their place and are never offered for eviction."""
+
+    def __init__(self):
+        self._entries: OrderedDict[str, V] = OrderedDict()
+        self._pinned: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, least recently used first."""
+        return iter(tuple(self._entries))
+
+    def __getitem__(self, name: str) -> V:
+        """The entry; reading it is not a use."""
+        return self._entries[name]
+
+    def get(self, name: str) -> V | None:
+        return self._entries.get(name)
+
+    def put(self, name: str, value: V) -> None:
+        """Add or replace an entry, as its most recent use."""
+        self._entries[name] = value
+        self._entries.move_to_end(name)
+
+    def touch(self, name: str) -> None:
+        """Mark a use. Raises KeyError for an unknown name."""
+        self._entries.move_to_end(name)
+
+    def remove(self, name: str) -> V:
+        """Take an entry out, pinned or not. Raises KeyError for an unknown name."""
+        value = self._entries.pop(name)
+        self._pinned.discard(name)
+        return value
+
+    def pin(self, name: str) -> None:
+        if name not in self._entries:
+            raise KeyError(name)
+        self._pinned.add(name)
+
+    def unpin(self, name: str) -> bool:
+        """True if it was pinned."""
+        was = name in self._pinned
+        self._pinned.discard(name)
+        return was
+
+    def pinned(self, name: str) -> bool:
+        return name in self._pinned
+
+    def evictable(self, busy: Callable[[str], bool]) -> list[str]:
+        """Names that may be evicted, the first to go first: neither pinned nor busy."""
+        return [name for name in self._entries if name not in self._pinned and not busy(name)]

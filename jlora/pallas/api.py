@@ -1,0 +1,176 @@
+"""Grouped LoRA as plain functions: shapes and dtypes are checked here, then one backend runs.
+
+Rows of `x` belong to groups (an adapter's slot, say); `make_plan` sorts them once a step. Group g applies its own pair
+of factors, a[g] then b[g]. A merged projection (qkv, gate and up) is one matrix with n output slices side by side: each
+slice i has its own a[:, i], and its own columns of b.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jlora._typing import Backend
+from jlora.errors import LoRAError
+from jlora.pallas import xla
+from jlora.pallas.plan import Plan, make_plan
+
+__all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink"]
+
+
+def shrink(
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G n R K"],
+    plan: Plan,
+    *,
+    ranks: Int[jax.Array, "G n"] | None = None,
+    backend: Backend = "auto",
+) -> Float[jax.Array, "n M R"]:
+    """h[i, m] = a[group of m, i] @ x[m], in float32.
+
+    Args:
+      x: [M, K] rows, in the order the plan was made for.
+      a: [G, n, R, K] first factors, bfloat16, float16 or float32.
+      plan: from `make_plan` with num_groups = G, over M rows.
+      ranks: [G, n] integers: entries of h at or past the rank are zero, and the kernels skip their work. None: all R.
+      backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
+
+    Returns:
+      [n, M, R] float32, rows in the order of x; zero for rows without a group.
+
+    Raises:
+      LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
+    """
+    _check_rows("shrink", "x", x, plan)
+    _check_a("shrink", a, plan, x.shape[1])
+    ranks = _check_ranks("shrink", ranks, a.shape[:2])
+    return xla.shrink(x, a, plan, ranks=ranks)
+
+
+def expand(
+    h: Float[jax.Array, "n M R"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    slice_sizes: Sequence[int],
+    base: Float[jax.Array, "M N"] | None = None,
+    ranks: Int[jax.Array, "G n"] | None = None,
+    backend: Backend = "auto",
+) -> Float[jax.Array, "M N"]:
+    """delta[m, columns of i] = h[i, m] @ b[group of m, :, columns of i], summed in float32.
+
+    Args:
+      h: [n, M, R] float32, from `shrink`.
+      b: [G, R, N] second factors with scaling folded in; all n slices side by side.
+      plan: the plan of `shrink`.
+      slice_sizes: the n column counts, summing to N.
+      base: [M, N] to add to. The sum is made in float32 and rounded once to base.dtype.
+      ranks: as for `shrink`.
+      backend: as for `shrink`.
+
+    Returns:
+      [M, N]: base + delta in base.dtype, where rows without a group, and slices of rank 0, are bitwise the base; or
+      without base, delta in b.dtype, zero there.
+
+    Raises:
+      LoRAError: as for `shrink`.
+    """
+    sizes = _check_b("expand", b, plan, slice_sizes)
+    if h.ndim != 3 or h.shape != (len(sizes), plan.num_rows, b.shape[1]):
+        raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
+    _check_base("expand", base, plan, b.shape[2])
+    ranks = _check_ranks("expand", ranks, (b.shape[0], len(sizes)))
+    return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
+
+
+def add_lora(
+    base: Float[jax.Array, "M N"],
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G n R K"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    slice_sizes: Sequence[int] | None = None,
+    ranks: Int[jax.Array, "G n"] | None = None,
+    backend: Backend = "auto",
+) -> Float[jax.Array, "M N"]:
+    """base[m] + b[group of m]ᵀ (a[group of m] @ x[m]), slice by slice: what a layer calls.
+
+    Args:
+      base: [M, N] output of the base layer; a backend may write the result in its place.
+      x: [M, K] input of the base layer.
+      a: [G, n, R, K]; b: [G, R, N], scaling folded in.
+      plan: from `make_plan` with num_groups = G, over M rows.
+      slice_sizes: the n column counts, summing to N; None for one slice.
+      ranks: [G, n] true rank of each group and slice; 0 leaves the slice alone. None: all R.
+      backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
+
+    Returns:
+      [M, N] in base.dtype: accumulated and added in float32, rounded once. Rows without a group, and slices of rank 0,
+      are bitwise the base.
+
+    Raises:
+      LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
+    """
+    _check_rows("add_lora", "x", x, plan)
+    _check_a("add_lora", a, plan, x.shape[1])
+    sizes = _check_b("add_lora", b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
+    if a.shape[1] != len(sizes) or a.shape[2] != b.shape[1]:
+        raise LoRAError(
+            f"add_lora: a [G, n, R, K] = {a.shape} and b [G, R, N] = {b.shape}, {len(sizes)} slices: n or R disagree"
+        )
+    _check_base("add_lora", base, plan, b.shape[2])
+    ranks = _check_ranks("add_lora", ranks, a.shape[:2])
+    if plan.num_rows == 0:
+        return base
+    return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks)
+
+
+def _check_rows(op: str, name: str, rows, plan: Plan) -> None:
+    if rows.ndim != 2 or rows.shape[0] != plan.num_rows:
+        raise LoRAError(
+            f"{op}: {name} must be [M, features] with M = {plan.num_rows} (the plan's rows), got {rows.shape}; "
+            "flatten leading dimensions, or make the plan over these rows"
+        )
+    _check_float(op, name, rows)
+
+
+def _check_a(op: str, a, plan: Plan, features: int) -> None:
+    if a.ndim != 4 or a.shape[0] != plan.num_groups or a.shape[3] != features:
+        raise LoRAError(
+            f"{op}: a must be [G, n, R, K] with G = {plan.num_groups} (the plan's groups) and K = {features} (x), "
+            f"got {a.shape}"
+        )
+    _check_float(op, "a", a)
+
+
+def _check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in slice_sizes)
+    if b.ndim != 3 or b.shape[0] != plan.num_groups:
+        raise LoRAError(f"{op}: b must be [G, R, N] with G = {plan.num_groups} (the plan's groups), got {b.shape}")
+    if not sizes or min(sizes) < 1 or sum(sizes) != b.shape[2]:
+        raise LoRAError(f"{op}: slice_sizes must be positive and sum to N = {b.shape[2]} (b), got {sizes}")
+    _check_float(op, "b", b)
+    return sizes
+
+
+def _check_base(op: str, base, plan: Plan, columns: int) -> None:
+    if base is None:
+        return
+    if base.shape != (plan.num_rows, columns):
+        raise LoRAError(f"{op}: base must be [M, N] = [{plan.num_rows}, {columns}], got {base.shape}")
+    _check_float(op, "base", base)
+
+
+def _check_ranks(op: str, ranks, shape: tuple[int, ...]):
+    if ranks is None:
+        return None
+    if ranks.shape != shape or not jnp.issubdtype(ranks.dtype, jnp.integer):
+        raise LoRAError(f"{op}: ranks must be integers [G, n] = {list(shape)}, got {ranks.dtype}{list(ranks.shape)}")
+    return ranks.astype(jnp.int32)
+
+
+def _check_float(op: str, name: str, array) -> None:
+    if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise LoRAError(f"{op}: {name} must be bfloat16, float16 or float32, got {array.dtype}")

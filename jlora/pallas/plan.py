@@ -1,0 +1,153 @@
+"""The plan: which rows use which weights, as a static number of tiles. Made once a step, shared by every layer."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jlora._typing import Backend
+from jlora.errors import LoRAError
+from jlora.pallas.tiles import max_tiles, plan_tile_m
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """Rows sorted by group and cut into tiles of at most `tile_m` rows; a tile never spans two groups.
+
+        sorted rows   | g0 g0 g0 | g2 g2 g2 g2 | drop drop |      tile_m = 2
+        tiles         | t0   |t1 | t2   | t3   |             t4: empty
+
+    Rows without a group ("dropped") come last and belong to no tile, so no kernel touches them.
+
+    Attributes:
+      row_order: [M] sorted position -> row. A permutation; rows of one group keep their order.
+      row_slot: [M] row -> its place in the [T * tile_m] rows of all tiles; T * tile_m for a dropped row.
+      tile_group: [T] the group of a tile; 0 for an empty tile. Non-empty tiles come first, in rising group order.
+      tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
+      num_groups, tile_m: static.
+    """
+
+    row_order: Int[jax.Array, "M"]
+    row_slot: Int[jax.Array, "M"]
+    tile_group: Int[jax.Array, "T"]
+    tile_start: Int[jax.Array, "T"]
+    tile_end: Int[jax.Array, "T"]
+    num_groups: int = field(metadata={"static": True})
+    tile_m: int = field(metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_order.shape[0]
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_group.shape[0]
+
+
+def make_plan(
+    group_ids: Int[jax.Array, "B"],
+    *,
+    num_groups: int,
+    tile_m: int | None = None,
+    max_active: int | None = None,
+    repeats: int | Int[jax.Array, "B"] = 1,
+    num_rows: int | None = None,
+    backend: Backend = "auto",
+) -> Plan:
+    """Sorts rows by group and cuts them into tiles. Pure jnp with static sizes: use it inside or outside jit.
+
+    Args:
+      group_ids: [B] integer group of each row, or of each run of rows (see `repeats`). Any id outside
+        [0, num_groups) means "no adapter": its rows are dropped.
+      num_groups: how many groups the weights hold (G, the slots).
+      tile_m: most rows a tile has; None lets `tiles.plan_tile_m` choose from the static sizes.
+      max_active: static bound on the number of distinct groups present. Fewer tiles, so less work for the XLA path.
+        The default, min(B, num_groups), always holds. If the bound is given and does not hold, rows beyond the last
+        tile come out as dropped: pass a true bound.
+      repeats: rows that each id stands for, as in `jnp.repeat`: tokens a sequence, an int or [B] integers. Ids of
+        sequences are cheaper to sort than ids of rows.
+      num_rows: M, the static number of rows; needed when `repeats` is an array. Rows past the sum of `repeats` are
+        dropped (padding); the sum must not exceed it.
+      backend: whose preferred `tile_m` to take; any plan serves every backend.
+
+    Returns:
+      A `Plan` of M rows.
+
+    Raises:
+      LoRAError: group_ids not a vector of integers, sizes that are not positive, `repeats` of another shape.
+    """
+    group_ids = jnp.asarray(group_ids)
+    if group_ids.ndim != 1 or not jnp.issubdtype(group_ids.dtype, jnp.integer):
+        raise LoRAError(
+            f"make_plan: group_ids must be a vector of integers, got {group_ids.dtype}{list(group_ids.shape)}; "
+            "flatten [batch, length] ids, or pass one id a sequence with repeats=length"
+        )
+    runs = group_ids.shape[0]
+    uniform = isinstance(repeats, int | np.integer)
+    if not uniform and (jnp.shape(repeats) != (runs,) or not jnp.issubdtype(jnp.asarray(repeats).dtype, jnp.integer)):
+        raise LoRAError(f"make_plan: repeats must be an int or {runs} integers, got shape {jnp.shape(repeats)}")
+    if num_rows is None:
+        if not uniform:
+            raise LoRAError("make_plan: pass num_rows, the static number of rows, when repeats is an array")
+        num_rows = runs * int(repeats)
+    bound = min(runs, num_groups) if max_active is None else min(max_active, runs, num_groups)
+    if num_groups < 1 or (max_active is not None and max_active < 1) or (tile_m is not None and tile_m < 1):
+        raise LoRAError(
+            f"make_plan: num_groups, max_active and tile_m must be at least 1, got {num_groups}, {max_active}, {tile_m}"
+        )
+    if tile_m is None:
+        tile_m = plan_tile_m(num_rows, bound, backend)
+    ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
+    counts = jnp.full(runs, repeats, jnp.int32) if uniform else jnp.asarray(repeats).astype(jnp.int32)
+    return _build(ids, counts, uniform and int(repeats) == 1, num_rows, num_groups, tile_m, bound)
+
+
+@partial(jax.jit, static_argnames=("single", "num_rows", "num_groups", "tile_m", "max_active"), inline=True)
+def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: int, max_active: int) -> Plan:
+    if not len(ids):  # one run of no rows, so that nothing below indexes an empty array
+        ids, counts, single = jnp.full(1, num_groups, jnp.int32), jnp.zeros(1, jnp.int32), False
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [B] runs by group
+    group, count = ids[order], counts[order]
+    run_end = jnp.cumsum(count)  # sorted positions
+    run_start = run_end - count
+
+    # 1. Tiles of each group are counted at the first run ("leader") of the group.
+    edge, new_group = jnp.ones(1, bool), group[1:] != group[:-1]
+    leader, last = jnp.concatenate([edge, new_group]), jnp.concatenate([new_group, edge])
+    group_end = jax.lax.cummin(jnp.where(last, run_end, num_rows), reverse=True)
+    tiles = jnp.where(leader & (group < num_groups), -(-(group_end - run_start) // tile_m), 0)
+    tiles_end = jnp.cumsum(tiles)
+
+    # 2. Tile t belongs to the first leader whose tiles end past t.
+    t = jnp.arange(max_tiles(num_rows, tile_m, max_active), dtype=jnp.int32)
+    run, used = _interval(tiles_end, t)
+    start = run_start[run] + (t - (tiles_end[run] - tiles[run])) * tile_m
+    tile_start = jnp.where(used, start, num_rows)
+    tile_end = jnp.where(used, jnp.minimum(start + tile_m, group_end[run]), num_rows)
+    tile_group = jnp.where(used, group[run], 0)
+
+    # 3. Sorted position -> row: the rows of a run are consecutive; rows past the last run stay where they are.
+    p = jnp.arange(num_rows, dtype=jnp.int32)
+    if single:
+        row_order = order
+    else:
+        run, used = _interval(run_end, p)
+        first_row = (jnp.cumsum(counts) - counts)[order]
+        row_order = jnp.where(used, first_row[run] + p - run_start[run], p)
+
+    # 4. Non-empty tiles cover the sorted rows without gaps, so a tile holds p if it is the first to end past p.
+    tile, _ = _interval(tile_end, p)
+    inside = (tile_start[tile] <= p) & (p < tile_end[tile])
+    slot = jnp.where(inside, tile * tile_m + p - tile_start[tile], len(t) * tile_m)
+    row_slot = jnp.zeros(num_rows, jnp.int32).at[row_order].set(slot, unique_indices=True)
+    return Plan(row_order, row_slot, tile_group, tile_start, tile_end, num_groups, tile_m)
+
+
+def _interval(ends, values):
+    """Index of the interval that holds each value, given the intervals' rising ends, and whether there is one."""
+    index = jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.minimum(index, len(ends) - 1), index < len(ends)

@@ -1,0 +1,208 @@
+"""The XLA backend: values against the NumPy oracle, bitwise untouched rows, transforms, and cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jlora.errors import LoRAError
+from jlora.pallas import api
+from tests import oracle
+
+shrink = jax.jit(api.shrink, static_argnames=("backend",))
+expand = jax.jit(api.expand, static_argnames=("slice_sizes", "backend"))
+add_lora = jax.jit(api.add_lora, static_argnames=("slice_sizes", "backend"))
+
+
+def problem(seed, rows, k, sizes, rank, groups, ids=None, dtype=jnp.float32):
+    """Random arrays; every group has ranks of its own, and its factors are zero past them."""
+    rng = np.random.default_rng(seed)
+    ranks = rng.integers(0, rank + 1, (groups, len(sizes)))
+    keep = np.arange(rank) < ranks[..., None]  # [G, n, R]
+    a = rng.normal(size=(groups, len(sizes), rank, k)) * keep[..., None]
+    b = np.concatenate([rng.normal(size=(groups, rank, s)) * keep[:, i, :, None] for i, s in enumerate(sizes)], axis=2)
+    x, base = rng.normal(size=(rows, k)), rng.normal(size=(rows, sum(sizes)))
+    ids = rng.integers(-1, groups + 1, rows) if ids is None else np.asarray(ids)
+    floats = [jnp.asarray(v, dtype) for v in (base, x, a, b)]
+    return *floats, jnp.asarray(ids, jnp.int32), jnp.asarray(ranks, jnp.int32)
+
+
+def close(got, want, tolerance):
+    scale = np.abs(want).max() + 1e-30
+    np.testing.assert_allclose(np.asarray(got, np.float64) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0)
+
+
+@given(
+    st.integers(0, 99), st.sampled_from([1, 13, 40]), st.sampled_from([((5,), 3), ((7, 1, 19), 8)]),
+    st.sampled_from([None, 3]), st.booleans(),
+)  # fmt: skip
+def test_values(seed, rows, shape, tile_m, with_ranks):
+    (sizes, rank), groups = shape, 4
+    base, x, a, b, ids, ranks = problem(seed, rows, 33, sizes, rank, groups)
+    plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m)
+    ranks = ranks if with_ranks else None
+    got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    close(got, oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
+    h = shrink(x, a, plan, ranks=ranks, backend="xla")
+    assert h.shape == (len(sizes), rows, rank)
+    delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    close(delta, oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
+    both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, base=base, backend="xla")
+    np.testing.assert_array_equal(both, got)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_rounded_once(dtype):
+    """The float64 result for the same half-precision inputs, rounded, differs by at most one unit in the last place."""
+    sizes = [24, 8]
+    base, x, a, b, ids, _ = problem(1, 33, 40, sizes, 8, 4, dtype=dtype)
+    got = add_lora(base, x, a, b, api.make_plan(ids, num_groups=4), slice_sizes=tuple(sizes), backend="xla")
+    assert got.dtype == dtype
+    want = oracle.add_lora(base, x, ids, a, b, sizes)
+    unit = np.abs(want) * float(jnp.finfo(dtype).eps) + 1e-4
+    assert (np.abs(np.asarray(got, np.float64) - want) <= 0.51 * unit).all()
+
+
+def test_ranks_cut_what_lies_past_them():
+    base, x, a, b, ids, _ = problem(3, 9, 7, [5], 4, 2, ids=[0, 1] * 4 + [0])
+    ranks = jnp.array([[2], [0]])
+    a, b = jnp.ones_like(a), jnp.ones_like(b)
+    got = add_lora(base, x, a, b, api.make_plan(ids, num_groups=2), ranks=ranks, backend="xla")
+    keep = np.arange(4) < np.asarray(ranks)
+    close(got, oracle.add_lora(base, x, ids, np.asarray(a) * keep[:, None, :, None], b), 1e-6)
+
+
+@pytest.mark.parametrize("with_ranks", [False, True])
+def test_untouched_values_are_bitwise_the_base(with_ranks):
+    base, x, a, b, _, ranks = problem(5, 12, 6, [3, 4], 4, 3)
+    base = base.at[:, ::2].set(-0.0).at[0, 1].set(jnp.nan)
+    ranks = jnp.array([[4, 0], [0, 0], [4, 4]]) if with_ranks else None
+    ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
+    plan = api.make_plan(ids, num_groups=3)
+    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=ranks, backend="xla")
+
+    def bits(v):
+        return np.asarray(v).view(np.uint32)
+
+    dropped = np.array([0, 1, 2, 3, 4, 5, 11])
+    np.testing.assert_array_equal(bits(got)[dropped], bits(base)[dropped])
+    if with_ranks:
+        np.testing.assert_array_equal(bits(got)[6:8, 3:], bits(base)[6:8, 3:])
+        np.testing.assert_array_equal(bits(got)[8:10], bits(base)[8:10])
+    assert not np.isnan(np.asarray(got)[1:]).any()
+
+
+def test_a_nan_stays_with_its_own_row():
+    base, x, a, b, ids, _ = problem(6, 20, 8, [6], 3, 3)
+    ids = ids.at[4].set(1)
+    plan = api.make_plan(ids, num_groups=3, tile_m=4)
+    clean = add_lora(base, x, a, b, plan, backend="xla")
+    dirty = add_lora(base, x.at[4].set(jnp.nan), a, b, plan, backend="xla")
+    rows = np.arange(20) != 4
+    np.testing.assert_array_equal(np.asarray(clean)[rows], np.asarray(dirty)[rows])
+    grads = jax.grad(lambda a: add_lora(base, x.at[4].set(jnp.nan), a, b, plan, backend="xla").sum())(a)
+    others = np.array([0, 2])
+    assert np.isfinite(np.asarray(grads)[others]).all()
+
+
+def test_gradients_of_every_input():
+    """Against the gradient of a dense float64 einsum written out by hand."""
+    sizes = (5, 2)
+    base, x, a, b, ids, ranks = problem(7, 11, 6, sizes, 3, 4)
+    cot = np.random.default_rng(8).normal(size=base.shape)
+    plan = api.make_plan(ids, num_groups=4, tile_m=2)
+
+    def run(base, x, a, b):
+        return add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+
+    got = jax.vjp(run, base, x, a, b)[1](jnp.asarray(cot, jnp.float32))
+    x, a, b = (np.asarray(v, np.float64) for v in (x, a, b))
+    dx, da, db = np.zeros_like(x), np.zeros_like(a), np.zeros_like(b)
+    for m, g in enumerate(np.asarray(ids)):
+        if not 0 <= g < 4:
+            continue
+        start = 0
+        for i, size in enumerate(sizes):
+            cols = slice(start, start + size)
+            start += size
+            keep = np.arange(3) < np.asarray(ranks)[g, i]
+            dh = b[g, :, cols] @ cot[m, cols] * keep
+            dx[m] += dh @ a[g, i]
+            da[g, i] += np.outer(dh, x[m])
+            db[g, :, cols] += np.outer(a[g, i] @ x[m] * keep, cot[m, cols])
+    for have, want in zip(got, (cot, dx, da, db), strict=True):
+        close(have, want, 1e-5)
+
+
+def test_vmap_scan_and_remat():
+    base, x, a, b, ids, _ = problem(9, 10, 6, [4], 3, 3)
+    want = oracle.add_lora(base, x, ids, a, b)
+
+    def run(base, x, ids):
+        return add_lora(base, x, a, b, api.make_plan(ids, num_groups=3), backend="xla")
+
+    def stack(v):
+        return jnp.stack([v, v])
+
+    close(jax.vmap(run)(stack(base), stack(x), stack(ids))[1], want, 1e-6)
+    close(jax.lax.scan(lambda c, v: (c, run(base, v, ids)), None, stack(x))[1][1], want, 1e-6)
+    close(jax.checkpoint(run)(base, x, ids), want, 1e-6)
+
+
+def cost(slots, ids, max_active, k=64, n=64, rank=8):
+    shape = jax.ShapeDtypeStruct
+    rows = len(ids)
+
+    def run(base, x, a, b, ids):
+        plan = api.make_plan(ids, num_groups=slots, max_active=max_active)
+        return add_lora(base, x, a, b, plan, backend="xla")
+
+    args = (shape((rows, n), jnp.float32), shape((rows, k), jnp.float32), shape((slots, 1, rank, k), jnp.float32),
+            shape((slots, rank, n), jnp.float32), shape((rows,), jnp.int32))  # fmt: skip
+    analysis = jax.jit(run).lower(*args).compile().cost_analysis()
+    return analysis["flops"], analysis["bytes accessed"] - (slots * rank * (k + n) * 4)
+
+
+@pytest.mark.parametrize(("rows", "max_active"), [(8, 8), (64, 4), (256, 4)])
+def test_cost_does_not_grow_with_slots(rows, max_active):
+    """XLA's own count of operations, and of bytes beyond one pass over the weights it counts as read."""
+    small, *rest = [cost(s, np.zeros(rows, np.int32), max_active) for s in (8, 64, 512)]
+    for larger in rest:
+        assert larger[0] <= small[0] * 1.05
+        assert larger[1] <= small[1] * 1.10
+
+
+def test_few_rows_are_cheap_and_many_share_their_weights():
+    """A row alone costs its own 2 r (K + N) operations; many rows of one adapter do not copy A once a row."""
+    k = n = 256
+    flops, _ = cost(64, np.zeros(1, np.int32), 1, k, n)
+    assert flops < 4 * 2 * 8 * (k + n)
+    ids = jnp.zeros(1024, jnp.int32)
+    plan = api.make_plan(ids, num_groups=64, max_active=4, backend="xla")
+    assert plan.num_tiles <= 1024 // 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros((4, 6))}, "x must be"),
+        ({"x": jnp.zeros((5, 6), jnp.int32)}, "x must be bfloat16"),
+        ({"a": jnp.zeros((2, 1, 3, 7))}, "a must be"),
+        ({"b": jnp.zeros((3, 3, 4))}, "b must be"),
+        ({"b": jnp.zeros((2, 4, 4))}, "disagree"),
+        ({"base": jnp.zeros((5, 5))}, "base must be"),
+        ({"slice_sizes": (3, 2)}, "slice_sizes"),
+        ({"slice_sizes": (2, 2)}, "disagree"),
+        ({"ranks": jnp.zeros((2, 2), jnp.int32)}, "ranks must be"),
+        ({"ranks": jnp.zeros((2, 1))}, "ranks must be"),
+    ],
+)
+def test_bad_shapes_raise(change, message):
+    args = {
+        "base": jnp.zeros((5, 4)), "x": jnp.zeros((5, 6)), "a": jnp.zeros((2, 1, 3, 6)), "b": jnp.zeros((2, 3, 4)),
+        "plan": api.make_plan(jnp.zeros(5, jnp.int32), num_groups=2),
+    }  # fmt: skip
+    with pytest.raises(LoRAError, match=message):
+        api.add_lora(**{**args, **change})

@@ -1,0 +1,269 @@
+"""`Adapter`: one LoRA on the host, from and to PEFT's folder format."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+from safetensors.numpy import save_file
+
+from jlora._typing import DType
+from jlora.adapters.checkpoint import read_checkpoint
+from jlora.adapters.peft_config import CONFIG_FILE, Kind, read_config, scaling_of
+from jlora.adapters.resolve import WEIGHTS_FILE, adapter_files, resolve
+from jlora.errors import AdapterFormatError, LoRAError
+
+_FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleLoRA:
+    """One module's LoRA, in PEFT's own orientation: the module's output gains `scaling * (x @ a.T) @ b.T`.
+
+    Attributes:
+      a: [r, K]; for an embedding [r, V], whose column t is what token t is looked up to.
+      b: [N, r]; for an embedding [D, r].
+      kind: "linear" or "embedding".
+      alpha: PEFT's `lora_alpha` of this module.
+      scaling: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA. Not folded into `a` or `b`.
+
+    Raises:
+      AdapterFormatError: `a` or `b` is not a float matrix, or their ranks differ.
+    """
+
+    a: Float[np.ndarray, "r K"]
+    b: Float[np.ndarray, "N r"]
+    kind: Kind = "linear"
+    alpha: float
+    scaling: float
+
+    def __post_init__(self):
+        for which, array in (("a", self.a), ("b", self.b)):
+            if not isinstance(array, np.ndarray) or array.ndim != 2 or 0 in array.shape or array.dtype not in _FLOATS:
+                found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise AdapterFormatError(f"ModuleLoRA.{which} must be a non-empty float NumPy matrix, found {found}")
+        if self.a.shape[0] != self.b.shape[1]:
+            raise AdapterFormatError(
+                f"ModuleLoRA: a {self.a.shape} and b {self.b.shape} must share the rank: a is [r, K], b is [N, r]"
+            )
+        if self.kind not in ("linear", "embedding"):
+            raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """One LoRA adapter on the host.
+
+    Attributes:
+      name: how batches and the manager refer to it.
+      modules: dotted module name, as the checkpoint has it without `base_model.model.` -> its LoRA.
+      base_weights: dotted module name -> whole base weight that PEFT stored beside the LoRA of an embedding or lm_head
+        ([V, D] or [N, K]). They ought to equal the base model's own.
+      base_model_name: the model it was trained on (`base_model_name_or_path`), if it says.
+      use_rslora: whether scalings are alpha / sqrt(rank).
+      fan_in_fan_out: PEFT's field of that name (base weights stored transposed); without effect on A and B.
+      task_type: PEFT's field of that name.
+    """
+
+    name: str
+    modules: Mapping[str, ModuleLoRA]
+    base_weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    base_model_name: str | None = None
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    task_type: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any module."""
+        return max((module.rank for module in self.modules.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all A and B, and of the base weights that came with them."""
+        arrays = [array for module in self.modules.values() for array in (module.a, module.b)]
+        return sum(array.nbytes for array in [*arrays, *self.base_weights.values()])
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike,
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        dtype: DType | None = None,
+        check_finite: bool = False,
+    ) -> "Adapter":
+        """Loads a PEFT LoRA.
+
+        Args:
+          path: local folder (`~` is expanded), or a Hugging Face repo id.
+          name: the adapter's name; by default the last part of `path`.
+          revision: branch, tag or commit of a Hugging Face repo.
+          dtype: convert A and B to this float dtype (float16, bfloat16, float32, float64); None keeps the file's.
+          check_finite: refuse NaN and infinity.
+
+        Raises:
+          AdapterNotFoundError: nothing at that path, and no such repo within reach.
+          AdapterFormatError: files missing or malformed.
+          AdapterMismatchError: a PEFT feature that is not served; the message names it.
+        """
+        target = None if dtype is None else _float_dtype(dtype)
+        folder, name = resolve(path, name, revision)
+        config_file, weights_file = adapter_files(folder, name)
+        config = read_config(config_file, name)
+        checkpoint = read_checkpoint(weights_file, name, config, dtype=target, check_finite=check_finite)
+        modules = {}
+        for module, (kind, a, b) in checkpoint.pairs.items():
+            alpha = config.alpha(module)
+            scaling = scaling_of(alpha, a.shape[0], config.use_rslora)
+            modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling)
+        return cls(
+            name=name,
+            modules=modules,
+            base_weights=checkpoint.base_weights,
+            base_model_name=config.base_model_name,
+            use_rslora=config.use_rslora,
+            fan_in_fan_out=config.fan_in_fan_out,
+            task_type=config.task_type,
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        name: str,
+        arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        *,
+        alpha: float | Mapping[str, float],
+        use_rslora: bool = False,
+        embeddings: Collection[str] = (),
+        base_model_name: str | None = None,
+        task_type: str | None = "CAUSAL_LM",
+    ) -> "Adapter":
+        """Makes an adapter of arrays in memory, after training for example.
+
+        Args:
+          name: the adapter's name.
+          arrays: module name -> (a [r, K], b [N, r]), NumPy or anything `np.asarray` takes. Scaling is not folded in.
+          alpha: one alpha for all modules, or one for each.
+          use_rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+          embeddings: the module names that are embeddings: a is [r, V], b is [D, r].
+          base_model_name: what it was trained on.
+          task_type: PEFT's task type, written when it is saved.
+
+        Raises:
+          AdapterFormatError: not float matrices of one rank a pair.
+          LoRAError: `alpha` or `embeddings` name other modules than `arrays` does.
+        """
+        alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
+        if alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
+            raise LoRAError(f"adapter {name!r}: alpha and embeddings must name the modules of arrays, {sorted(arrays)}")
+        modules = {}
+        for module, (a, b) in arrays.items():
+            a, b = np.asarray(a), np.asarray(b)
+            scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
+            kind: Kind = "embedding" if module in embeddings else "linear"
+            modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling)
+        return cls(
+            name=name,
+            modules=modules,
+            base_model_name=base_model_name,
+            use_rslora=use_rslora,
+            task_type=task_type,
+        )
+
+    def save_pretrained(self, path: str | os.PathLike) -> None:
+        """Writes a folder that PEFT and `from_pretrained` load; arrays come back bitwise, in their own dtypes.
+
+        The folder is made if need be. Each file is written beside its place and then moved there, so a reader never
+        meets half a file.
+
+        Raises:
+          LoRAError: `path` is a file, the adapter has no module, or a module's scaling is not what PEFT would
+            compute from its alpha and rank.
+        """
+        folder = Path(os.path.expanduser(os.fspath(path)))
+        if folder.exists() and not folder.is_dir():
+            raise LoRAError(f"adapter {self.name!r}: {folder} is a file; expected a folder to write to")
+        config = self._peft_config()
+        folder.mkdir(parents=True, exist_ok=True)
+        weights_part, config_part = folder / (WEIGHTS_FILE + ".part"), folder / (CONFIG_FILE + ".part")
+        save_file(self._tensors(), weights_part, metadata={"format": "pt"})
+        config_part.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        os.replace(weights_part, folder / WEIGHTS_FILE)
+        os.replace(config_part, folder / CONFIG_FILE)
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        tensors = {}
+        for name, module in self.modules.items():
+            for half, array in (("A", module.a), ("B", module.b)):
+                part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"
+                tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
+        for name, array in self.base_weights.items():
+            part = "base_layer.weight" if name in self.modules else "weight"
+            tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
+        return tensors
+
+    def _peft_config(self) -> dict[str, Any]:
+        if not self.modules:
+            raise LoRAError(f"adapter {self.name!r} has no module to save")
+        for name, module in self.modules.items():
+            expected = scaling_of(module.alpha, module.rank, self.use_rslora)
+            if module.scaling != expected:
+                raise LoRAError(
+                    f"adapter {self.name!r}: module {name!r} has scaling {module.scaling}, but PEFT would compute "
+                    f"{expected} from alpha {module.alpha}, rank {module.rank} and use_rslora={self.use_rslora}; "
+                    "change alpha, or fold the difference into b"
+                )
+        rank = _commonest(module.rank for module in self.modules.values())
+        alpha = _commonest(module.alpha for module in self.modules.values())
+        return {
+            "peft_type": "LORA",
+            "task_type": self.task_type,
+            "base_model_name_or_path": self.base_model_name,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": _as_int(alpha),
+            "use_rslora": self.use_rslora,
+            "rank_pattern": {_exactly(n): m.rank for n, m in self.modules.items() if m.rank != rank},
+            "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},
+            "target_modules": list(self.modules),
+            "fan_in_fan_out": self.fan_in_fan_out,
+            "bias": "none",
+            "lora_dropout": 0.0,
+        }
+
+
+def _float_dtype(dtype: DType) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+    except TypeError as error:
+        raise LoRAError(f"dtype {dtype!r} is not a dtype") from error
+    if found not in _FLOATS:
+        raise LoRAError(f"dtype must be one of {', '.join(map(str, _FLOATS))}; found {found}")
+    return found
+
+
+def _commonest(values) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _as_int(alpha: float) -> int | float:
+    """PEFT writes whole alphas as integers."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _exactly(module: str) -> str:
+    """A pattern that PEFT matches to this module alone, not to others that end in the same names."""
+    return "^" + re.escape(module)

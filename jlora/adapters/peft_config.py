@@ -1,0 +1,367 @@
+"""`adapter_config.json` read strictly: every field of PEFT is either served, without effect at inference, or refused.
+
+The decisions follow the source of PEFT 0.21 (`peft/tuners/lora/config.py`, `layer.py`, `tuners_utils.py`). A field that
+this version does not know is let through only while it is null, false, or an empty list, object or string, which is how
+PEFT writes a feature that is off; anything else could change the result and is refused by name.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jlora.adapters.patterns import Pattern, compile_pattern
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+
+CONFIG_FILE = "adapter_config.json"
+
+Kind = Literal["linear", "embedding"]
+
+# Fields that say how the adapter was trained or started; they do not enter PEFT's forward pass. The four *_config of
+# the starting values are read by PEFT only when `init_lora_weights` names them, and stay behind after a conversion.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "lora_dropout",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+        "revision",
+        "runtime_config",
+        "megatron_core",
+        "qalora_group_size",
+        "ensure_weight_tying",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "loftq_config",
+    )
+)
+
+# Fields that change the forward pass, and the values at which PEFT leaves it alone. Where PEFT asks "is it None?", an
+# empty object already switches the feature on, so it is not listed as off.
+_OFF_FALSE = (None, False)
+_OFF_EMPTY = (None, False, [], {})
+_REFUSED: dict[str, tuple[str, tuple]] = {
+    "use_dora": ("DoRA", _OFF_FALSE),
+    "lora_bias": ("a bias on lora_B", _OFF_FALSE),
+    "use_qalora": ("QALoRA", _OFF_FALSE),
+    "bias": ("trained biases", (None, "none")),
+    "modules_to_save": ("fully trained modules", _OFF_EMPTY),
+    "layer_replication": ("replicated layers", _OFF_EMPTY),
+    "target_parameters": ("LoRA on bare parameters", _OFF_EMPTY),
+    "alora_invocation_tokens": ("activated LoRA (aLoRA)", _OFF_FALSE),
+    "trainable_token_indices": ("trained token embeddings", _OFF_FALSE),
+    "kasa_config": ("KaSA", _OFF_FALSE),
+    "velora_config": ("VeLoRA", _OFF_FALSE),
+    "monteclora_config": ("MonteCLoRA", _OFF_FALSE),
+    "arrow_config": ("Arrow routing", _OFF_FALSE),
+    "use_bdlora": ("block-diagonal LoRA (BD-LoRA)", _OFF_FALSE),
+    "megatron_config": ("LoRA on Megatron's parallel layers", _OFF_FALSE),
+}
+
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# What PEFT's "all-linear" leaves out is the model's output layer; its usual names stand in for the model here.
+_OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer")
+_CLASSIFIER_HEADS = ("score", "classifier")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The served part of an `adapter_config.json`.
+
+    Attributes:
+      r, lora_alpha: rank and alpha of modules that no pattern names.
+      use_rslora: scaling is alpha / sqrt(rank) instead of alpha / rank.
+      rank_patterns, alpha_patterns: (pattern, value) in file order; the first that matches a module counts.
+      target_modules: names, or one regular expression; None stands for "all-linear".
+      exclude_modules: the same, for modules left out.
+      layers_to_transform: layer indices that names in `target_modules` are limited to; None means all.
+      layers_pattern: names of the list that holds the layers; empty means any.
+      fan_in_fan_out: the base layer stores its weight transposed. A and B do not, so it has no effect on them.
+      base_model_name: `base_model_name_or_path`.
+      task_type: such as "CAUSAL_LM".
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_patterns: tuple[tuple[Pattern, int], ...]
+    alpha_patterns: tuple[tuple[Pattern, float], ...]
+    target_modules: tuple[str, ...] | Pattern | None
+    exclude_modules: tuple[str, ...] | Pattern
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+    fan_in_fan_out: bool
+    base_model_name: str | None
+    task_type: str | None
+
+    def rank(self, module: str) -> int:
+        """Rank of a module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`."""
+        return next((value for pattern, value in self.rank_patterns if pattern.fullmatch(module)), self.r)
+
+    def alpha(self, module: str) -> float:
+        """Alpha of a module, by the same rule."""
+        return next((value for pattern, value in self.alpha_patterns if pattern.fullmatch(module)), self.lora_alpha)
+
+    def targets(self, module: str, kind: Kind) -> bool:
+        """Whether PEFT, given this configuration, would put LoRA on the module (`check_target_module_exists`)."""
+        if isinstance(self.exclude_modules, Pattern):
+            if self.exclude_modules.fullmatch(module):
+                return False
+        elif _named(self.exclude_modules, module):
+            return False
+        if isinstance(self.target_modules, Pattern):
+            return self.target_modules.fullmatch(module)
+        last = module.rpartition(".")[2]
+        if self.target_modules is None:
+            heads = _CLASSIFIER_HEADS if self.task_type == "SEQ_CLS" else ()
+            return kind == "linear" and last not in _OUTPUT_LAYERS + heads
+        if module in self.target_modules:  # PEFT looks at the layer index of suffix matches only
+            return True
+        if not _named(self.target_modules, module):
+            return False
+        return self.layers_to_transform is None or self._layer_index(module) in self.layers_to_transform
+
+    def _layer_index(self, module: str) -> int | None:
+        """The first number in the dotted name that follows the name of a list of layers and is followed by more."""
+        parts = module.split(".")
+        for pattern in self.layers_pattern or (None,):
+            # Without a pattern PEFT asks for a dot before the list's name, so the very first part cannot be the list.
+            for i in range(2 if pattern is None else 1, len(parts) - 1):
+                if pattern in (None, parts[i - 1]) and parts[i].isdecimal():
+                    return int(parts[i])
+        return None
+
+
+def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
+
+
+def read_config(file: Path, adapter: str) -> PeftConfig:
+    """Reads and checks an `adapter_config.json`.
+
+    Args:
+      file: the file.
+      adapter: the adapter's name, for messages.
+
+    Raises:
+      AdapterFormatError: not readable, not a JSON object, a name given twice, or a value of the wrong type or range.
+      AdapterMismatchError: a PEFT feature that is not served, or a field that is not known; the message names it.
+    """
+    where = f"adapter {adapter!r}: {file}"
+    try:
+        raw = json.loads(
+            file.read_text("utf-8"),
+            object_pairs_hook=lambda pairs: _unique(pairs, where),
+            parse_constant=lambda word: _fail(where, f"holds {word}, which is not a JSON number"),
+        )
+    except OSError as error:
+        raise AdapterFormatError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise AdapterFormatError(f"{where}: must hold a JSON object, found {_kind(raw)}")
+    return _parse(raw, where)
+
+
+def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
+    peft_type = raw.get("peft_type")
+    if not isinstance(peft_type, str):
+        raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {_kind(peft_type)}")
+    if peft_type != "LORA":
+        raise AdapterMismatchError(f"{where}: field 'peft_type' is {peft_type!r}; only \"LORA\" adapters are served")
+    _refuse_unserved(raw, where)
+    _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
+    targets, layers, layers_pattern = _targets(raw, where)
+    return PeftConfig(
+        r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
+        lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
+        use_rslora=_typed(raw, "use_rslora", bool, False, where),
+        rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
+        alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
+        target_modules=targets,
+        exclude_modules=_names_or_pattern(raw.get("exclude_modules") or [], f"{where}: field 'exclude_modules'"),
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+        fan_in_fan_out=_typed(raw, "fan_in_fan_out", bool, False, where),
+        base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
+        task_type=_typed(raw, "task_type", str, None, where),
+    )
+
+
+_SERVED = frozenset(
+    (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+        "base_model_name_or_path",
+        "task_type",
+        "init_lora_weights",
+    )
+)
+
+
+def _refuse_unserved(raw: Mapping[str, Any], where: str) -> None:
+    for field, value in raw.items():
+        if field in _SERVED or field in _WITHOUT_EFFECT:
+            continue
+        if field in _REFUSED:
+            feature, off = _REFUSED[field]
+            if not any(type(value) is type(o) and value == o for o in off):
+                raise AdapterMismatchError(
+                    f"{where}: field {field!r} is {_show(value)}: {feature} is not served; expected {off[-1]!r}. "
+                    "Train the adapter without it, or merge it into a base model of its own"
+                )
+        elif not (value is None or value is False or value in ("", [], {})):
+            raise AdapterMismatchError(
+                f"{where}: field {field!r} is {_show(value)}, and this version of jlora does not know the field; only "
+                "null, false or empty would be safe to pass over. If it does not matter at inference, remove it"
+            )
+
+
+def _refuse_base_changing_init(init: Any, where: str) -> None:
+    where = f"{where}: field 'init_lora_weights'"
+    if init is None or isinstance(init, bool):
+        return
+    if not isinstance(init, str):
+        raise AdapterFormatError(f"{where} must be a boolean or a string, found {_kind(init)}")
+    if init.lower() in _HARMLESS_INITS:
+        return
+    if init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterMismatchError(
+            f"{where} is {init!r}, which changes the base weights, so the adapter does not fit the base model as "
+            "published. Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), "
+            "which turns it into a plain LoRA (LoftQ has no such conversion)"
+        )
+    raise AdapterMismatchError(
+        f"{where} is {init!r}, which is not known; expected a boolean or one of {', '.join(_HARMLESS_INITS)}"
+    )
+
+
+def _targets(raw, where) -> tuple[tuple[str, ...] | Pattern | None, tuple[int, ...] | None, tuple[str, ...]]:
+    """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
+    targets = raw.get("target_modules")
+    layers = raw.get("layers_to_transform")
+    layers_pattern = raw.get("layers_pattern")
+    if targets is None:
+        raise AdapterMismatchError(
+            f"{where}: field 'target_modules' is missing or null: PEFT would choose by the model's architecture. "
+            'Write the names, such as ["q_proj", "v_proj"]'
+        )
+    if isinstance(targets, str):
+        for field, value in (("layers_to_transform", layers), ("layers_pattern", layers_pattern)):
+            if value is not None:
+                raise AdapterFormatError(f"{where}: field {field!r} cannot be used when 'target_modules' is a string")
+        if targets.lower() == "all-linear":
+            return None, None, ()
+    if layers_pattern and layers is None:
+        raise AdapterFormatError(f"{where}: field 'layers_pattern' is given without 'layers_to_transform'")
+    return (
+        _names_or_pattern(targets, f"{where}: field 'target_modules'"),
+        _layers(layers, f"{where}: field 'layers_to_transform'"),
+        _layers_pattern(layers_pattern, f"{where}: field 'layers_pattern'"),
+    )
+
+
+def _layers(value: Any, where: str) -> tuple[int, ...] | None:
+    if value is None or value == []:
+        return None
+    values = value if isinstance(value, list) else [value]
+    for v in values:
+        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
+            raise AdapterFormatError(f"{where} must be layer indices, found {_show(value)}")
+    return tuple(values)
+
+
+def _layers_pattern(value: Any, where: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value] if value else []
+    for v in values:
+        if not isinstance(v, str):
+            raise AdapterFormatError(f"{where} must be a name or a list of names, found {_show(value)}")
+        if not v.replace("_", "").isalnum():
+            raise AdapterMismatchError(f'{where} is {_show(value)}; only plain names such as "layers" are served')
+    return tuple(values)
+
+
+def _patterns(raw, field: str, check, where: str) -> tuple:
+    value = raw.get(field)
+    where = f"{where}: field {field!r}"
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise AdapterFormatError(f"{where} must be an object of names and numbers, found {_kind(value)}")
+    return tuple(
+        # PEFT's get_pattern_key: the whole name, or its end after a dot.
+        (compile_pattern(rf"(.*\.)?({key})$", where), check(number, f"{where}, key {key!r}"))
+        for key, number in value.items()
+    )
+
+
+def _names_or_pattern(value: Any, where: str) -> tuple[str, ...] | Pattern:
+    if isinstance(value, str):
+        return compile_pattern(value, where)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise AdapterFormatError(f"{where} must be a list of names or a regular expression, found {_show(value)}")
+    return tuple(value)
+
+
+def _named(names: tuple[str, ...], module: str) -> bool:
+    return any(module == name or module.endswith("." + name) for name in names)
+
+
+def _rank(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AdapterFormatError(f"{where} must be a positive integer, found {_show(value)}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
+        raise AdapterFormatError(f"{where} must be a finite number, found {_show(value)}")
+    return float(value)
+
+
+def _typed(raw, field: str, kind: type, default: Any, where: str) -> Any:
+    value = raw.get(field, default)
+    if not isinstance(value, kind) and not (value is None and default is None):
+        raise AdapterFormatError(f"{where}: field {field!r} must be {kind.__name__}, found {_show(value)}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise AdapterFormatError(f"{where}: field {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _fail(where: str, what: str):
+    raise AdapterFormatError(f"{where}: {what}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or nothing"}
+    return names.get(type(value), "a number")
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
+        return f"{_kind(value)} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,61 @@
+# Needs python3 (3.11 or newer) and pip; everything else goes into .venv, and again whenever pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# One worker a core, and no more than eight: each compiles with JAX in a process of its own.
+WORKERS ?= logical --maxprocesses=8
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
+
+.PHONY: demo test parity lint format clean
+
+demo: .venv/.demo
+	@$(DEMO_PLATFORM) $(BIN)/jlora demo
+
+test: .venv/.test
+	@$(BIN)/python -m pytest -m "not parity" -n $(WORKERS)
+
+parity: .venv/.parity
+	@$(BIN)/python -m pytest -m parity -n $(WORKERS)
+
+lint: .venv/.test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: .venv/.test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+# The demo runs on whatever device JAX finds. On a machine with none, JAX is told so: the tests install libtpu (they use
+# it as a compiler), and JAX would look for a TPU with it and print errors.
+ACCELERATORS := $(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]* /dev/kfd)
+DEMO_PLATFORM := $(if $(ACCELERATORS)$(JAX_PLATFORMS),,JAX_PLATFORMS=cpu)
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit("jlora needs Python 3.11 or newer; make PYTHON=... names another one" if sys.version_info < (3, 11) else 0)'
+	@echo "Creating .venv"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+# The package is installed editable, so only a change of pyproject.toml asks for a new install.
+.venv/.demo: pyproject.toml | .venv/.created
+	@echo "Installing jlora and the demo's requirements into .venv (about a minute, once)"
+	@$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+.venv/.test: pyproject.toml | .venv/.created
+	@echo "Installing jlora and the tests' requirements into .venv (a minute or two, once)"
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@ .venv/.demo
+
+# torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings
+# gigabytes of CUDA libraries. Elsewhere, and on a mirror without that page, pip takes the wheel it has.
+.venv/.parity: pyproject.toml | .venv/.created
+	@echo "Installing torch, transformers and peft into .venv (a few minutes, once)"
+	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
+	@$(PIP_INSTALL) -e '.[parity]'
+	@touch $@ .venv/.test .venv/.demo

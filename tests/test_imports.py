@@ -1,0 +1,200 @@
+"""Imports run one way through jlora. The checker reads syntax trees; a second test proves that it can fail."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+COMMON = {"_typing", "config", "errors", "_compat"}
+# Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
+MAY_IMPORT = {
+    "_typing": COMMON,
+    "_compat": COMMON,
+    "errors": COMMON,
+    "config": COMMON,
+    "adapters": COMMON,
+    "pallas": COMMON,
+    "sharding": COMMON,
+    "layers": COMMON | {"adapters", "pallas", "sharding"},
+    "manager": COMMON | {"adapters", "sharding", "layers"},
+    "models": COMMON - {"config"},  # a model like any user's: it knows nothing of LoRA
+    "__init__": COMMON | {"adapters", "pallas", "sharding", "layers", "manager"},
+    "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models"},
+    "__main__": {"cli"},
+}
+# The one import that must stay inside a function: generate() opens the scope of a batch it is handed.
+MAY_IMPORT_LAZILY = {"models": ("jlora.layers.scope",)}
+
+# Modules (with all below them) -> what they and nobody below them may mention.
+MAY_NOT_MENTION = {
+    "jlora": ("torch", "transformers", "peft", "importlib.import_module", "builtins.__import__"),
+    "jlora.adapters": ("jax", "jaxlib", "flax"),
+    "jlora.manager.lru": ("jax", "jaxlib", "flax", "numpy"),
+}
+# What only one module may mention.
+ONLY_IN = {
+    "jax.experimental.pallas.triton": "jlora.pallas.triton",
+    "jax._src.pallas.triton": "jlora.pallas.triton",
+}
+
+
+def is_within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def mentions(source: str, module: str, is_package: bool) -> Iterator[tuple[str, int, bool]]:
+    """Every dotted name that a module imports or reaches through an import: (name, line, inside a function?)."""
+    package = module if is_package else module.rpartition(".")[0]
+    aliases = {"__import__": "builtins.__import__"}
+    nodes = []
+
+    def visit(node: ast.AST, lazy: bool):
+        for child in ast.iter_child_nodes(node):
+            nodes.append((child, lazy))
+            visit(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(ast.parse(source), lazy=False)
+    for node, lazy in nodes:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                aliases[name.asname or name.name.partition(".")[0]] = (
+                    name.name if name.asname else name.name.partition(".")[0]
+                )
+                yield name.name, node.lineno, lazy
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            for name in node.names:
+                aliases[name.asname or name.name] = f"{origin}.{name.name}"
+                yield f"{origin}.{name.name}", node.lineno, lazy
+    for node, lazy in nodes:  # pl.triton.CompilerParams and the like, through the aliases found above
+        chain, head = [], node
+        while isinstance(head, ast.Attribute):
+            chain.append(head.attr)
+            head = head.value
+        if isinstance(head, ast.Name) and head.id in aliases and (chain or head.id == "__import__"):
+            yield ".".join([aliases[head.id], *reversed(chain)]), node.lineno, lazy
+
+
+def violations(root: Path) -> list[str]:
+    """All breaches of the tables above in `root`/jlora, as "path:line: what is wrong"."""
+    files = sorted((root / "jlora").rglob("*.py"))
+    parts = {path.relative_to(root / "jlora").parts[0].removesuffix(".py") for path in files}
+    found = []
+    for path in files:
+        relative = path.relative_to(root)
+        is_package = path.name == "__init__.py"
+        module = ".".join((relative.parent if is_package else relative.with_suffix("")).parts)
+        part = relative.parts[1].removesuffix(".py")
+        if part not in MAY_IMPORT:
+            found.append(f"{relative}:1: {part} has no row in MAY_IMPORT")
+            continue
+        for name, line, lazy in mentions(path.read_text(), module, is_package):
+            if is_within(name, "jlora"):
+                target = name.split(".")[1] if "." in name else "__init__"
+                target = target if target in parts else "__init__"  # jlora.LoRAConfig: a name of the public module
+                lazily = lazy and any(is_within(name, allowed) for allowed in MAY_IMPORT_LAZILY.get(part, ()))
+                if target != part and target not in MAY_IMPORT[part] and not lazily:
+                    found.append(f"{relative}:{line}: {part} may not import {target} ({name})")
+            for place, banned in MAY_NOT_MENTION.items():
+                if is_within(module, place) and any(is_within(name, prefix) for prefix in banned):
+                    found.append(f"{relative}:{line}: {place} may not mention {name}")
+            for prefix, home in ONLY_IN.items():
+                if is_within(name, prefix) and not is_within(module, home):
+                    found.append(f"{relative}:{line}: only {home} may mention {name}")
+    return found
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return root
+
+
+CLEAN = {
+    "jlora/__init__.py": "from jlora.config import LoRAConfig\nfrom jlora.pallas import api as ops\n",
+    "jlora/errors.py": "class LoRAError(Exception): ...\n",
+    "jlora/config.py": "from jlora.errors import LoRAError\n",
+    "jlora/adapters/__init__.py": "from jlora.adapters.adapter import Adapter\n",
+    "jlora/adapters/adapter.py": "import numpy as np\nfrom ..errors import LoRAError\n",
+    "jlora/pallas/__init__.py": "",
+    "jlora/pallas/api.py": "from jlora.pallas import triton, xla\n",
+    "jlora/pallas/xla.py": "import jax.experimental.pallas as pl\n",
+    "jlora/pallas/triton.py": "from jax.experimental.pallas import triton as plgpu\np = plgpu.CompilerParams()\n",
+    "jlora/sharding/__init__.py": "import jax\n",
+    "jlora/layers/__init__.py": "",
+    "jlora/layers/scope.py": "from jlora.pallas.api import add_lora\nfrom jlora.sharding import rules\n",
+    "jlora/manager/__init__.py": "from jlora.layers import scope\nfrom jlora.adapters import Adapter\n",
+    "jlora/manager/lru.py": "from collections import OrderedDict\n",
+    "jlora/models/__init__.py": "def generate():\n    from jlora.layers.scope import use\n",
+    "jlora/cli.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.LoRAConfig\n",
+}
+
+
+def test_imports_run_one_way():
+    assert violations(ROOT) == []
+
+
+def test_the_reference_imports_nothing_of_jlora():
+    names = [name for name, _, _ in mentions((ROOT / "tests/oracle.py").read_text(), "tests.oracle", False)]
+    assert names
+    assert not [name for name in names if is_within(name, "jlora")]
+
+
+def test_a_clean_tree_passes(tmp_path):
+    assert violations(write_tree(tmp_path, CLEAN)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "message"),
+    [
+        ("jlora/errors.py", "import jlora.manager", "errors may not import manager"),
+        ("jlora/errors.py", "import jlora", "errors may not import __init__"),
+        ("jlora/config.py", "from jlora import LoRARequest", "config may not import __init__"),
+        ("jlora/adapters/x.py", "from jlora.pallas import plan", "adapters may not import pallas"),
+        ("jlora/adapters/x.py", "from ..sharding import rules", "adapters may not import sharding"),
+        ("jlora/adapters/x.py", "from jlora import layers", "adapters may not import layers"),
+        ("jlora/adapters/x.py", "import jax.numpy as jnp", "jlora.adapters may not mention jax.numpy"),
+        (
+            "jlora/adapters/x.py",
+            "def f():\n    from jax import Array",
+            "x.py:2: jlora.adapters may not mention jax.Array",
+        ),
+        ("jlora/pallas/x.py", "from jlora import sharding", "pallas may not import sharding"),
+        ("jlora/pallas/x.py", "if TYPE_CHECKING:\n    import jlora.sharding.rules", "pallas may not import sharding"),
+        ("jlora/sharding/x.py", "from .. import pallas", "sharding may not import pallas"),
+        ("jlora/sharding/x.py", "import jlora.errors\njlora.pallas.api", "sharding may not import pallas"),
+        ("jlora/layers/x.py", "from ..manager.lru import LRU", "layers may not import manager"),
+        ("jlora/layers/x.py", "def f():\n    import jlora.manager", "layers may not import manager"),
+        ("jlora/manager/x.py", "from jlora.pallas.api import make_plan", "manager may not import pallas"),
+        ("jlora/manager/x.py", "from jlora.models import generate", "manager may not import models"),
+        ("jlora/manager/lru.py", "import numpy as np", "jlora.manager.lru may not mention numpy"),
+        ("jlora/models/x.py", "from jlora.layers.scope import use", "models may not import layers"),
+        ("jlora/models/x.py", "def f():\n    from jlora.layers import linear", "models may not import layers"),
+        ("jlora/models/x.py", "from jlora.config import LoRAConfig", "models may not import config"),
+        ("jlora/cli.py", "from jlora.pallas import plan", "cli may not import pallas"),
+        ("jlora/__init__.py", "from jlora import cli", "__init__ may not import cli"),
+        ("jlora/__init__.py", "import jlora.models", "__init__ may not import models"),
+        ("jlora/layers/x.py", "async def f():\n    import torch", "jlora may not mention torch"),
+        (
+            "jlora/layers/x.py",
+            "import importlib\nimportlib.import_module('jlora.cli')",
+            "jlora may not mention importlib",
+        ),
+        ("jlora/layers/x.py", "__import__('jlora.cli')", "jlora may not mention builtins.__import__"),
+        ("jlora/pallas/x.py", "from jax.experimental.pallas import triton", "only jlora.pallas.triton may mention"),
+        ("jlora/pallas/x.py", "import jax.experimental.pallas as pl\npl.triton.CompilerParams", "x.py:2: only jlora"),
+        ("jlora/layers/x.py", "import jax.experimental.pallas.triton as t", "only jlora.pallas.triton may mention"),
+        ("jlora/helpers.py", "", "helpers has no row in MAY_IMPORT"),
+    ],
+)
+def test_the_checker_can_fail(tmp_path, path, source, message):
+    found = violations(write_tree(tmp_path, CLEAN | {path: source}))
+    assert found
+    assert all(violation.startswith(f"{path}:") for violation in found)
+    assert message in found[0]

@@ -8,7 +8,7 @@ backtracks. Greedy and lazy repeats then mean the same; look-behind, back-refere
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from re import _constants as sre  # pyright: ignore[reportAttributeAccessIssue]
 from re import _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
@@ -32,7 +32,7 @@ class Pattern:
     """A parsed regular expression; `compile_pattern` makes it."""
 
     source: str
-    tree: Any
+    tree: Any = field(compare=False, repr=False)
 
     def fullmatch(self, name: str) -> bool:
         """Whether `re.fullmatch(source, name)` would find a match."""

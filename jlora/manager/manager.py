@@ -22,6 +22,7 @@ from jlora.errors import (
 from jlora.layers.scope import LoRABatch, host_batch
 from jlora.layers.slots import Site, SlotParam
 from jlora.layers.wrap import PackedModules, wrap_model
+from jlora.manager.export import export
 from jlora.manager.lru import LRU
 from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit
 from jlora.manager.swap import make_layout, make_write, pack
@@ -225,6 +226,22 @@ class LoRAManager:
     def _drop(self, name: str) -> None:
         self._vacate(name)
         self._host.remove(name)
+
+    def export_adapter(self, name: str) -> Adapter:
+        """Read an adapter back from its slot, after training the slot arrays there.
+
+        Returns:
+          An `Adapter` with the loaded one's module names, ranks and alphas, and the slot's values in slot dtype.
+
+        Raises:
+          AdapterNotFoundError: the name was not added.
+          LoRAError: it is in no slot.
+        """
+        with self._lock:
+            self._require([name])
+            if name not in self._active:
+                raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
+            return export(self._host[name], self._active[name], self._wrapped.modules)
 
     # --- slots --------------------------------------------------------------------------------------------------
 

@@ -19,17 +19,21 @@ class Placement:
     """The factors that fill some slices of one site (of one layer of a stack), in slot dtype.
 
     Attributes:
+      module: the checkpoint's name of the module.
       layer: index in the stack, or 0.
       first, count: the output slices covered.
       a: [r, K]; b: [r, N of those slices], scaling folded in.
     """
 
+    module: str
     site: Site
     layer: int
     first: int
     count: int
     a: np.ndarray
     b: np.ndarray
+    alpha: float
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class HostAdapter:
     placements: tuple[Placement, ...]
     rank: int
     base_model_name: str | None
+    use_rslora: bool
     path: str | None
 
     @property
@@ -141,7 +146,7 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
         raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
-    return HostAdapter(adapter.name, tuple(placements), adapter.rank, adapter.base_model_name, path)
+    return HostAdapter(adapter.name, tuple(placements), adapter.rank, adapter.base_model_name, adapter.use_rslora, path)
 
 
 def _misfit(site: Site, module: ModuleLoRA, first: int, count: int) -> str | None:
@@ -163,7 +168,17 @@ def _place(where: str, name: str, site: Site, layer: int, first: int, count: int
     for factor, original, label in ((a, module.a, "A"), (cast, b, "scaling * B")):
         if site.dtype.itemsize < 4 and np.isinf(factor).any() and not np.isinf(original.astype(np.float32)).any():
             raise AdapterMismatchError(f"{where}: {name}: {label} overflows the slots' dtype {site.dtype}")
-    return Placement(site, layer, first, count, np.ascontiguousarray(a), np.ascontiguousarray(cast))
+    return Placement(
+        name,
+        site,
+        layer,
+        first,
+        count,
+        np.ascontiguousarray(a),
+        np.ascontiguousarray(cast),
+        module.alpha,
+        module.scaling,
+    )
 
 
 def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:

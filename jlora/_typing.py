@@ -1,11 +1,11 @@
 """The dimension glossary and array aliases used in annotations.
 
-    B  sequences in a batch              K  in-features of a projection
-    L  tokens a sequence                 N  out-features of a projection (all slices together)
-    M  rows = tokens, flattened          n  output slices of a merged projection (qkv: 3, gate_up: 2, plain: 1)
-    S  slots (max_loras)                 R  max_lora_rank; r is one adapter's own rank
-    G  groups (opaque weight index)      T  tiles of a plan
-    V  vocabulary                        E  experts
+B  sequences in a batch              K  in-features of a projection
+L  tokens a sequence                 N  out-features of a projection (all slices together)
+M  rows = tokens, flattened          n  output slices of a merged projection (qkv: 3, gate_up: 2, plain: 1)
+S  slots (max_loras)                 R  max_lora_rank; r is one adapter's own rank
+G  groups (opaque weight index)      T  tiles of a plan
+V  vocabulary                        E  experts
 """
 
 from typing import Literal, TypeAlias

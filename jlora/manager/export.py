@@ -32,6 +32,8 @@ def _read(name: str, p: Placement, slot: int, layer: nnx.Module) -> ModuleLoRA:
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
+    if p.scaling == 0:
+        raise LoRAError(f"adapter {name!r}: {p.module} has scaling 0, so B cannot be read back from its slot")
     start = sum(site.out_sizes[: p.first])
     stop = start + sum(site.out_sizes[p.first : p.first + p.count])
     scaled = b[:rank, start:stop].astype(np.float32) / np.float32(p.scaling)

@@ -1,5 +1,6 @@
 """`LoRAManager`: adapters on the host, adapters in slots, and batches that hold their slots."""
 
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from jlora.layers.scope import LoRABatch, host_batch
 from jlora.layers.slots import Site, SlotParam
 from jlora.layers.wrap import PackedModules, wrap_model
 from jlora.manager.export import export
+from jlora.manager.leases import Leases
 from jlora.manager.lru import LRU
 from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit
 from jlora.manager.swap import make_layout, make_write, pack
@@ -76,7 +78,11 @@ class LoRAManager:
 
     Wraps the eligible layers of `model` in place. Adapters live in a host cache (`max_cpu_loras`) and are written into
     device slots (`max_loras`) when a batch needs them; both evict the least recently used one that is neither pinned
-    nor held by an open batch. All methods may be called from several threads.
+    nor held by an open batch.
+
+    All methods may be called from several threads. A write replaces (and donates) the slot arrays of the model, so a
+    step that another thread is just dispatching may find them deleted, which JAX reports: prepare and dispatch in one
+    thread, or under one lock of yours.
 
     Args:
       model: any `nnx.Module`.
@@ -109,7 +115,7 @@ class LoRAManager:
         self._write = make_write(self._layout, lambda: self._counts.update(["compilations"]))
         self._host: LRU[HostAdapter] = LRU()
         self._active: LRU[int] = LRU()
-        self._leases: Counter[str] = Counter()
+        self._leases = Leases()
         self._kept: OrderedDict[tuple, tuple[LoRABatch, tuple[str, ...]]] = OrderedDict()
         self._slots: nnx.State | None = None
         self._lock = threading.RLock()
@@ -131,20 +137,22 @@ class LoRAManager:
             raise LoRAError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         replace = load_inplace or (request is not None and request.load_inplace)
         name = adapter.name
+        if not isinstance(name, str) or not name:
+            raise LoRAError(f"an adapter's name must be a non-empty string, got {name!r}")
         with self._lock:
+            self._check_wrapped()
             if name in self._host and not replace:
                 self._host.touch(name)
                 return False
-            if self._leases[name]:
-                raise AdapterInUseError(f"adapter {name!r} is held by an open batch; close it before replacing it")
+            self._refuse_leased(name, "replacing")
             loaded = adapter if isinstance(adapter, Adapter) else self._load(adapter)
             host = fit(loaded, self._wrapped, self._index, request.path if request else None)
-            if name not in self._host:
+            if name in self._active:
+                self._fill(self._active[name], host)  # before the books, so that a failed write changes nothing
+            elif name not in self._host:
                 self._make_host_room()
             self._host.put(name, host)
             self._counts["host_loads"] += 1
-            if name in self._active:
-                self._fill(self._active[name], host)
             return True
 
     @staticmethod
@@ -167,7 +175,7 @@ class LoRAManager:
             )
 
     def _evict_host(self) -> bool:
-        victims = self._host.evictable(self._leased)
+        victims = self._host.evictable(self._leases.held)
         if not victims:
             return False
         self._drop(victims[0])
@@ -218,7 +226,7 @@ class LoRAManager:
             nbytes=host.nbytes,
             slot=self._active.get(name),
             pinned=self._host.pinned(name),
-            leased=self._leased(name),
+            leased=self._leases.held(name),
             path=host.path,
             base_model_name=host.base_model_name,
         )
@@ -256,7 +264,7 @@ class LoRAManager:
             return bool(self._activate([name]))
 
     def deactivate_adapter(self, name: str) -> bool:
-        """Take an adapter out of its slot (it stays on the host). False if it is in none.
+        """Take an adapter out of its slot (it stays on the host, unpinned). False if it is in none.
 
         Raises:
           AdapterInUseError: it is held by an open batch.
@@ -318,13 +326,16 @@ class LoRAManager:
                 raise AdapterNotFoundError(f"adapter {name!r} is not loaded; add_adapter it first (loaded: {known})")
 
     def _activate(self, names: Sequence[str]) -> list[str]:
-        """Bring all of `names` into slots, or raise and change nothing. Returns those that were written."""
+        """Bring all of `names` into slots. Returns those that were written.
+
+        Raises before anything changes where there is no room. Where the device fails, the adapters written before stay.
+        """
         self._require(names)
         missing = [name for name in names if name not in self._active]
         if missing:
             held = set(self._active[name] for name in self._active)
             free = [slot for slot in range(self.config.max_loras) if slot not in held]
-            victims = self._active.evictable(lambda name: self._leased(name) or name in names)
+            victims = self._active.evictable(lambda name: self._leases.held(name) or name in names)
             if len(missing) > len(free) + len(victims):
                 raise NoFreeSlotError(
                     f"{len(missing)} adapters need a slot ({', '.join(map(repr, missing))}), but of "
@@ -332,13 +343,12 @@ class LoRAManager:
                     "are pinned, held by an open batch or part of this one. Raise max_loras, or close batches"
                 )
             for name in missing:
-                if not free:
-                    victim = victims.pop(0)
-                    free.append(self._active[victim])
+                victim = None if free else victims.pop(0)
+                slot = free.pop(0) if victim is None else self._active[victim]
+                self._fill(slot, self._host[name])
+                if victim is not None:
                     self._vacate(victim)
                     self._counts["slot_evictions"] += 1
-                slot = free.pop(0)
-                self._fill(slot, self._host[name])
                 self._active.put(name, slot)
         self._counts["slot_hits"] += len(names) - len(missing)
         for name in names:
@@ -352,6 +362,8 @@ class LoRAManager:
         modules = self._wrapped.modules
         variables = [[getattr(modules[site], attr) for attr in site.attributes] for site in self._layout.sites]
         arrays = [tuple(variable.get_value() for variable in triple) for triple in variables]
+        # A write still under way holds its adapter's buffers: without this, several would pile up on the device.
+        jax.block_until_ready(arrays[0])
         written = self._write(arrays, jax.device_put(buffers), np.int32(slot))
         for triple, new in zip(variables, written, strict=True):
             for variable, array in zip(triple, new, strict=True):
@@ -391,10 +403,20 @@ class LoRAManager:
         """
         if isinstance(names, str):
             raise LoRAError(f"prepare takes one name a sequence in a list, got the string {names!r}")
-        counts = None if token_counts is None else tuple(int(count) for count in token_counts)
-        key = (tuple(names), counts, pad_to)
+        try:
+            counts = None if token_counts is None else tuple(map(operator.index, token_counts))
+            pad_to = None if pad_to is None else operator.index(pad_to)
+        except TypeError as error:
+            raise LoRAError(f"prepare: token_counts and pad_to must be integers ({error})") from None
+        names = tuple(names)
+        for name in names:
+            if name is not None and not isinstance(name, str):
+                raise LoRAError(f"prepare takes adapter names and None, got {name!r}")
+        key = (names, counts, pad_to)
         with self._lock:
-            if kept := self._kept.get(key):
+            self._check_wrapped()
+            kept = self._kept.get(key)
+            if kept and not _deleted(kept[0]):
                 batch, adapters = kept
                 self._counts["slot_hits"] += len(adapters)
                 for name in adapters:
@@ -402,11 +424,11 @@ class LoRAManager:
                     self._active.touch(name)
                 self._kept.move_to_end(key)
                 return self._lease(batch.slots, batch.token_slots, adapters)
-            rows = _packed_rows(key[0], counts, pad_to)
-            adapters = tuple(dict.fromkeys(name for name in key[0] if name is not None))
+            rows = _packed_rows(len(names), counts, pad_to)
+            adapters = tuple(dict.fromkeys(name for name in names if name is not None))
             self._activate(adapters)
             none = self.config.max_loras
-            slots = np.array([none if name is None else self._active[name] for name in key[0]], np.int32)
+            slots = np.array([none if name is None else self._active[name] for name in names], np.int32)
             token_slots = None
             if counts is not None:
                 token_slots = np.full(rows, none, np.int32)
@@ -418,23 +440,16 @@ class LoRAManager:
             return self._lease(batch.slots, batch.token_slots, adapters)
 
     def _lease(self, slots: jax.Array, token_slots: jax.Array | None, adapters: tuple[str, ...]) -> LoRABatch:
-        self._leases.update(adapters)
-
-        def release():
-            with self._lock:
-                self._leases -= Counter(adapters)  # keeps positive counts only
-
-        return LoRABatch(slots, token_slots, self._wrapped.tracking, release)
-
-    def _leased(self, name: str) -> bool:
-        return self._leases[name] > 0
+        return LoRABatch(slots, token_slots, self._wrapped.tracking, self._leases.open(adapters))
 
     def _refuse_leased(self, name: str, doing: str) -> None:
-        if self._leased(name):
+        if self._leases.held(name):
             raise AdapterInUseError(f"adapter {name!r} is held by an open batch; close it before {doing} the adapter")
 
     def _claims(self, site: Site) -> list[str]:
-        return [name for name in self._host if self._host[name].serves(site)]
+        # Called while the user's step is traced, so without the lock: two threads that trace one function wait for each
+        # other, and one of them may be in `warmup`, which holds the lock.
+        return [name for name in self._host if (host := self._host.get(name)) is not None and host.serves(site)]
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -457,6 +472,7 @@ class LoRAManager:
           token_counts, pad_to: as in `prepare`, for packed rows.
         """
         with self._lock:
+            self._check_wrapped()
             free = [slot for slot, name in enumerate(self.slot_names) if name is None]
             if free:
                 self._fill(free[0], None)
@@ -484,9 +500,13 @@ class LoRAManager:
                 **{name: self._counts[name] for name in names},
                 registered=len(self._host),
                 active=len(self._active),
-                leased=sum(count > 0 for count in self._leases.values()),
+                leased=sum(map(self._leases.held, self._host)),
                 slot_bytes=self._layout.nbytes,
             )
+
+    def _check_wrapped(self) -> None:
+        if not self._wrapped.modules:
+            raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 
     def unwrap(self) -> nnx.Module:
         """Give the model back as it was before it was wrapped. The manager is of no use afterwards.
@@ -501,26 +521,28 @@ class LoRAManager:
             return self.model
 
 
-def _packed_rows(names: tuple[str | None, ...], counts: tuple[int, ...] | None, pad_to: int | None) -> int:
+def _deleted(batch: LoRABatch) -> bool:
+    """True if a step donated the arrays of a batch."""
+    return batch.slots.is_deleted() or (batch.token_slots is not None and batch.token_slots.is_deleted())
+
+
+def _packed_rows(sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:
     """Number of packed rows; 0 without counts. Raises where the arguments of `prepare` disagree."""
-    if not names:
+    if not sequences:
         raise LoRAError("prepare needs at least one sequence")
-    for name in names:
-        if name is not None and not isinstance(name, str):
-            raise LoRAError(f"prepare takes adapter names and None, got {name!r}")
     if counts is None:
         if pad_to is not None:
             raise LoRAError("prepare: pad_to is the number of packed rows; it needs token_counts")
         return 0
-    if len(counts) != len(names):
-        raise LoRAError(f"prepare: {len(counts)} token_counts for {len(names)} sequences")
+    if len(counts) != sequences:
+        raise LoRAError(f"prepare: {len(counts)} token_counts for {sequences} sequences")
     if min(counts) < 0:
         raise LoRAError(f"prepare: token_counts must not be negative, got {min(counts)}")
     total = sum(counts)
-    rows = total if pad_to is None else int(pad_to)
+    rows = total if pad_to is None else pad_to
     if rows < total or rows == 0:
         raise LoRAError(f"prepare: token_counts sum to {total}, and there are {rows} packed rows (pad_to)")
-    if rows == len(names) and counts != (1,) * len(names):
+    if rows == sequences and counts != (1,) * sequences:
         raise LoRAError(
             f"prepare: {rows} packed rows for {rows} sequences cannot be told from one row a sequence; choose another "
             "pad_to"

@@ -63,9 +63,13 @@ class SiteIndex:
         self._rules: list[tuple[re.Pattern[str], str]] = []
         for pattern, replacement in (name_map or {}).items():
             try:
-                self._rules.append((re.compile(pattern), replacement))
-            except re.error as error:
-                raise LoRAError(f"name_map: {pattern!r} is not a regular expression: {error}") from None
+                rule = re.compile(pattern)
+                rule.sub(replacement, "")  # reads the replacement too
+            except (re.error, IndexError, TypeError) as error:
+                raise LoRAError(
+                    f"name_map: {pattern!r} -> {replacement!r} is not a regular expression and its replacement: {error}"
+                ) from None
+            self._rules.append((rule, replacement))
         self._sites: dict[tuple[str, str], list[Site]] = {}
         for site in wrapped.modules:
             for name in site.parts:
@@ -118,6 +122,10 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
         weights that differ from the model's, weights for a layer that the forward never calls.
     """
     where = f"adapter {adapter.name!r}" + (f" ({path})" if path else "")
+    if not adapter.modules:
+        raise AdapterMismatchError(
+            f"{where} brings no LoRA weights: expected A and B of at least one module, found none"
+        )
     problems: list[str] = []
     placements: list[Placement] = []
     taken: dict[tuple[Site, int, int], str] = {}
@@ -162,12 +170,16 @@ def _misfit(site: Site, module: ModuleLoRA, first: int, count: int) -> str | Non
 
 def _place(where: str, name: str, site: Site, layer: int, first: int, count: int, module: ModuleLoRA) -> Placement:
     # The scaling is folded into B in float32, before the one rounding to slot dtype.
-    b = np.multiply(module.b.T, np.float32(module.scaling), dtype=np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
+        b = np.multiply(module.b.T, np.float32(module.scaling), dtype=np.float32)
         a, cast = module.a.astype(site.dtype), b.astype(site.dtype)
-    for factor, original, label in ((a, module.a, "A"), (cast, b, "scaling * B")):
-        if site.dtype.itemsize < 4 and np.isinf(factor).any() and not np.isinf(original.astype(np.float32)).any():
-            raise AdapterMismatchError(f"{where}: {name}: {label} overflows the slots' dtype {site.dtype}")
+    for factor, original, label in ((a, module.a, "A"), (cast, module.b.T, "scaling * B")):
+        if (overflow := np.isinf(factor) & np.isfinite(original)).any():
+            largest = np.abs(original[overflow]).max() * (1 if factor is a else abs(module.scaling))
+            raise AdapterMismatchError(
+                f"{where}: {name}: {label} must be finite in the slots' dtype {site.dtype}, and reaches {largest:.3g}; "
+                "set LoRAConfig.dtype to a wider one"
+            )
     return Placement(
         name,
         site,

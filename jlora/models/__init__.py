@@ -5,3 +5,4 @@ from jlora.models.config import DecoderConfig as DecoderConfig
 from jlora.models.config import ModelError as ModelError
 from jlora.models.config import RopeConfig as RopeConfig
 from jlora.models.decoder import Decoder as Decoder
+from jlora.models.generation import generate as generate

@@ -1,0 +1,233 @@
+"""Token generation: one compiled function runs the prompts and then the decode loop.
+
+    tokens [B, L] --extend--> logits [B, V] --choose--> token [B] --extend--> logits [B, V] --choose--> ...
+           prompt, padded on the right           one lax.while_loop until every sequence has stopped
+
+Prompt length and `max_new_tokens` are rounded up to powers of two, so few combinations compile.
+"""
+
+import contextlib
+import math
+import operator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jlora.models.config import ModelError
+from jlora.models.decoder import Cache, Decoder
+
+
+class Sampling(NamedTuple):
+    """Traced settings of one call, so that changing them compiles nothing. Scalars float32 and int32."""
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    keys: Key[Array, "B"]
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch: Any = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    seed: int = 0,
+    sequence_ids: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Continues every prompt.
+
+    Args:
+      model: any object with `Decoder`'s `extend`, `init_cache` and `config.vocab_size`.
+      prompts: token ids, one list a sequence, of any lengths above 0.
+      batch: the adapters of these sequences, `manager.prepare([...])` with one entry a prompt; None for a model that
+        is not wrapped.
+      max_new_tokens: the most tokens each sequence gets.
+      temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
+      top_k: sample among the k likeliest tokens only.
+      top_p: sample among the fewest likeliest tokens whose probabilities sum to at least `top_p`, after `top_k`
+        (arXiv:1904.09751).
+      stop_tokens: a sequence ends with the first of these; it is part of the answer.
+      seed: with a sequence's id and the number of the token, all that the random draw depends on: a sequence's answer
+        does not change with the other sequences of the call.
+      sequence_ids: one number a prompt, at least 0; its place in `prompts` by default.
+
+    Returns:
+      The new token ids of each sequence.
+
+    Raises:
+      ModelError: an argument is out of range; it is named with its value.
+    """
+    tokens, lengths = _pad(prompts, model.config.vocab_size)
+    limit = _integer("max_new_tokens", max_new_tokens, 1)
+    if not 0 <= temperature < math.inf:
+        raise ModelError(f"temperature must be a finite number of at least 0, got {temperature!r}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ModelError(f"top_p must be above 0 and at most 1, got {top_p!r}")
+    ids = range(len(prompts)) if sequence_ids is None else sequence_ids
+    if len(ids) != len(prompts):
+        raise ModelError(f"sequence_ids has {len(ids)} entries for {len(prompts)} prompts")
+    ids = np.asarray([_integer(f"sequence_ids[{i}]", value, 0) for i, value in enumerate(ids)], np.uint32)
+    stops = [_integer(f"stop_tokens[{i}]", value, 0) for i, value in enumerate(stop_tokens)]
+    sampling = None
+    if temperature > 0:
+        sampling = Sampling(
+            temperature=jnp.float32(max(temperature, 1e-30)),  # below that float32 division gives NaN
+            top_k=jnp.int32(model.config.vocab_size if top_k is None else _integer("top_k", top_k, 1)),
+            top_p=jnp.float32(math.inf if top_p in (None, 1) else top_p),  # a rounded sum must not cut the tail
+            keys=jax.vmap(partial(jax.random.fold_in, jax.random.key(_integer("seed", seed, 0))))(ids),
+        )
+    elif top_k is not None or top_p is not None:
+        raise ModelError("top_k and top_p only mean something when sampling; give a temperature above 0 as well")
+    out, counts = _run(
+        model,
+        batch,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        sampling,
+        jnp.asarray(_bucket_stops(stops)),
+        jnp.int32(limit),
+        capacity=_bucket(limit),
+        ranked=top_k is not None or top_p is not None,
+    )
+    rows, counts = np.asarray(out), np.asarray(counts)
+    return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
+
+
+class _State(NamedTuple):
+    """What the decode loop carries. `out[b, :counts[b]]` are the tokens so far; the last of them is not cached yet."""
+
+    step: Int[Array, ""]
+    out: Int[Array, "B N"]
+    counts: Int[Array, "B"]
+    running: Bool[Array, "B"]
+    last: Int[Array, "B"]
+    cache: Cache
+
+
+@partial(jax.jit, static_argnames=("capacity", "ranked"))
+def _run(
+    model: Decoder,
+    batch: Any,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, "B"],
+    sampling: Sampling | None,
+    stops: Int[Array, "s"],
+    limit: Int[Array, ""],
+    *,
+    capacity: int,
+    ranked: bool,
+) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
+    """Prompts and decode loop; N = `capacity` is the room for new tokens, of which `limit` are used."""
+    sequences, padded = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), tokens.shape)
+    cache = model.init_cache(sequences, padded + capacity)
+
+    def append(state: _State, logits: Float[Array, "B V"]) -> _State:
+        chosen = _choose(logits, state.step, sampling, ranked)
+        # A stopped sequence goes on computing but writes nothing.
+        column = jnp.where(state.running, state.step, capacity)
+        out = state.out.at[jnp.arange(sequences), column].set(chosen, mode="drop")
+        stopped = jnp.any(chosen[:, None] == stops[None, :], axis=1)
+        return state._replace(
+            step=state.step + 1,
+            out=out,
+            counts=state.counts + state.running.astype(jnp.int32),
+            running=state.running & ~stopped,
+            last=chosen,
+        )
+
+    def body(state: _State) -> _State:
+        # Token number `step` of a sequence stands at position `length + step - 1`.
+        here = (lengths + state.step - 1)[:, None]
+        with _scope(batch):
+            logits, cache = model.extend(state.last[:, None], here, state.cache, jnp.zeros_like(lengths))
+        return append(state._replace(cache=cache), logits)
+
+    with _scope(batch):
+        logits, cache = model.extend(tokens, positions, cache, lengths - 1)
+    empty = _State(
+        step=jnp.int32(0),
+        out=jnp.zeros((sequences, capacity), jnp.int32),
+        counts=jnp.zeros((sequences,), jnp.int32),
+        running=jnp.ones((sequences,), bool),
+        last=jnp.zeros((sequences,), jnp.int32),
+        cache=cache,
+    )
+    state = jax.lax.while_loop(lambda state: (state.step < limit) & jnp.any(state.running), body, append(empty, logits))
+    return state.out, state.counts
+
+
+def _choose(
+    logits: Float[Array, "B V"], step: Int[Array, ""], sampling: Sampling | None, ranked: bool
+) -> Int[Array, "B"]:
+    if sampling is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, step))(sampling.keys)
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
+    if not ranked:
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
+    logits = jnp.take_along_axis(logits, order, axis=-1)
+    logits = jnp.where(jnp.arange(logits.shape[-1])[None, :] < sampling.top_k, logits, -jnp.inf)
+    chances = jax.nn.softmax(logits, axis=-1)
+    before = jnp.cumsum(chances, axis=-1) - chances
+    logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
+    rank = jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _scope(batch: Any) -> AbstractContextManager:
+    """The adapters of `batch` for the layers called inside; imported late, for models that have no adapters."""
+    if batch is None:
+        return contextlib.nullcontext()
+    from jlora.layers.scope import use
+
+    return use(batch)
+
+
+def _pad(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[Int[np.ndarray, "B L"], Int[np.ndarray, "B"]]:
+    if not len(prompts):
+        raise ModelError("prompts is empty; expected at least one list of token ids")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        row = np.asarray(prompt)
+        if isinstance(prompt, str) or row.ndim != 1 or not row.size or not np.issubdtype(row.dtype, np.integer):
+            raise ModelError(f"prompts[{i}] must be a non-empty list of token ids, got {prompt!r:.80}")
+        if row.min() < 0 or row.max() >= vocab_size:
+            raise ModelError(f"prompts[{i}] must hold ids from 0 to {vocab_size - 1}, got {row.min()} to {row.max()}")
+        rows.append(row)
+    lengths = np.array([row.size for row in rows], np.int32)
+    tokens = np.zeros((len(rows), _bucket(lengths.max())), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: row.size] = row
+    return tokens, lengths
+
+
+def _bucket(size: int) -> int:
+    """The next power of two, at least 8."""
+    return max(8, 1 << (int(size) - 1).bit_length())
+
+
+def _bucket_stops(stops: list[int]) -> Int[np.ndarray, "s"]:
+    return np.array(stops + [-1] * (_bucket(len(stops) or 1) - len(stops)), np.int32)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if isinstance(value, bool) or number is None or not least <= number < 2**31:
+        raise ModelError(f"{name} must be an integer from {least} to 2**31 - 1, got {value!r}")
+    return number

@@ -1,0 +1,40 @@
+"""Configurations of small random models, and the recipe that turns one into a checkpoint (needs transformers)."""
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def build(torch, transformers, model_type: str, seed: int, **fields):
+    """A float32 model with weights large enough that every part of it shows in the logits."""
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.copy_(0.5 * torch.randn_like(weight) + (1.0 if "norm" in name else 0.0))
+            else:
+                weight.copy_(torch.randn_like(weight) * (0.3 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5))
+    return model

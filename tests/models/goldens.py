@@ -1,0 +1,25 @@
+"""The committed checkpoints and what transformers computed with them (see make_goldens.py)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent / "goldens"
+NAMES = ("llama-biases-llama3", "llama-tied-linear", "mistral-window", "qwen2-mixed-yarn", "qwen3-tied")
+SHARDED = "llama-biases-llama3"
+BFLOAT16 = "qwen3-tied"
+
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def relative_error(got, want) -> float:
+    """Largest difference over the largest value of `want`."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    return float(np.abs(got - want).max() / np.abs(want).max())

@@ -1,0 +1,201 @@
+"""Reading checkpoint folders: the layouts that exist, and damage of every kind, each with its error."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jlora.models import ModelError, from_pretrained
+from tests.models import goldens
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the single-file llama checkpoint (tied embeddings)."""
+    return shutil.copytree(goldens.FOLDER / "llama-tied-linear", tmp_path / "model")
+
+
+def edit(folder, change, file="model.safetensors"):
+    tensors = load_file(folder / file)
+    tensors = change(tensors) or tensors
+    save_file(tensors, folder / file)
+
+
+def params(model):
+    return {".".join(map(str, path)): np.asarray(param[...]) for path, param in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(model, other):
+    mine, theirs = params(model), params(other)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_merged_kernels_hold_the_parts_in_order():
+    folder = goldens.FOLDER / "qwen2-mixed-yarn"
+    stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
+    prefix = "model.layers.1"
+    for merged, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        block = f"{prefix}.{merged.split('.')[0]}"
+        weights = [stored[f"{block}.{part}_proj.weight"].T for part in parts]
+        np.testing.assert_array_equal(got[f"{prefix}.{merged}.kernel"], np.concatenate(weights, axis=1))
+    biases = [stored[f"{prefix}.self_attn.{part}_proj.bias"] for part in "qkv"]
+    np.testing.assert_array_equal(got[f"{prefix}.self_attn.qkv_proj.bias"], np.concatenate(biases))
+    np.testing.assert_array_equal(got["model.embed_tokens.embedding"], stored["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_dtypes(dtype):
+    """A bfloat16 file read as each dtype: widening is exact, narrowing is one rounding."""
+    folder = goldens.FOLDER / goldens.BFLOAT16
+    stored = load_file(folder / "model.safetensors")["model.norm.weight"]
+    assert stored.dtype == ml_dtypes.bfloat16
+    model = from_pretrained(folder, dtype=dtype)
+    assert {value.dtype for value in params(model).values()} == {np.dtype(dtype)}
+    np.testing.assert_array_equal(params(model)["model.norm.scale"], stored.astype(dtype))
+
+
+def test_shards_equal_one_file(tmp_path):
+    source = goldens.FOLDER / goldens.SHARDED
+    tensors = {}
+    for shard in source.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    assert_same(from_pretrained(tmp_path), from_pretrained(source))
+
+
+def test_names_without_the_model_prefix(folder):
+    want = from_pretrained(folder)
+    edit(folder, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
+    assert_same(from_pretrained(folder), want)
+
+
+def test_old_rotary_tables_are_ignored(folder):
+    want = from_pretrained(folder)
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}))
+    assert_same(from_pretrained(folder), want)
+
+
+def test_tied_head_may_be_stored_twice_if_equal(folder):
+    want = from_pretrained(folder)
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    assert_same(from_pretrained(folder), want)
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ModelError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        from_pretrained(folder)
+
+
+def test_home_is_expanded_and_progress_is_told(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    steps = []
+    from_pretrained("~/model", progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
+
+
+def test_mesh_is_refused(folder):
+    with pytest.raises(ModelError, match="mesh is not supported"):
+        from_pretrained(folder, mesh=object())
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q) is None, r"1 missing \['model.layers.1.self_attn.q_proj.weight'\], 0 unexpected"),
+        (lambda t: t.update(extra=t[Q]), r"0 missing \[\], 1 unexpected \['extra'\]"),
+        (lambda t: t.update({Q: t[Q][:-1].copy()}), r"together \[64, 32\], found .*q_proj.weight \[31, 32\]"),
+        (lambda t: t.update({Q: t[Q][:, :-1].copy()}), r"found .*q_proj.weight \[32, 31\]"),
+        (lambda t: t.update({Q: t[Q].reshape(-1)}), r"found .*q_proj.weight \[1024\]"),
+        (lambda t: t.update({Q: np.float32(1.0).reshape(())}), r"found .*q_proj.weight \[\]"),
+        (lambda t: t.update({GATE: t[GATE].T.copy()}), r"found .*gate_proj.weight \[32, 40\]"),
+        (lambda t: t.update({Q: t[Q].astype(np.int8)}), r"q_proj.weight is I8; expected one of"),
+        (lambda t: t.update({"model.norm.weight": np.ones(31, np.float32)}), r"\[32\], found model.norm.weight \[31\]"),
+        (lambda t: t.update({"model.embed_tokens.weight": np.ones((32, 64), np.float32)}), r"\[64, 32\], found"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    edit(folder, lambda tensors: change(tensors) and None)
+    with pytest.raises(ModelError, match=message):
+        from_pretrained(folder)
+
+
+def test_slices_that_only_fit_together_are_refused(folder):
+    """One row moved from query to key keeps the merged shape, and must not load."""
+
+    def move(tensors):
+        k = Q.replace("q_proj", "k_proj")
+        tensors[k] = np.concatenate([tensors[k], tensors[Q][-1:]])
+        tensors[Q] = tensors[Q][:-1].copy()
+
+    edit(folder, move)
+    with pytest.raises(ModelError, match=r"q_proj.weight \[31, 32\]"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: data[:-1],
+        lambda data: (2**60).to_bytes(8, "little") + data[8:],
+        lambda data: data[:20] + b"\xff" + data[21:],
+    ],
+    ids=["empty", "short header", "short data", "huge header", "bad header"],
+)
+def test_damaged_file(folder, damage):
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read as safetensors"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "must hold a JSON object, got list")])
+def test_damaged_config(folder, text, message):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=f"config.json {message}|config.json is {message}"):
+        from_pretrained(folder)
+
+
+def test_missing_files(folder, tmp_path):
+    with pytest.raises(ModelError, match="nowhere is not a folder"):
+        from_pretrained(tmp_path / "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"Pickle files \(.bin, .pt\) are never opened"):
+        from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config.json does not exist"):
+        from_pretrained(folder)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return shutil.copytree(goldens.FOLDER / goldens.SHARDED, tmp_path / "sharded")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: "[]", "must be a JSON object"),
+        (lambda i: "{}", "weight_map"),
+        (lambda i: json.dumps({"weight_map": {"a": 3}}), "must name files of the same folder"),
+        (lambda i: json.dumps({"weight_map": {"a": "../a.safetensors"}}), "must name files of the same folder"),
+        (lambda i: json.dumps({"weight_map": {"a": "a.safetensors"}}), "a.safetensors that it lists does not exist"),
+        (lambda i: i.replace("model.norm.weight", "model.other.weight"), "only in the file .*model.norm.weight"),
+    ],
+)
+def test_damaged_index(sharded, change, message):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(change(index.read_text()))
+    with pytest.raises(ModelError, match=message):
+        from_pretrained(sharded)

@@ -1,0 +1,157 @@
+"""Every field of config.json that changes the computation is read, in both spellings, or refused by name."""
+
+import numpy as np
+import pytest
+
+from jlora.models import DecoderConfig, ModelError, RopeConfig, rope
+from jlora.models.config import parse_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
+MISTRAL = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+
+
+def test_llama_defaults():
+    assert parse_config(LLAMA) == DecoderConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=4,
+        max_position_embeddings=64,
+    )
+
+
+def test_fields_that_are_set():
+    config = parse_config(
+        {
+            **LLAMA,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "eos_token_id": [1, 2],
+        }
+    )
+    assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (2, 8, 1e-5)
+    assert config.rope == RopeConfig(theta=5e5)
+    assert (config.tie_word_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias) == (True,) * 4
+    assert config.eos_token_ids == (1, 2)
+
+
+def test_families():
+    qwen2, qwen3 = parse_config(QWEN2), parse_config({**QWEN2, "model_type": "qwen3"})
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 4)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (LLAMA | {"sliding_window": 8}, None),
+        (MISTRAL, (4096,) * 3),
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL | {"sliding_window": 8}, (8, 8, 8)),
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, None),
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
+        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, None),
+        (
+            QWEN2
+            | {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+)
+def test_sliding_windows(fields, windows):
+    assert parse_config(fields).sliding_windows == windows
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_old_and_new_spelling_of_rope_scaling_agree(rope_type):
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 16}
+    if rope_type == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    new = parse_config({**LLAMA, "rope_parameters": {**scaling, "rope_type": rope_type, "rope_theta": 777.0}})
+    for key in ("type", "rope_type"):
+        assert parse_config({**LLAMA, "rope_theta": 777.0, "rope_scaling": {**scaling, key: rope_type}}) == new
+    assert new.rope.rope_type == rope_type
+    assert new.rope.theta == 777.0
+
+
+def test_yarn_options_reach_the_frequencies():
+    """`beta_*` move the blend, `truncate` its rounding, and the attention factor is theirs or the paper's."""
+
+    def yarn(**options):
+        params = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50.0}
+        return rope.frequencies(parse_config({**LLAMA, "rope_parameters": {**params, **options}}).rope, 32)
+
+    frequencies, attention_factor = yarn()
+    assert attention_factor == pytest.approx(0.1 * np.log(4.0) + 1.0)
+    plain = 50.0 ** (-np.arange(16) / 16)
+    assert frequencies[0] == pytest.approx(plain[0])  # fast pairs are kept
+    assert frequencies[-1] == pytest.approx(plain[-1] / 4)  # slow pairs are interpolated
+    assert not np.allclose(yarn(beta_fast=2.0)[0], frequencies)
+    assert not np.allclose(yarn(beta_slow=0.5)[0], frequencies)
+    assert not np.allclose(yarn(truncate=False)[0], frequencies)
+    assert yarn(attention_factor=1.5)[1] == 1.5
+    expected = (0.1 * 2.0 * np.log(4.0) + 1) / (0.1 * 0.5 * np.log(4.0) + 1)
+    assert yarn(mscale=2.0, mscale_all_dim=0.5)[1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"vocab_size": "32"}, "vocab_size must be a positive integer, got '32'"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type .* got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor must be"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "low_freq_factor",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 3"),
+        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\]"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"model_type": "mistral"}, "num_key_value_heads is missing"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(fields, message):
+    with pytest.raises(ModelError, match=message):
+        parse_config({**LLAMA, **fields})

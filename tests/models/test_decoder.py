@@ -1,0 +1,131 @@
+"""The decoder's values against transformers' (committed), and its cache against its own uncached forward."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.models import Decoder, DecoderConfig, ModelError, from_pretrained
+from tests.models import goldens
+
+TINY = DecoderConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+@jax.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
+@goldens.each
+def test_logits_equal_transformers(golden, name):
+    expected = goldens.expected(name)
+    logits = forward(golden(name), expected["tokens"])
+    assert logits.dtype == jnp.float32
+    assert goldens.relative_error(logits, expected["logits"]) < 1e-5
+
+
+@goldens.each
+def test_cached_logits_equal_uncached(golden, name):
+    """Chunks of 20, 1, 1, ... tokens through the cache give the logits of one uncached forward."""
+    model, tokens = golden(name), goldens.expected(name)["tokens"]
+    want = forward(model, tokens)
+    extend = jax.jit(lambda model, *args: model.extend(*args))
+    cache = model.init_cache(2, 64)
+    start = 0
+    for size in (20, *(1,) * 28):
+        chunk = tokens[:, start : start + size]
+        positions = np.broadcast_to(np.arange(start, start + size), chunk.shape)
+        logits, cache = extend(model, chunk, positions, cache, np.full(2, size - 1))
+        start += size
+        assert goldens.relative_error(logits, want[:, start - 1]) < 1e-5
+
+
+def test_window_hides_what_lies_before_it():
+    """Through one layer, a changed token reaches exactly the `window` positions from its own on."""
+    config = dataclasses.replace(TINY, num_hidden_layers=1, sliding_windows=(3,))
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    tokens = np.arange(10, dtype=np.int32)[None]
+    changed = tokens.copy()
+    changed[0, 4] = 31
+    difference = np.abs(forward(model, tokens) - forward(model, changed)).max(axis=(0, 2))
+    assert np.flatnonzero(difference).tolist() == [4, 5, 6]
+
+
+def test_paths_are_those_of_the_checkpoint():
+    model = Decoder(dataclasses.replace(TINY, qk_norm=True, num_hidden_layers=1, qkv_bias=True), rngs=nnx.Rngs(0))
+    shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
+    layer = "model.layers.0"
+    assert shapes == {
+        "model.embed_tokens.embedding": (32, 16),
+        f"{layer}.input_layernorm.scale": (16,),
+        f"{layer}.self_attn.qkv_proj.kernel": (16, 64),
+        f"{layer}.self_attn.qkv_proj.bias": (64,),
+        f"{layer}.self_attn.q_norm.scale": (8,),
+        f"{layer}.self_attn.k_norm.scale": (8,),
+        f"{layer}.self_attn.o_proj.kernel": (32, 16),
+        f"{layer}.post_attention_layernorm.scale": (16,),
+        f"{layer}.mlp.gate_up_proj.kernel": (16, 48),
+        f"{layer}.mlp.down_proj.kernel": (24, 16),
+        "model.norm.scale": (16,),
+        "lm_head.kernel": (16, 32),
+    }
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    assert attention.qkv_proj.output_sizes == (32, 16, 16)
+    assert mlp.gate_up_proj.output_sizes == (24, 24)
+    assert Decoder.packed_modules["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
+    assert type(attention.qkv_proj) is nnx.Linear
+    assert type(model.model.embed_tokens) is nnx.Embed
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_stays_bfloat16_with_float32_logits(tied):
+    model = Decoder(dataclasses.replace(TINY, tie_word_embeddings=tied), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert {param.dtype for _, param in nnx.to_flat_state(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    logits = forward(model, tokens)
+    hidden, _ = model.model(tokens, np.tile(np.arange(6), (2, 1)), None)
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@goldens.each
+def test_bfloat16_is_near_float32(golden, name):
+    """bfloat16 keeps 8 bits, so a few percent of the logits' scale; a wrong layer is far outside."""
+    tokens = goldens.expected(name)["tokens"]
+    model = from_pretrained(goldens.FOLDER / name, dtype=jnp.bfloat16)
+    assert goldens.relative_error(forward(model, tokens), goldens.expected(name)["logits"]) < 0.05
+
+
+def test_gradient_is_finite_and_reaches_every_weight(golden):
+    model = golden("qwen3-tied")
+    tokens = goldens.expected("qwen3-tied")["tokens"]
+
+    def loss(model):
+        return -jnp.mean(jax.nn.log_softmax(model(tokens)[:, :-1])[:, :, 0])
+
+    for path, param in nnx.to_flat_state(nnx.state(jax.jit(jax.grad(loss))(model))):
+        assert np.isfinite(param[...]).all(), path
+        assert np.abs(param[...]).max() > 0, path
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_key_value_heads", 3, "num_key_value_heads"),
+        ("head_dim", 7, "head_dim"),
+        ("sliding_windows", (3,), "1 ent"),
+    ],
+)
+def test_impossible_shapes_are_refused(field, value, message):
+    with pytest.raises(ModelError, match=message):
+        dataclasses.replace(TINY, **{field: value})

@@ -1,0 +1,170 @@
+"""The generation loop: against transformers' greedy answers, a NumPy sampler, and itself under other batch mates."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.models import Decoder, ModelError, generate, generation
+from tests.models import goldens
+
+NAME = "mistral-window"
+
+
+def golden_prompts(name):
+    expected = goldens.expected(name)
+    indices = range(sum(key.startswith("prompt_") for key in expected))
+    return [expected[f"prompt_{i}"].tolist() for i in indices], [expected[f"answer_{i}"].tolist() for i in indices]
+
+
+@goldens.each
+def test_greedy_ragged_batch_equals_transformers_one_by_one(golden, name):
+    prompts, answers = golden_prompts(name)
+    assert generate(golden(name), prompts, max_new_tokens=20) == answers
+
+
+def test_greedy_alone_equals_in_a_batch(golden):
+    prompts, answers = golden_prompts(NAME)
+    assert generate(golden(NAME), prompts[2:3], max_new_tokens=20) == answers[2:3]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 8, 9])
+def test_length_limit(golden, limit):
+    prompts, answers = golden_prompts(NAME)
+    assert generate(golden(NAME), prompts, max_new_tokens=limit) == [answer[:limit] for answer in answers]
+
+
+def test_each_sequence_stops_at_its_own_first_stop_token(golden):
+    prompts, answers = golden_prompts(NAME)
+    stops = (answers[0][3], answers[1][10])
+    want = []
+    for answer in answers:
+        ends = [i for i, token in enumerate(answer) if token in stops]
+        want.append(answer[: ends[0] + 1] if ends else answer)
+    assert len({len(answer) for answer in want}) > 1
+    assert generate(golden(NAME), prompts, max_new_tokens=20, stop_tokens=stops) == want
+
+
+def test_stop_at_the_first_token(golden):
+    prompts, answers = golden_prompts(NAME)
+    assert generate(golden(NAME), prompts[:1], max_new_tokens=20, stop_tokens=answers[0][:1]) == [answers[0][:1]]
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"temperature": 1e-6},
+        {"temperature": 1e-40},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 2.0, "top_p": 1e-6},
+    ],
+)
+def test_narrow_sampling_is_greedy(golden, narrow):
+    prompts, answers = golden_prompts(NAME)
+    assert generate(golden(NAME), prompts, max_new_tokens=20, seed=3, **narrow) == answers
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(golden):
+    prompts, _ = golden_prompts(NAME)
+    options = {"max_new_tokens": 16, "temperature": 1.5, "seed": 5}
+    together = generate(golden(NAME), prompts, sequence_ids=[7, 3, 9, 4], **options)
+    assert len({tuple(answer) for answer in together}) == 4
+    for order in ([2], [3, 1], [1, 0, 3, 2]):
+        ids = [[7, 3, 9, 4][i] for i in order]
+        answers = generate(golden(NAME), [prompts[i] for i in order], sequence_ids=ids, **options)
+        assert answers == [together[i] for i in order]
+
+
+def test_seeds_and_sequences_draw_differently(golden):
+    prompts, _ = golden_prompts(NAME)
+    options = {"max_new_tokens": 16, "temperature": 1.5}
+    first, twin = generate(golden(NAME), [prompts[1]] * 2, seed=0, **options)
+    assert first != twin
+    assert generate(golden(NAME), [prompts[1]] * 2, seed=0, **options) == [first, twin]
+    assert generate(golden(NAME), [prompts[1]] * 2, seed=1, **options) != [first, twin]
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}])
+def test_sampled_frequencies(golden, limits):
+    """First tokens of 4000 sequences follow the distribution that a NumPy sampler computes from the logits."""
+    model, temperature, draws = golden(NAME), 1.3, 4000
+    prompt = golden_prompts(NAME)[0][1]
+    logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, np.array([prompt])), np.float64)[0, -1]
+    chance = np.exp((logits - logits.max()) / temperature)
+    order = np.argsort(-chance)
+    kept = order[: limits.get("top_k", len(order))]
+    chance = np.where(np.isin(np.arange(chance.size), kept), chance, 0.0) / chance[kept].sum()
+    count = 1 + int(np.searchsorted(np.cumsum(chance[kept]), limits.get("top_p", 1.0) - 1e-12))
+    kept = kept[:count]
+    chance = np.where(np.isin(np.arange(chance.size), kept), chance, 0.0) / chance[kept].sum()
+
+    answers = generate(model, [prompt] * draws, max_new_tokens=1, temperature=temperature, seed=11, **limits)
+    found = np.bincount(np.ravel(answers), minlength=chance.size)
+    assert not found[chance == 0].any()
+    # Five standard deviations of a binomial count: about one false alarm in a million tokens.
+    assert (np.abs(found - draws * chance) <= 5 * np.sqrt(draws * chance * (1 - chance)) + 1).all()
+
+
+def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
+    model = golden("llama-tied-linear")
+    traces = 0
+
+    class Counting:
+        config = model.config
+        init_cache = staticmethod(model.init_cache)
+
+        def extend(self, *args):
+            nonlocal traces
+            traces += 1
+            return model.extend(*args)
+
+    jax.tree_util.register_static(Counting)
+    counting = Counting()
+    for lengths, limit, seed in (((3, 8), 5, 0), ((1, 2), 8, 1), ((7, 7), 1, 2)):
+        for sampling in ({}, {"temperature": 0.5}, {"temperature": 0.9}):
+            prompts = [list(range(1, length + 1)) for length in lengths]
+            generate(counting, prompts, max_new_tokens=limit, seed=seed, stop_tokens=range(seed), **sampling)
+        for sampling in ({"top_k": 3}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.1}):
+            generate(counting, prompts, max_new_tokens=limit, temperature=1.0, **sampling)
+    assert traces == 3 * 2  # greedy, sampled, sampled with limits; each a prompt pass and a loop body
+    generate(counting, [[1] * 9, [2]], max_new_tokens=5)
+    assert traces == 4 * 2
+
+
+def test_model_is_an_argument_of_the_compiled_function(golden):
+    """Two models of one shape share the compiled function and keep their own answers."""
+    config = golden(NAME).config
+    models = [Decoder(config, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    answers = [generate(models[0], [[1, 2, 3]], max_new_tokens=16)]
+    before = generation._run._cache_size()
+    answers.append(generate(models[1], [[1, 2, 3]], max_new_tokens=16))
+    assert generation._run._cache_size() == before
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "prompts is empty"),
+        ([[1], []], {}, r"prompts\[1\]"),
+        (["text"], {}, r"prompts\[0\]"),
+        ([[1.5]], {}, r"prompts\[0\]"),
+        ([[64]], {}, "from 0 to 63, got 64 to 64"),
+        ([[-1]], {}, "from 0 to 63"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([[1]], {"max_new_tokens": True}, "max_new_tokens"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"temperature": float("nan")}, "temperature"),
+        ([[1]], {"temperature": 1.0, "top_k": 0}, "top_k"),
+        ([[1]], {"temperature": 1.0, "top_p": 0.0}, "top_p"),
+        ([[1]], {"temperature": 1.0, "top_p": 1.1}, "top_p"),
+        ([[1]], {"top_k": 3}, "temperature above 0"),
+        ([[1]], {"stop_tokens": ["a"]}, r"stop_tokens\[0\]"),
+        ([[1]], {"sequence_ids": [1, 2]}, "2 entries for 1 prompts"),
+        ([[1]], {"sequence_ids": [-1]}, r"sequence_ids\[0\]"),
+        ([[1]], {"temperature": 1.0, "seed": -1}, "seed"),
+    ],
+)
+def test_bad_arguments_are_named(golden, prompts, options, message):
+    with pytest.raises(ModelError, match=message):
+        generate(golden(NAME), prompts, **{"max_new_tokens": 2, **options})

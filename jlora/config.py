@@ -1,11 +1,24 @@
 """What a user chooses: `LoRAConfig` for the manager, `LoRARequest` for one adapter."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+
 from jlora._typing import Backend, DType
 from jlora.errors import LoRAError
+
+
+_SLOT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _dtype_name(dtype: DType) -> str | None:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +29,7 @@ class LoRAConfig:
       max_loras: device slots, that is the number of different adapters one batch can use.
       max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated.
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
-      dtype: dtype of the slot arrays; None means the base layer's own parameter dtype.
+      dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
         matches nothing, or a layer that cannot be wrapped, raises `LoRAError` when the manager is made.
@@ -33,13 +46,13 @@ class LoRAConfig:
     backend: Backend = "auto"
 
     def __post_init__(self):
-        for field in ("max_loras", "max_lora_rank"):
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        for field in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
-        if self.max_cpu_loras is None:
-            object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        elif self.max_cpu_loras < self.max_loras:
+        if (self.max_cpu_loras or 0) < self.max_loras:
             raise LoRAError(
                 f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "every adapter in a slot also lives in the host cache"
@@ -51,6 +64,12 @@ class LoRAConfig:
             )
         if self.target_modules is not None:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
+            if not self.target_modules or not all(isinstance(name, str) and name for name in self.target_modules):
+                raise LoRAError(
+                    f"LoRAConfig.target_modules must be None or a list of at least one name, got {self.target_modules}"
+                )
+        if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
+            raise LoRAError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):
             raise LoRAError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")
 
@@ -76,6 +95,6 @@ class LoRARequest:
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise LoRAError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
+        if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
+            raise LoRAError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
         object.__setattr__(self, "path", str(self.path))
-        if not self.path:
-            raise LoRAError(f"LoRARequest({self.name!r}): path is empty")

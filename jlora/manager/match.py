@@ -1,5 +1,6 @@
 """Match an adapter's checkpoint names to the sites of a wrapped model, and check every tensor against its site."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,9 +124,7 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
     """
     where = f"adapter {adapter.name!r}" + (f" ({path})" if path else "")
     if not adapter.modules:
-        raise AdapterMismatchError(
-            f"{where} brings no LoRA weights: expected A and B of at least one module, found none"
-        )
+        raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     placements: list[Placement] = []
     taken: dict[tuple[Site, int, int], str] = {}
@@ -160,6 +159,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
 def _misfit(site: Site, module: ModuleLoRA, first: int, count: int) -> str | None:
     if module.rank > site.max_rank:
         return f"rank {module.rank} is above max_lora_rank={site.max_rank}"
+    if not math.isfinite(module.scaling):
+        return f"scaling must be a finite number, found {module.scaling}"
     outputs = sum(site.out_sizes[first : first + count])
     expected = ((module.rank, site.in_features), (outputs, module.rank))
     found = (tuple(module.a.shape), tuple(module.b.shape))

@@ -1,0 +1,152 @@
+"""Adapters made in memory, and the round trip through a PEFT folder."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jlora.adapters import Adapter, ModuleLoRA
+from jlora.errors import AdapterFormatError, LoRAError
+from tests.adapters.conftest import Q, V, lora_tensors
+
+# Names that end in one another, or read as a regular expression.
+NAMES = ["lm_head", "model.lm_head", "a.b", "axb", "x.a.b", "m.layers.0.q", "layers.0.q", "q+", "c(d", "embed-1", "ü"]
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+def arrays_of(seed, ranks, dtype=np.float32, k=3, n=2):
+    rng = np.random.default_rng(seed)
+    return {
+        module: (rng.normal(size=(r, k)).astype(dtype), rng.normal(size=(n, r)).astype(dtype))
+        for module, r in ranks.items()
+    }
+
+
+def assert_same(one: Adapter, other: Adapter):
+    assert set(one.modules) == set(other.modules)
+    for name, lora in one.modules.items():
+        again = other.modules[name]
+        assert (again.kind, again.alpha, again.scaling) == (lora.kind, lora.alpha, lora.scaling)
+        for left, right in ((lora.a, again.a), (lora.b, again.b)):
+            assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    assert set(one.base_weights) == set(other.base_weights)
+    for name, weight in one.base_weights.items():
+        assert weight.tobytes() == other.base_weights[name].tobytes()
+    for attribute in ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "rank", "nbytes"):
+        assert getattr(one, attribute) == getattr(other, attribute)
+
+
+@given(
+    ranks=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 5), min_size=1, max_size=6),
+    alphas=st.lists(st.one_of(st.integers(-4, 64), st.floats(-1e3, 1e3)), min_size=6, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    use_rslora=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_round_trip_is_bitwise(tmp_path_factory, ranks, alphas, dtype, use_rslora, seed):
+    folder = tmp_path_factory.mktemp("saved")
+    adapter = Adapter.from_arrays(
+        "a",
+        arrays_of(seed, ranks, dtype),
+        alpha=dict(zip(ranks, alphas, strict=False)),
+        use_rslora=use_rslora,
+        embeddings=[name for name in ranks if name == "embed-1"],
+        base_model_name="org/base",
+    )
+    adapter.save_pretrained(folder)
+    assert_same(adapter, Adapter.from_pretrained(folder))
+    Adapter.from_pretrained(folder).save_pretrained(folder / "again")
+    weights = "adapter_model.safetensors"
+    assert (folder / weights).read_bytes() == (folder / "again" / weights).read_bytes()
+    assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "again"]
+
+
+def test_round_trip_of_base_weights(tmp_path):
+    (a, b), table = arrays_of(0, {"e": 2}, k=7, n=3)["e"], np.arange(21, dtype=np.float16).reshape(7, 3)
+    adapter = Adapter(
+        name="a",
+        modules={"model.embed_tokens": ModuleLoRA(a=a, b=b, kind="embedding", alpha=2.0, scaling=1.0)},
+        base_weights={"model.embed_tokens": table, "lm_head": table},
+        fan_in_fan_out=True,
+    )
+    adapter.save_pretrained(tmp_path)
+    assert_same(adapter, Adapter.from_pretrained(tmp_path))
+
+
+def test_saved_over_itself(folder_of):
+    folder = folder_of(lora_tensors({Q: 4, V: 2}), rank_pattern={"v_proj": 2}, target_modules=".*_proj")
+    adapter = Adapter.from_pretrained(folder)
+    adapter.save_pretrained(folder)
+    assert_same(adapter, Adapter.from_pretrained(folder))
+
+
+def test_from_arrays():
+    arrays = arrays_of(0, {Q: 2, V: 4})
+    adapter = Adapter.from_arrays("a", arrays, alpha=8)
+    assert [(m.rank, m.alpha, m.scaling, m.kind) for m in adapter.modules.values()] == [
+        (2, 8.0, 4.0, "linear"),
+        (4, 8.0, 2.0, "linear"),
+    ]
+    assert (adapter.rank, adapter.nbytes) == (4, 4 * (2 * 5 + 4 * 5))
+    assert Adapter.from_arrays("a", arrays, alpha={Q: 1, V: 2}, use_rslora=True).modules[V].scaling == 1.0
+
+
+def test_from_jax_and_transposed_arrays(tmp_path):
+    a = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    adapter = Adapter.from_arrays("a", {Q: (a, jnp.ones((4, 2), jnp.bfloat16))}, alpha=1)
+    adapter.save_pretrained(tmp_path)
+    lora = Adapter.from_pretrained(tmp_path).modules[Q]
+    np.testing.assert_array_equal(lora.a, [[0, 2, 4], [1, 3, 5]])
+    assert lora.b.dtype == ml_dtypes.bfloat16
+
+
+def test_whole_alphas_are_written_as_integers(tmp_path):
+    Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), alpha={Q: 8.0, V: 0.5}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert [config["lora_alpha"], *config["alpha_pattern"].values()] == [8, 0.5]
+    assert isinstance(config["lora_alpha"], int)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.ones((2, 3)), np.ones((4, 3))),
+        (np.ones(2), np.ones((4, 2))),
+        (np.ones((2, 3)), np.ones((4, 2, 1))),
+        (np.ones((2, 3), int), np.ones((4, 2))),
+        (np.ones((0, 3)), np.ones((4, 0))),
+        ("a", "b"),
+    ],
+)
+def test_arrays_that_do_not_fit(a, b):
+    with pytest.raises(AdapterFormatError, match="ModuleLoRA"):
+        Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
+
+
+def test_kind():
+    with pytest.raises(AdapterFormatError, match="kind"):
+        ModuleLoRA(a=np.ones((1, 1)), b=np.ones((1, 1)), kind="conv", alpha=1, scaling=1)
+
+
+@pytest.mark.parametrize("options", [{"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}])
+def test_from_arrays_with_other_names(options):
+    with pytest.raises(LoRAError, match="must name the modules"):
+        Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), **options)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    (tmp_path / "file").write_text("")
+    adapter = Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=4)
+    with pytest.raises(LoRAError, match="is a file"):
+        adapter.save_pretrained(tmp_path / "file")
+    with pytest.raises(LoRAError, match="no module"):
+        Adapter(name="a", modules={}).save_pretrained(tmp_path / "x")
+    lora = adapter.modules[Q]
+    odd = ModuleLoRA(a=lora.a, b=lora.b, alpha=4.0, scaling=3.0)
+    with pytest.raises(LoRAError, match=r"has scaling 3.0, but PEFT would compute 2.0"):
+        Adapter(name="a", modules={Q: odd}).save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,271 @@
+"""Weights files: what is read, and what is refused with which words."""
+
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from jlora import LoRAError
+from jlora.adapters import Adapter
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+from tests.adapters.conftest import PREFIX, Q, V, lora_tensors
+
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+
+
+def load(folder, **options):
+    return Adapter.from_pretrained(folder, **options)
+
+
+# ---- read
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, ""])
+def test_key_prefixes(folder_of, prefix):
+    tensors = lora_tensors({Q: 4, V: 4}, prefix)
+    adapter = load(folder_of(tensors))
+    assert list(adapter.modules) == [Q, V]
+    for module, lora in adapter.modules.items():
+        np.testing.assert_array_equal(lora.a, tensors[f"{prefix}{module}.lora_A.weight"])
+        np.testing.assert_array_equal(lora.b, tensors[f"{prefix}{module}.lora_B.weight"])
+        assert (lora.kind, lora.rank, lora.alpha, lora.scaling) == ("linear", 4, 8.0, 2.0)
+
+
+def test_adapter_name_inside_the_key(folder_of):
+    tensors = {key.replace(".weight", ".default.weight"): t for key, t in lora_tensors({Q: 4}).items()}
+    assert list(load(folder_of(tensors)).modules) == [Q]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes_are_kept(folder_of, dtype):
+    tensors = lora_tensors({Q: 4}, dtype=dtype)
+    lora = load(folder_of(tensors)).modules[Q]
+    assert lora.a.dtype == lora.b.dtype == dtype
+    assert lora.a.tobytes() == tensors[f"{PREFIX}{Q}.lora_A.weight"].tobytes()
+    assert lora.b.tobytes() == tensors[f"{PREFIX}{Q}.lora_B.weight"].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
+def test_conversion(folder_of, dtype):
+    tensors = lora_tensors({Q: 4})
+    lora = load(folder_of(tensors), dtype=dtype).modules[Q]
+    assert lora.a.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(lora.a, tensors[f"{PREFIX}{Q}.lora_A.weight"].astype(np.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", np.int32, "floaty", "complex64", "float8_e4m3fn"])
+def test_conversion_to_a_dtype_that_is_not_served(folder_of, dtype):
+    with pytest.raises(LoRAError, match="dtype"):
+        load(folder_of(), dtype=dtype)
+
+
+def test_conversion_that_overflows(folder_of):
+    tensors = lora_tensors({Q: 4})
+    tensors[f"{PREFIX}{Q}.lora_B.weight"][1, 2] = 1e6
+    with pytest.raises(AdapterFormatError, match=r"q_proj.lora_B.weight.*too large for float16"):
+        load(folder_of(tensors), dtype="float16")
+
+
+def test_rank_and_alpha_patterns_and_rslora(folder_of):
+    tensors = lora_tensors({Q: 4, V: 2})
+    folder = folder_of(tensors, rank_pattern={"v_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3})
+    modules = load(folder).modules
+    assert [(m.rank, m.alpha, m.scaling) for m in modules.values()] == [(4, 8.0, 2.0), (2, 3.0, 1.5)]
+    folder = folder_of(tensors, rank_pattern={"v_proj": 2}, use_rslora=True)
+    assert [m.scaling for m in load(folder).modules.values()] == [4.0, 8 / 2**0.5]
+    assert load(folder).rank == 4
+
+
+def embedding_tensors(r=4, vocabulary=11, width=6):
+    rng = np.random.default_rng(3)
+    return {
+        f"{PREFIX}{EMBED}.lora_embedding_A": rng.normal(size=(r, vocabulary)).astype(np.float32),
+        f"{PREFIX}{EMBED}.lora_embedding_B": rng.normal(size=(width, r)).astype(np.float32),
+        f"{PREFIX}{EMBED}.base_layer.weight": rng.normal(size=(vocabulary, width)).astype(np.float32),
+    }
+
+
+def test_embedding(folder_of):
+    tensors = embedding_tensors()
+    adapter = load(folder_of(tensors, target_modules=["embed_tokens"]))
+    lora = adapter.modules[EMBED]
+    assert (lora.kind, lora.a.shape, lora.b.shape) == ("embedding", (4, 11), (6, 4))
+    np.testing.assert_array_equal(lora.a, tensors[f"{PREFIX}{EMBED}.lora_embedding_A"])
+    np.testing.assert_array_equal(lora.b, tensors[f"{PREFIX}{EMBED}.lora_embedding_B"])
+    np.testing.assert_array_equal(adapter.base_weights[EMBED], tensors[f"{PREFIX}{EMBED}.base_layer.weight"])
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_lm_head(folder_of, base):
+    tensors = lora_tensors({HEAD: 4}, k=6, n=11)
+    if base:
+        tensors[f"{PREFIX}{HEAD}.base_layer.weight"] = np.ones((11, 6), np.float16)
+    adapter = load(folder_of(tensors, target_modules=["lm_head"]), dtype="float32")
+    assert adapter.modules[HEAD].kind == "linear"
+    assert {name: w.dtype for name, w in adapter.base_weights.items()} == ({HEAD: np.float16} if base else {})
+
+
+def test_resized_tables_beside_untargeted_embeddings(folder_of):
+    tensors = lora_tensors({Q: 4}) | {f"{PREFIX}{EMBED}.weight": np.ones((3, 6), np.float32)}
+    adapter = load(folder_of(tensors))
+    assert list(adapter.modules) == [Q]
+    assert adapter.base_weights[EMBED].shape == (3, 6)
+
+
+def test_arrays_outlive_the_file_and_are_read_only(folder_of):
+    folder = folder_of()
+    adapter = load(folder)
+    before = {name: m.a.copy() for name, m in adapter.modules.items()}
+    with open(folder / "adapter_model.safetensors", "r+b") as file:  # what a training run in progress would do
+        file.truncate(8)
+    for name, lora in adapter.modules.items():
+        np.testing.assert_array_equal(lora.a, before[name])
+        with pytest.raises(ValueError, match="read-only"):
+            lora.a[0, 0] = 1
+
+
+# ---- refused
+
+
+def changed(change):
+    tensors = lora_tensors({Q: 4, V: 4})
+    change(tensors)
+    return tensors
+
+
+A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
+FORMAT = {
+    "no B": (lambda t: t.pop(B), r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
+    "no A": (lambda t: t.pop(A), "expected one A and one B"),
+    "mixed kinds": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t.pop(A)}), "expected one A and one B"),
+    "both kinds": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t[A]}), "expected one A and one B"),
+    "rank of A": (lambda t: t.update({A: t[A][:3].copy()}), r"lora_A.weight' has rank 3; expected 4"),
+    "rank of B": (lambda t: t.update({B: np.ones((5, 3), np.float32)}), r"lora_B.weight' has rank 3; expected 4"),
+    "transposed": (lambda t: t.update({A: t[A].T.copy()}), r"lora_A.weight' has rank 6; expected 4"),
+    "one dim": (lambda t: t.update({A: np.ones(4, np.float32)}), r"has shape \(4,\); expected \(4, in\)"),
+    "scalar": (lambda t: t.update({B: np.ones((), np.float32)}), r"has shape \(\); expected \(out, 4\)"),
+    "empty": (lambda t: t.update({A: np.ones((4, 0), np.float32)}), r"has shape \(4, 0\)"),
+    "int8": (lambda t: t.update({A: np.ones((4, 6), np.int8)}), r"has dtype I8; expected one of F16, BF16, F32, F64"),
+    "bool": (lambda t: t.update({A: np.ones((4, 6), np.bool_)}), "has dtype BOOL"),
+    "two prefixes": (lambda t: t.update({A.removeprefix(PREFIX): t[A]}), "mean the same matrix"),
+    "empty name": (lambda t: t.update({"..lora_A.weight": t[A]}), "not a dotted module name"),
+    "control name": (lambda t: t.update({"a\t.lora_A.weight": t[A]}), "not a dotted module name"),
+    "long name": (lambda t: t.update({"a" * 600 + ".lora_A.weight": t[A]}), "not a dotted module name"),
+    "nothing": (lambda t: t.clear(), "holds no LoRA tensor"),
+}
+
+
+@pytest.mark.parametrize("case", FORMAT)
+def test_malformed_tensors(folder_of, case):
+    change, cause = FORMAT[case]
+    folder = folder_of(changed(change))
+    with pytest.raises(AdapterFormatError, match=cause) as raised:
+        load(folder)
+    assert "adapter 'sql'" in str(raised.value)
+    assert "adapter_model.safetensors" in str(raised.value)
+
+
+UNSERVED = {
+    f"{PREFIX}{Q}.lora_magnitude_vector": "DoRA",
+    f"{PREFIX}{Q}.lora_B.bias": "a trained bias",
+    f"{PREFIX}{Q}.bias": "a trained bias",
+    f"{PREFIX}{Q}.lora_diag": "KaSA",
+    f"{PREFIX}{Q}.lora_velora_embed": "VeLoRA",
+    f"{PREFIX}{Q}.lora_E": "AdaLoRA",
+    f"{PREFIX}score.modules_to_save.weight": "a fully trained module",
+    f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": "trained token embeddings",
+    f"{PREFIX}score.weight": "of a kind that jlora does not serve",
+    "prompt_embeddings": "prompt tuning",
+    "nonsense": "of a kind that jlora does not serve",
+}
+
+
+@pytest.mark.parametrize("key", UNSERVED)
+def test_unserved_tensors(folder_of, key):
+    with pytest.raises(AdapterMismatchError) as raised:
+        load(folder_of(lora_tensors({Q: 4}) | {key: np.ones((2, 2), np.float32)}))
+    assert f"'{key}'" in str(raised.value)
+    assert UNSERVED[key] in str(raised.value)
+
+
+def test_convolution(folder_of):
+    with pytest.raises(AdapterMismatchError, match="convolutions"):
+        load(folder_of({A: np.ones((4, 6, 3, 3), np.float32), B: np.ones((5, 4, 1, 1), np.float32)}))
+
+
+UNTARGETED = [
+    {"target_modules": ["v_proj"]},
+    {"target_modules": r".*\.v_proj"},
+    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+    {"layers_to_transform": [1]},
+    {"layers_to_transform": [0], "layers_pattern": "h"},
+]
+
+
+@pytest.mark.parametrize("fields", UNTARGETED)
+def test_modules_that_the_configuration_does_not_target(folder_of, fields):
+    with pytest.raises(AdapterMismatchError, match=r"q_proj.lora_A.weight'.*does not target module"):
+        load(folder_of(lora_tensors({Q: 4}), **fields))
+
+
+def test_all_linear_does_not_target_the_head(folder_of):
+    assert list(load(folder_of(lora_tensors({Q: 4}), target_modules="all-linear")).modules) == [Q]
+    with pytest.raises(AdapterMismatchError, match="does not target module 'lm_head'"):
+        load(folder_of(lora_tensors({HEAD: 4}), target_modules="all-linear"))
+
+
+def test_lora_on_a_parameter_is_refused_even_if_a_pattern_takes_it(folder_of):
+    with pytest.raises(AdapterMismatchError, match="does not target"):
+        load(folder_of(lora_tensors({"mlp.experts.base_layer": 4}), target_modules=".*"))
+
+
+def test_base_weight_of_another_shape(folder_of):
+    tensors = embedding_tensors()
+    tensors[f"{PREFIX}{EMBED}.base_layer.weight"] = np.ones((6, 11), np.float32)
+    with pytest.raises(AdapterFormatError, match=r"base_layer.weight' has shape \(6, 11\); expected \(11, 6\)"):
+        load(folder_of(tensors, target_modules=["embed_tokens"]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_check_finite(folder_of, value, dtype):
+    tensors = lora_tensors({Q: 4}, dtype=dtype)
+    tensors[B][4, 3] = value
+    folder = folder_of(tensors)
+    with pytest.raises(AdapterFormatError, match=r"lora_B.weight' holds NaN or infinity"):
+        load(folder, check_finite=True)
+    assert not np.isfinite(load(folder).modules[Q].b).all()
+
+
+# ---- damaged files
+
+WHOLE = save(lora_tensors({Q: 4, V: 4}))
+(HEADER,) = struct.unpack("<Q", WHOLE[:8])
+DAMAGED = {
+    "empty": b"",
+    "eight bytes": WHOLE[:8],
+    "half the header": WHOLE[: 8 + HEADER // 2],
+    "header only": WHOLE[: 8 + HEADER],
+    "last byte gone": WHOLE[:-1],
+    "one byte more": WHOLE + b"\0",
+    "huge header": struct.pack("<Q", 2**63) + WHOLE[8:],
+    "header of 99 MB": struct.pack("<Q", 99_000_000) + WHOLE[8:],
+    "zero header": struct.pack("<Q", 0) + WHOLE[8:],
+    "header is a list": struct.pack("<Q", 2) + b"[]",
+    "header is not UTF-8": struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
+    "unknown dtype": WHOLE.replace(b'"F32"', b'"F33"', 1),
+    "wrong shape": WHOLE.replace(b"[4,6]", b"[4,7]", 1),
+    "offsets beyond the file": WHOLE.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),
+    "a pickle": b"\x80\x04\x95" + WHOLE,
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_file(folder_of, case):
+    folder = folder_of()
+    assert DAMAGED[case] != WHOLE
+    (folder / "adapter_model.safetensors").write_bytes(DAMAGED[case])
+    with pytest.raises(AdapterFormatError, match=r"adapter 'sql': .*adapter_model.safetensors"):
+        load(folder)

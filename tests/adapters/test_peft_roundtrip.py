@@ -1,0 +1,245 @@
+"""Adapters that PEFT itself wrote, against PEFT's own modules; and ours loaded back into PEFT."""
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from jlora.adapters import Adapter  # noqa: E402
+from jlora.errors import AdapterMismatchError  # noqa: E402
+
+# PEFT announces through warnings what it saves beside LoRA.
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def llama(tied=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def trained(base, config):
+    """A PEFT model whose every LoRA matrix is random, B too."""
+    model = peft.get_peft_model(copy.deepcopy(base), config, autocast_adapter_dtype=False).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def to_numpy(tensor):
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.detach().numpy()
+
+
+def lora_modules(model):
+    """name -> (kind, A, B, scaling) of every LoRA layer, as PEFT holds them."""
+    found = {}
+    for name, module in model.base_model.model.named_modules():
+        if isinstance(module, peft.tuners.lora.Embedding):
+            a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+            found[name] = ("embedding", to_numpy(a), to_numpy(b), module.scaling["default"])
+        elif isinstance(module, peft.tuners.lora.Linear):
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            found[name] = ("linear", to_numpy(a), to_numpy(b), module.scaling["default"])
+    assert found
+    return found
+
+
+def assert_holds(adapter, expected):
+    assert set(adapter.modules) == set(expected)
+    for name, (kind, a, b, scaling) in expected.items():
+        lora = adapter.modules[name]
+        assert (lora.kind, lora.scaling) == (kind, scaling)
+        for ours, theirs in ((lora.a, a), (lora.b, b)):
+            assert (ours.dtype, ours.shape, ours.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+
+
+FEATURES = {
+    "r and alpha": {"r": 5, "lora_alpha": 7},
+    "rslora": {"use_rslora": True, "r": 6},
+    "rank and alpha patterns": {
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 3, "layers.1.self_attn.v_proj": 1, r"layers\.\d+\.mlp\.up_proj": 7, "own_proj": 2},
+        "alpha_pattern": {"q_proj": 5, "^model.layers.0.self_attn.v_proj": 9},
+    },
+    "patterns with rslora": {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 5}, "use_rslora": True},
+    "regular expression": {"target_modules": r".*\.(0|2)\.(self_attn|mlp)\.(q|up)_proj"},
+    "all-linear": {"target_modules": "all-linear"},
+    "layers": {"target_modules": ALL, "layers_to_transform": [0, 2]},
+    "one layer with a pattern": {"target_modules": ALL, "layers_to_transform": 1, "layers_pattern": "layers"},
+    "excluded": {"target_modules": ALL, "exclude_modules": ["layers.1.mlp.up_proj", "k_proj"]},
+    "excluded by expression": {"target_modules": ALL, "exclude_modules": r".*\.1\..*"},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head"]},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "rank_pattern": {"lm_head": 2}},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
+    "mica": {"init_lora_weights": "mica"},
+    "dropout": {"lora_dropout": 0.3},
+    "config left by a conversion": {"corda_config": {"corda_method": "ipm"}},
+}
+
+
+def assert_served(base, model, folder):
+    """PEFT's folder loads as PEFT holds it, and the folder written from it gives PEFT the same model again."""
+    model.save_pretrained(folder / "theirs")
+    expected = lora_modules(model)
+    adapter = Adapter.from_pretrained(folder / "theirs", check_finite=True)
+    assert_holds(adapter, expected)
+    adapter.save_pretrained(folder / "ours")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "ours", autocast_adapter_dtype=False).eval()
+    assert_holds(adapter, lora_modules(again))
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        theirs, ours, plain = (m(tokens).logits for m in (model, again, base))
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(theirs, plain)
+    return adapter
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(tmp_path, feature, tied):
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | FEATURES[feature]
+    base = llama(tied)
+    assert_served(base, trained(base, peft.LoraConfig(task_type="CAUSAL_LM", **fields)), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(tmp_path, dtype):
+    base = llama(dtype=dtype)
+    adapter = assert_served(base, trained(base, peft.LoraConfig(r=4, target_modules=["embed_tokens", *ALL])), tmp_path)
+    assert {str(lora.a.dtype) for lora in adapter.modules.values()} == {str(dtype).removeprefix("torch.")}
+
+
+def test_fan_in_fan_out(tmp_path):
+    base = gpt2()
+    config = peft.LoraConfig(r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    adapter = assert_served(base, trained(base, config), tmp_path)
+    assert adapter.fan_in_fan_out
+    assert adapter.modules["transformer.h.0.attn.c_attn"].b.shape == (48, 3)
+
+
+def test_base_weights_beside_embeddings(tmp_path):
+    base = llama()
+    adapter = assert_served(base, trained(base, peft.LoraConfig(target_modules=["embed_tokens", "lm_head"])), tmp_path)
+    assert set(adapter.base_weights) == {"model.embed_tokens", "lm_head"}
+    np.testing.assert_array_equal(adapter.base_weights["lm_head"], base.lm_head.weight.detach().numpy())
+    np.testing.assert_array_equal(
+        adapter.base_weights["model.embed_tokens"], base.model.embed_tokens.weight.detach().numpy()
+    )
+
+
+def test_all_tables_saved_on_request(tmp_path):
+    base = llama()
+    model = trained(base, peft.LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    adapter = Adapter.from_pretrained(tmp_path)
+    assert set(adapter.base_weights) == {"model.embed_tokens", "lm_head"}
+    assert_holds(adapter, lora_modules(model))
+
+
+def test_tied_adapters(tmp_path):
+    base = llama(tied=True)
+    config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
+    model = trained(base, config)
+    model.save_pretrained(tmp_path)
+    adapter = Adapter.from_pretrained(tmp_path)
+    assert_holds(adapter, lora_modules(model))
+    table, head = adapter.modules["model.embed_tokens"], adapter.modules["lm_head"]
+    np.testing.assert_array_equal(head.a, table.b.T)
+    np.testing.assert_array_equal(head.b, table.a.T)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_converted_inits_are_served_and_unconverted_are_not(tmp_path, init):
+    base = llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    start = tmp_path / "start"
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(start)
+    model.peft_config["default"].init_lora_weights = init
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(AdapterMismatchError, match=f"'init_lora_weights' is '{init}'"):
+        Adapter.from_pretrained(tmp_path / "raw")
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(start))
+    Adapter.from_pretrained(tmp_path / "plain").save_pretrained(tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "use_dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "bias": {"bias": "lora_only"},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 3]]},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
+    "trainable_token_indices": {"trainable_token_indices": [0, 3]},
+    "velora_config": {"velora_config": {"num_groups": 4}},
+    "kasa_config": {"kasa_config": {}},
+    "use_bdlora": {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "nblocks": 2}},
+    "monteclora_config": {"monteclora_config": {}},
+    "target_parameters": {"target_parameters": ["q_proj.weight"], "target_modules": []},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_refused(tmp_path, field):
+    fields = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | REFUSED[field]
+    peft.get_peft_model(llama(), peft.LoraConfig(**fields)).save_pretrained(tmp_path)
+    with pytest.raises(AdapterMismatchError, match=f"field '{field}'"):
+        Adapter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), peft.LoHaConfig(target_modules=["q_proj"])],
+)
+def test_other_methods(tmp_path, config):
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path)
+    with pytest.raises(AdapterMismatchError, match="'peft_type'"):
+        Adapter.from_pretrained(tmp_path)
+
+
+def test_every_field_of_this_peft_is_decided(tmp_path):
+    """The configuration PEFT writes by default loads, and each of its fields is named in the source."""
+    from jlora.adapters import peft_config as ours
+
+    fields = set(peft.LoraConfig().to_dict()) | {"runtime_config"}
+    assert fields <= ours._SERVED | ours._WITHOUT_EFFECT | set(ours._REFUSED)

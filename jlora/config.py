@@ -10,7 +10,6 @@ import numpy as np
 from jlora._typing import Backend, DType
 from jlora.errors import LoRAError
 
-
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
 
 

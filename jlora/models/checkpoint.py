@@ -50,19 +50,20 @@ def from_pretrained(
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a Hugging Face checkpoint with config.json in it")
     config = read_config(folder / "config.json")
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    skeleton = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, abstract = nnx.split(skeleton)
     params = nnx.to_flat_state(abstract)
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, stack)
         if config.tie_word_embeddings:
             _drop_tied_copy(tensors, folder)
-        parts = {path: _parts(path) for path, _ in params}
-        _check_names(tensors, [name for names in parts.values() for name in names], folder)
+        sources = [_sources(skeleton, path_, param.shape) for path_, param in params]
+        _check_names(tensors, [name for parts in sources for name in parts], folder)
         loaded = []
-        for done, (path_, param) in enumerate(params, start=1):
-            loaded.append((path_, param.replace(_read(tensors, parts[path_], param.shape, dtype, folder))))
+        for done, ((path_, param), parts) in enumerate(zip(params, sources, strict=True), start=1):
+            loaded.append((path_, param.replace(_read(tensors, parts, str(path_[-1]), dtype, folder))))
             if progress is not None:
-                progress(done, len(parts))
+                progress(done, len(params))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -110,11 +111,22 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Checkpoint names behind one parameter: one, or several side by side for a merged projection."""
-    *parents, module, leaf = (str(key) for key in path)
-    modules = Decoder.packed_modules.get(module, (module,))
-    return tuple(".".join((*parents, name, _LEAF[leaf])) for name in modules)
+def _sources(model: Decoder, path: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The stored tensors behind one parameter, and their shapes: one, or those side by side in a merged projection.
+
+    Kernels are stored [out, in] and used [in, out].
+    """
+    *parents, module, leaf = path
+    layer: Any = model
+    for key in path[:-1]:
+        layer = layer[key] if isinstance(key, int) else getattr(layer, key)
+    stored = shape[::-1] if leaf == "kernel" else shape
+    sizes = getattr(layer, "output_sizes", stored[:1])
+    names = model.packed_modules.get(module, (module,))
+    return {
+        ".".join(map(str, (*parents, name, _LEAF[leaf]))): (size, *stored[1:])
+        for name, size in zip(names, sizes, strict=True)
+    }
 
 
 def _check_names(tensors: Mapping[str, Any], expected: list[str], folder: Path) -> None:
@@ -140,21 +152,16 @@ def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
 
 
 def _read(
-    tensors: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...], dtype: DType, folder: Path
+    tensors: Mapping[str, Any], parts: Mapping[str, tuple[int, ...]], leaf: str, dtype: DType, folder: Path
 ) -> jax.Array:
-    """One parameter. Kernels are stored [out, in] and used [in, out]; merged parts lie side by side in the outputs."""
-    parts = [_tensor(tensors, name, folder) for name in names]
-    kernel = len(shape) == 2 and "embed_tokens" not in names[0]
-    rows = sum(part.shape[0] for part in parts if part.ndim)
-    stored = (rows, *parts[0].shape[1:])
-    expected = shape[::-1] if kernel else shape
-    if stored != expected or any(part.shape[1:] != stored[1:] or not part.ndim for part in parts):
-        found = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(names, parts, strict=True))
-        together = "together " if len(names) > 1 else ""
-        raise ModelError(f"{folder}: config.json asks for {together}{list(expected)}, found {found}")
-    arrays = [jnp.array(part).astype(dtype) for part in parts]
+    arrays = []
+    for name, shape in parts.items():
+        stored = _tensor(tensors, name, folder)
+        if stored.shape != shape:
+            raise ModelError(f"{folder}: config.json asks for {name} {list(shape)}, found {list(stored.shape)}")
+        arrays.append(jnp.array(stored).astype(dtype))
     whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-    return whole.T if kernel else whole
+    return whole.T if leaf == "kernel" else whole
 
 
 def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:

@@ -99,7 +99,7 @@ def test_yarn_options_reach_the_frequencies():
     """`beta_*` move the blend, `truncate` its rounding, and the attention factor is theirs or the paper's."""
 
     def yarn(**options):
-        params = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50.0}
+        params = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 50.0}
         return rope.frequencies(parse_config({**LLAMA, "rope_parameters": {**params, **options}}).rope, 32)
 
     frequencies, attention_factor = yarn()

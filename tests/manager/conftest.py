@@ -1,0 +1,19 @@
+"""One compiled world for all tests that only use it: two slots, four adapters on the host."""
+
+import pytest
+
+from tests.manager.tiny import World, make_world
+
+
+@pytest.fixture(scope="session")
+def shared_world() -> World:
+    return make_world()
+
+
+@pytest.fixture
+def world(shared_world) -> World:
+    """The shared world, empty. Its step is never compiled again, whatever a test does."""
+    shared_world.reset()
+    yield shared_world
+    shared_world.reset()  # refused, and so a failure, if the test left a batch open
+    assert len(shared_world.traces) <= 1

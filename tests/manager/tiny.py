@@ -1,0 +1,160 @@
+"""A tiny model, adapters for it, and its logits in plain NumPy: what the manager's tests serve and compare with."""
+
+import zlib
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jlora
+
+VOCAB, WIDTH, LAYERS, MAX_RANK = 13, 16, 2, 4
+SEQUENCES, LENGTH = 3, 4
+PARTS = {"q_proj": (0, 16), "k_proj": (16, 24), "v_proj": (24, 32)}
+
+# Checkpoint name -> (K, N, kind) of everything an adapter may bring.
+MODULES: dict[str, tuple[int, int, str]] = {
+    "embed": (VOCAB, WIDTH, "embedding"),
+    "lm_head": (WIDTH, VOCAB, "linear"),
+    **{
+        f"layers.{i}.{name}": (WIDTH, stop - start, "linear")
+        for i in range(LAYERS)
+        for name, (start, stop) in PARTS.items()
+    },
+    **{f"layers.{i}.o_proj": (WIDTH, WIDTH, "linear") for i in range(LAYERS)},
+}
+
+
+class Layer(nnx.Module):
+    """A merged projection whose parts all reach the output, and one after it."""
+
+    def __init__(self, dtype, rngs):
+        self.qkv_proj = nnx.Linear(WIDTH, 32, use_bias=False, param_dtype=dtype, dtype=dtype, rngs=rngs)
+        self.o_proj = nnx.Linear(WIDTH, WIDTH, param_dtype=dtype, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.qkv_proj(x)
+        return x + self.o_proj(y[..., :16] + jnp.concatenate([y[..., 16:24], -y[..., 24:]], axis=-1))
+
+
+class Model(nnx.Module):
+    packed_modules = {"qkv_proj": {name: stop - start for name, (start, stop) in PARTS.items()}}
+
+    def __init__(self, seed=0, dtype=jnp.float32):
+        rngs = nnx.Rngs(seed)
+        self.embed = nnx.Embed(VOCAB, WIDTH, param_dtype=dtype, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(dtype, rngs) for _ in range(LAYERS)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(x)
+
+
+def expected(model: Model, adapter: jlora.Adapter | None, tokens) -> np.ndarray:
+    """Logits of one sequence [L] -> [L, V] with one adapter (None: the base), float64."""
+
+    def weight(variable):
+        return np.asarray(variable[...], np.float64)
+
+    def delta(name, x):
+        if adapter is None or name not in adapter.modules:
+            return 0.0
+        lora = adapter.modules[name]
+        return lora.scaling * (x @ np.asarray(lora.a, np.float64).T) @ np.asarray(lora.b, np.float64).T
+
+    tokens = np.asarray(tokens)
+    table = weight(model.embed.embedding)
+    x = table[tokens] + delta("embed", np.eye(VOCAB)[tokens])
+    for i, layer in enumerate(model.layers):
+        y = x @ weight(layer.qkv_proj.kernel)
+        q, k, v = (y[..., s:e] + delta(f"layers.{i}.{name}", x) for name, (s, e) in PARTS.items())
+        mixed = q + np.concatenate([k, -v], axis=-1)
+        x = x + mixed @ weight(layer.o_proj.kernel) + weight(layer.o_proj.bias) + delta(f"layers.{i}.o_proj", mixed)
+    return x @ table.T + delta("lm_head", x)
+
+
+def lora(name: str, rank: int, rng: np.random.Generator, *, scaling=0.5, dtype=np.float32) -> jlora.ModuleLoRA:
+    """Random factors for one module of the model."""
+    k, n, kind = MODULES[name]
+    return jlora.ModuleLoRA(
+        a=rng.normal(size=(rank, k)).astype(dtype),
+        b=rng.normal(size=(n, rank)).astype(dtype),
+        kind=kind,
+        alpha=scaling * rank,
+        scaling=scaling,
+    )
+
+
+def make_adapter(name: str, version: int = 0, *, rank: int | None = None, modules=None, **fields) -> jlora.Adapter:
+    """An adapter that name and version decide: ranks 1 to MAX_RANK, all or some of the modules."""
+    rng = np.random.default_rng([zlib.crc32(name.encode()), version])
+    rank = int(rng.integers(1, MAX_RANK + 1)) if rank is None else rank
+    if modules is None:
+        modules = rng.permutation(list(MODULES))[: rng.integers(1, len(MODULES) + 1)]
+    return jlora.Adapter(name=name, modules={m: lora(str(m), rank, rng) for m in modules}, **fields)
+
+
+@dataclass
+class World:
+    """A served model and the user's one jitted step."""
+
+    model: Model
+    manager: jlora.LoRAManager
+    tokens: jax.Array
+    traces: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        @jax.jit
+        def forward(model, tokens, batch):
+            self.traces.append(1)
+            with jlora.use(batch):
+                return model(tokens)
+
+        self.forward = forward
+
+    def logits(self, batch: jlora.LoRABatch) -> np.ndarray:
+        return np.asarray(self.forward(self.model, self.tokens, batch))
+
+    def serve(self, names) -> np.ndarray:
+        """Logits [B, L, V] of one batch."""
+        with self.manager.prepare(names) as batch:
+            return self.logits(batch)
+
+    def check(self, logits: np.ndarray, adapters) -> None:
+        """Compare with the NumPy model, given the adapter of each sequence."""
+        want = np.stack([expected(self.model, a, t) for a, t in zip(adapters, np.asarray(self.tokens), strict=True)])
+        np.testing.assert_allclose(logits, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+    def held(self) -> tuple:
+        """Everything a failed call must leave alone."""
+        listed = self.manager.list_adapters()
+        slots = [(path, np.asarray(value)) for path, value in self.slots()]
+        return tuple(listed.values()), self.manager.slot_names, slots
+
+    def slots(self):
+        return [(path, v[...]) for path, v in nnx.to_flat_state(nnx.state(self.model, jlora.SlotParam))]
+
+    def reset(self) -> None:
+        self.manager.remove_all_adapters()
+
+
+def make_world(*, max_loras=2, max_cpu_loras=4, dtype=jnp.float32, seed=0, **config) -> World:
+    model = Model(seed, dtype)
+    manager = jlora.LoRAManager(
+        model,
+        jlora.LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=MAX_RANK, **config),
+    )
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (SEQUENCES, LENGTH))
+    return World(model, manager, jnp.asarray(tokens, jnp.int32))
+
+
+def same(before: tuple, after: tuple) -> bool:
+    """Bitwise equality of two `World.held`."""
+    return before[:2] == after[:2] and all(
+        path == other and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        for (path, a), (other, b) in zip(before[2], after[2], strict=True)
+    )

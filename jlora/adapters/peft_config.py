@@ -31,7 +31,6 @@ _WITHOUT_EFFECT = frozenset(
         "runtime_config",
         "megatron_core",
         "qalora_group_size",
-        "ensure_weight_tying",
         "eva_config",
         "corda_config",
         "lora_ga_config",
@@ -84,6 +83,8 @@ class PeftConfig:
       fan_in_fan_out: the base layer stores its weight transposed. A and B do not, so it has no effect on them.
       base_model_name: `base_model_name_or_path`.
       task_type: such as "CAUSAL_LM".
+      ensure_weight_tying: PEFT gave a tied output layer the embedding's LoRA, transposed, and took its name out of
+        `target_modules`; its tensors are in the file like any other module's.
     """
 
     r: int
@@ -98,6 +99,7 @@ class PeftConfig:
     fan_in_fan_out: bool
     base_model_name: str | None
     task_type: str | None
+    ensure_weight_tying: bool
 
     def rank(self, module: str) -> int:
         """Rank of a module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`."""
@@ -114,9 +116,11 @@ class PeftConfig:
                 return False
         elif _named(self.exclude_modules, module):
             return False
+        last = module.rpartition(".")[2]
+        if self.ensure_weight_tying and kind == "linear" and last in _OUTPUT_LAYERS:
+            return True
         if isinstance(self.target_modules, Pattern):
             return self.target_modules.fullmatch(module)
-        last = module.rpartition(".")[2]
         if self.target_modules is None:
             heads = _CLASSIFIER_HEADS if self.task_type == "SEQ_CLS" else ()
             return kind == "linear" and last not in _OUTPUT_LAYERS + heads
@@ -191,6 +195,7 @@ def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
         fan_in_fan_out=_typed(raw, "fan_in_fan_out", bool, False, where),
         base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
         task_type=_typed(raw, "task_type", str, None, where),
+        ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
     )
 
 
@@ -210,6 +215,7 @@ _SERVED = frozenset(
         "base_model_name_or_path",
         "task_type",
         "init_lora_weights",
+        "ensure_weight_tying",
     )
 )
 

@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
-    packed_modules = {"qkv_proj": {name: stop - start for name, (start, stop) in PARTS.items()}}
+    packed_modules: ClassVar = {"qkv_proj": {name: stop - start for name, (start, stop) in PARTS.items()}}
 
     def __init__(self, seed=0, dtype=jnp.float32):
         rngs = nnx.Rngs(seed)

@@ -1,0 +1,254 @@
+"""An open batch holds its slots: who waits, who is refused, and when the slots come back."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import jlora
+from jlora.manager.leases import Leases
+from tests.manager.tiny import make_adapter, make_world, same
+
+
+def load(world, *names):
+    for name in names:
+        world.manager.add_adapter(make_adapter(name))
+
+
+def test_an_open_batch_keeps_its_slots(world):
+    load(world, "a", "b", "c")
+    batch = world.manager.prepare(["a", None, None])
+    first = world.logits(batch)
+    for name in ("b", "c", "b"):  # the other slot changes hands
+        world.serve([name, None, None])
+        assert world.manager.slot_names == ("a", name)
+        np.testing.assert_array_equal(world.logits(batch), first)
+    batch.close()
+    world.serve(["b", "c", None])
+    assert world.manager.slot_names == ("c", "b")
+
+
+def test_no_free_slot_changes_nothing(world):
+    load(world, "a", "b", "c", "d")
+    m = world.manager
+    m.pin_adapter("a")
+    batch = m.prepare(["b", None, "a"])
+    first, before, stats = world.logits(batch), world.held(), m.stats()
+    for call in (
+        lambda: m.prepare(["c", None, None]),
+        lambda: m.prepare(["a", "b", "c"]),
+        lambda: m.activate_adapter("c"),
+        lambda: m.pin_adapter("d"),
+    ):
+        with pytest.raises(jlora.NoFreeSlotError, match="of 2 slots 0 are free and 0 can be evicted"):
+            call()
+        assert same(before, world.held())
+    assert m.stats() == stats
+    np.testing.assert_array_equal(world.logits(batch), first)
+    batch.close()
+    assert m.prepare(["a", "c", None]).close() is None
+    assert m.slot_names == ("a", "c")
+
+
+def test_more_adapters_than_slots_are_refused_before_anything_moves(world):
+    load(world, "a", "b", "c")
+    world.serve(["a", None, None])
+    before = world.held()
+    with pytest.raises(jlora.NoFreeSlotError, match="2 adapters need a slot"):
+        world.manager.prepare(["a", "b", "c"])
+    assert same(before, world.held())
+
+
+def test_an_unknown_name_among_known_ones_changes_nothing(world):
+    load(world, "a", "b", "c")
+    world.serve(["a", "b", None])
+    before = world.held()
+    with pytest.raises(jlora.AdapterNotFoundError, match=r"'who' is not loaded.*\(loaded: 'c', 'a', 'b'\)"):
+        world.manager.prepare(["c", "who", "a"])
+    assert same(before, world.held())
+
+
+def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
+    load(world, "a", "b")
+    m = world.manager
+    with m.prepare(["a", None, None]) as batch:
+        first, before = world.logits(batch), world.held()
+        for call in (
+            lambda: m.remove_adapter("a"),
+            lambda: m.deactivate_adapter("a"),
+            lambda: m.add_adapter(make_adapter("a", 1), load_inplace=True),
+            m.remove_all_adapters,
+            m.unwrap,
+        ):
+            with pytest.raises(jlora.AdapterInUseError, match="'a' is held by an open batch; close it before"):
+                call()
+            assert same(before, world.held())
+        assert not m.add_adapter(make_adapter("a", 1))  # without load_inplace: there already
+        np.testing.assert_array_equal(world.logits(batch), first)
+        assert m.remove_adapter("b")  # not held
+    assert m.remove_adapter("a")
+
+
+def test_host_eviction_passes_over_leased_adapters(world):
+    load(world, "a", "b", "c", "d")
+    m = world.manager
+    with m.prepare(["a", None, "b"]):
+        assert [m.remove_oldest_adapter() for _ in range(3)] == [True, True, False]
+        assert list(m.list_adapters()) == ["a", "b"]
+    assert m.remove_oldest_adapter()
+
+
+def test_a_host_full_of_leased_adapters_takes_no_more():
+    world = make_world(max_loras=2, max_cpu_loras=2)
+    load(world, "a", "b")
+    with world.manager.prepare(["a", "b", None]):
+        before = world.held()
+        with pytest.raises(jlora.NoFreeSlotError, match="host cache of 2"):
+            load(world, "c")
+        assert same(before, world.held())
+    load(world, "c")
+    assert list(world.manager.list_adapters()) == ["b", "c"]
+
+
+def test_adapters_may_be_added_while_a_batch_is_open(world):
+    load(world, "a")
+    with world.manager.prepare(["a", None, None]) as batch:
+        first = world.logits(batch)
+        load(world, "b", "c", "d", "e")  # five names, four places: the oldest that is not held makes room
+        assert list(world.manager.list_adapters()) == ["a", "c", "d", "e"]
+        np.testing.assert_array_equal(world.logits(batch), first)
+
+
+def test_load_inplace_replaces_in_the_slot(world):
+    load(world, "a", "b")
+    m = world.manager
+    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
+    assert m.pin_adapter("a")
+    assert m.add_adapter(make_adapter("a", 1), load_inplace=True)
+    assert m.slot_names == ("a", "b")
+    assert m.list_adapters()["a"].pinned
+    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
+    assert m.add_adapter(make_adapter("c"), load_inplace=True)  # a new name is simply loaded
+    assert m.slot_names == ("a", "b")
+
+
+def test_two_batches_share_an_adapter_and_each_holds_it(world):
+    load(world, "a", "b")
+    first, second = (world.manager.prepare(["a", None, None]) for _ in range(2))
+    assert world.manager.stats().leased == 1
+    first.close()
+    first.close()  # harmless: the second batch's hold is its own
+    with pytest.raises(jlora.AdapterInUseError):
+        world.manager.remove_adapter("a")
+    second.close()
+    assert world.manager.remove_adapter("a")
+
+
+def test_a_forgotten_batch_gives_its_slots_back(world):
+    load(world, "a")
+    batch = world.manager.prepare(["a", None, None])
+    assert world.manager.stats().leased == 1
+    del batch
+    assert world.manager.stats().leased == 0
+
+
+def test_a_batch_in_a_cycle_gives_its_slots_back_when_collected(world):
+    load(world, "a")
+    batch = world.manager.prepare(["a", None, None])
+    batch.itself = batch
+    del batch
+    gc.collect()
+    assert world.manager.stats().leased == 0
+
+
+def test_an_exception_in_the_step_closes_the_batch(world):
+    load(world, "a")
+    with pytest.raises(ZeroDivisionError), world.manager.prepare(["a", None, None]):
+        raise ZeroDivisionError
+    assert world.manager.stats().leased == 0
+
+
+def test_a_closed_batch_is_refused(world):
+    load(world, "a")
+    batch = world.manager.prepare(["a", None, None])
+    batch.close()
+    with pytest.raises(jlora.LoRAError, match="closed"):
+        world.logits(batch)
+
+
+def test_a_lease_ends_once_however_often_it_is_closed():
+    leases = Leases()
+    close, other = leases.open(("a", "b")), leases.open(("a",))
+    for _ in range(3):
+        close()
+    assert leases.held("a")
+    assert not leases.held("b")
+    other()
+    assert not leases.held("a")
+
+
+def test_leases_remember_nothing_of_closed_batches():
+    leases = Leases()
+    for _ in range(100):
+        leases.open(("a",))()
+    assert len(leases._open) + len(leases._closed) <= 2
+
+
+def test_closing_takes_no_lock(world):
+    """A batch may be collected in a thread that must not wait: here another thread sits inside the manager."""
+    load(world, "a")
+    batch = world.manager.prepare(["a", None, None])
+    with world.manager._lock:
+        closer = threading.Thread(target=batch.close)
+        closer.start()
+        closer.join(timeout=10)
+        assert not closer.is_alive()
+    assert world.manager.stats().leased == 0
+
+
+def test_eight_threads_prepare_step_and_close():
+    world = make_world(max_loras=3, max_cpu_loras=6)
+    names = list("abcdef")
+    load(world, *names)
+    adapters = {name: make_adapter(name) for name in names}
+    seen: list[tuple[list, np.ndarray]] = []
+    refused, failures = [], []
+    start, dispatch = threading.Barrier(8), threading.Lock()
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        start.wait()
+        try:
+            for _ in range(40):
+                picked = [None if rng.random() < 0.3 else str(rng.choice(names)) for _ in range(3)]
+                try:
+                    with dispatch:
+                        batch = world.manager.prepare(picked)
+                except jlora.NoFreeSlotError:
+                    refused.append(picked)
+                    continue
+                # The slots stay ours while other threads write theirs.
+                for _ in range(2):
+                    with dispatch:
+                        logits = world.logits(batch)
+                seen.append((picked, logits))
+                batch.close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(seen) + len(refused) == 8 * 40
+    assert len(seen) > 40
+    for picked, logits in seen:
+        world.check(logits, [adapters.get(name) for name in picked])
+    stats = world.manager.stats()
+    assert stats.leased == 0
+    assert stats.slot_evictions > 0
+    assert stats.compilations == len(world.traces) == 1
+    world.manager.remove_all_adapters()

@@ -1,0 +1,332 @@
+"""The Mosaic kernel behind `mosaic_tpu`: brings the weights of visited bundles from HBM, shrinks, expands."""
+
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
+
+LANES = 128
+NOBODY = -1  # the group of a row without adapter
+VACANT = -2  # a place in a bundle that no group takes; differs from every row's group
+_VMEM_LIMIT = 58 << 20  # what the compiler may use, with its own temporaries, of the 64 MiB of tpu7x
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Static sizes of a call.
+
+    rows (M), k (K), n (N), rank (R), groups (G), slices (the n output sizes) are the operands'.
+    bundle: groups taken at once. step: ranks that one copy brings.
+    tile_m, tile_k, tile_n: rows, in-features and out-features of a grid step.
+    chunk: row tiles whose intermediate is in VMEM at once.
+    by_group: rows must be given sorted by group, because visits in any other order might not fit in SMEM.
+    """
+
+    rows: int
+    k: int
+    n: int
+    rank: int
+    groups: int
+    slices: tuple[int, ...]
+    bundle: int
+    step: int
+    tile_m: int
+    tile_k: int
+    tile_n: int
+    chunk: int
+    by_group: bool
+
+    @property
+    def width(self) -> int:
+        return self.bundle * self.rank
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Columns where slices start and end."""
+        return (0, *accumulate(self.slices))
+
+    @property
+    def k_tiles(self) -> int:
+        return self.k // self.tile_k
+
+    @property
+    def n_tiles(self) -> int:
+        return -(-self.n // self.tile_n)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile_m)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.row_tiles // self.chunk)
+
+    @property
+    def max_visits(self) -> int:
+        """Bound on the visits of a chunk."""
+        any_order = min(-(-self.groups // self.bundle), self.tile_m) * self.chunk
+        sorted_rows = self.chunk + min(self.groups, self.chunk * self.tile_m) - 1
+        return min(any_order, sorted_rows) if self.by_group else any_order
+
+
+def overlaps(slices, i, tile, tile_n):
+    start = sum(slices[:i])
+    return (start < (tile + 1) * tile_n) & (tile * tile_n < start + slices[i])
+
+
+@partial(jax.jit, static_argnames=("s", "interpret"), inline=True)
+def call(
+    s: Sizes,
+    base: Float[jax.Array, "M N"],
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G n R K"],
+    b: Float[jax.Array, "G R N"],
+    group: Int[jax.Array, "M"],
+    ranks: Int[jax.Array, "G n"],
+    visits: tuple[jax.Array, ...],
+    *,
+    interpret: bool | pltpu.InterpretParams,
+) -> Float[jax.Array, "M N"]:
+    """base + (x a[group]ᵀ) b[group], in place of base. `visits` is of `mosaic_tpu._visits`; group < 0: no adapter."""
+    count, tile, active, fresh = visits
+    group = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY)[:, None]
+    loose = s.n % LANES if s.n_tiles > 1 else 0  # last columns, which no aligned copy can reach
+    b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
+
+    def group_index(c, j, v, tile, *_):
+        return tile[c * s.max_visits + v], 0
+
+    def x_index(c, j, v, tile, *_):  # while expanding, stays at its last block
+        v = jnp.where(j < s.k_tiles, v, pl.num_programs(2) - 1)
+        return tile[c * s.max_visits + v], jnp.minimum(j, s.k_tiles - 1)
+
+    def base_index(c, j, v, tile, *_):  # while shrinking, waits at its first block
+        v = jnp.where(j < s.k_tiles, 0, v)
+        return tile[c * s.max_visits + v], jnp.maximum(j - s.k_tiles, 0)
+
+    base_spec = pl.BlockSpec((s.tile_m, s.tile_n), base_index)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Left to itself, XLA may move the weights of all slots into VMEM before the kernel starts.
+    weights = [pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in (a, b, b_loose)]
+    return pl.pallas_call(
+        partial(_kernel, s),
+        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(s.chunks, s.k_tiles + s.n_tiles, count),
+            in_specs=[
+                pl.BlockSpec((s.tile_m, 1), group_index),
+                pl.BlockSpec((s.tile_m, s.tile_k), x_index),
+                *(hbm, hbm, hbm),
+                base_spec,
+            ],
+            out_specs=base_spec,
+            scratch_shapes=[
+                pltpu.VMEM((2, len(s.slices), s.width, s.tile_k), a.dtype),
+                pltpu.VMEM((2, s.width, s.tile_n), b.dtype),
+                pltpu.VMEM((s.chunk, len(s.slices), s.tile_m, s.width), jnp.float32),
+                pltpu.SMEM((2,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        input_output_aliases={9: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=_VMEM_LIMIT),
+        interpret=interpret,
+        name="jlora_add_lora",
+    )(tile, active, fresh, ranks.ravel(), group, x, *weights, base)
+
+
+def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem):
+    """A grid step: one K tile of the shrink, or one N tile of the expand, for one visit.
+
+        grid (chunk c, phase j, visit v), v fastest
+
+                    v0    v1    v2
+            j  k0 |  h  |  h  |  h  |    h[tile] = own group's (x[tile, k] @ a[bundle, :, k]ᵀ), summed over k
+               n0 | out | out | out |    out[tile, n] = base[tile, n] + h[tile] @ b[bundle, n]
+               n1 | out | out | out |    visits of a tile are neighbours, so that a block of out is left only when done
+
+    `state`: the weight buffer in use (0 or 1); whether b's holds a value that is not finite.
+    """
+    c, j, v = (pl.program_id(i) for i in range(3))
+    visit = c * s.max_visits + v
+    place = partial(_place, s, active, ranks, visit)
+
+    @pl.when((c == 0) & (j == 0) & (v == 0))
+    def _():
+        state[0] = 1
+        b_buf[...] = jnp.zeros_like(b_buf)  # h is zero wherever nothing is copied, and 0 * NaN would not be
+
+    new = (v == 0) | (fresh[visit] != 0)
+    slot = jnp.where(new, 1 - state[0], state[0])
+    state[0] = slot
+    _bring(s, (active, ranks, fresh), (a, b, b_loose), (a_buf, b_buf), sem, slot)
+    row_tile = tile[visit]
+    h_tile = h.at[row_tile - c * s.chunk]
+
+    @pl.when(j < s.k_tiles)
+    def _():
+        _shrink(s, place, group, x, a_buf.at[slot], h_tile, j == 0)
+
+    @pl.when((j >= s.k_tiles) & ((v == 0) | (tile[jnp.maximum(visit - 1, 0)] != row_tile)))
+    def _():
+        out[...] = base[...]
+
+    @pl.when((j >= s.k_tiles) & new)
+    def _():
+        state[1] = _has_nonfinite(b_buf.at[slot])
+
+    @pl.when(j >= s.k_tiles)
+    def _():
+        _expand(s, place, group, h_tile, b_buf.at[slot], out, j - s.k_tiles, state[1] != 0)
+
+
+def _place(s: Sizes, active, ranks, visit, p, i):
+    """The group at place p of a visit's bundle and its rank in slice i; (VACANT, 0) if it has none."""
+    group = active[visit * s.bundle + p]
+    rank = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0) * len(s.slices) + i])
+    return jnp.where(rank > 0, group, VACANT), rank
+
+
+def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
+    """Waits for this step's weights, which the step before asked for, and asks for the next step's."""
+    active, ranks, fresh = schedule
+    step = [pl.program_id(i) for i in range(3)]
+    chunks, phases, visits = (pl.num_programs(i) for i in range(3))
+    last_visit, last_phase = step[2] == visits - 1, step[1] == phases - 1
+    v = jnp.where(last_visit, 0, step[2] + 1)
+    j = jnp.where(last_visit, jnp.where(last_phase, 0, step[1] + 1), step[1])
+    c = jnp.where(last_visit & last_phase, step[0] + 1, step[0])
+
+    def copies(step, slot, verb):
+        c, j, v = step
+        place = partial(_place, s, active, ranks, c * s.max_visits + v)
+
+        @pl.when((v == 0) | (fresh[c * s.max_visits + v] != 0))
+        def _():
+            jax.lax.fori_loop(0, s.bundle, partial(_copy_member, s, place, weights, buffers, sem, slot, j, verb), None)
+
+    pl.when((step[0] == 0) & (step[1] == 0) & (step[2] == 0))(lambda: copies(step, slot, "start"))
+    pl.when(c < chunks)(lambda: copies((c, j, v), 1 - slot, "start"))
+    copies(step, slot, "wait")
+
+
+def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
+    """Copies the group at place p: a[g, i, :rank, K tile j] for every slice i, or b[g, :rank, N tile j - k_tiles]."""
+    (a, b, b_loose), (a_buf, b_buf) = weights, buffers
+    copy = partial(_copy_ranks, s, sem.at[slot], verb, p)
+    places = [place(p, i) for i in range(len(s.slices))]
+
+    @pl.when(j < s.k_tiles)
+    def _():
+        columns = slice(None) if s.k_tiles == 1 else pl.ds(pl.multiple_of(j * s.tile_k, LANES), s.tile_k)
+        for i, (group, rank) in enumerate(places):
+            copy(rank, a.at[group, i, :, columns], a_buf.at[slot, i])
+
+    n_tile = j - s.k_tiles
+    used = [jnp.where(overlaps(s.slices, i, n_tile, s.tile_n), rank, 0) for i, (_, rank) in enumerate(places)]
+    rank = reduce(jnp.maximum, used)
+    group = reduce(jnp.maximum, [group for group, _ in places])
+    rest = s.n - (s.n_tiles - 1) * s.tile_n
+    aligned = rest // LANES * LANES
+
+    @pl.when((j >= s.k_tiles) & (n_tile < s.n_tiles - (rest < s.tile_n)))
+    def _():
+        columns = slice(None) if s.n_tiles == 1 else pl.ds(pl.multiple_of(n_tile * s.tile_n, LANES), s.tile_n)
+        copy(rank, b.at[group, :, columns], b_buf.at[slot])
+
+    if rest < s.tile_n:
+
+        @pl.when(n_tile == s.n_tiles - 1)
+        def _():
+            if aligned:
+                copy(rank, b.at[group, :, pl.ds(s.n - rest, aligned)], b_buf.at[slot, :, pl.ds(0, aligned)])
+            if aligned < rest:
+                copy(rank, b_loose.at[group], b_buf.at[slot, :, pl.ds(aligned, LANES)])
+
+
+def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
+    """Copies rows 0..rank of `source` to place p of `target`, in whole steps."""
+    if s.step == s.rank == s.width:
+        pl.when(rank > 0)(getattr(pltpu.make_async_copy(source, target, sem), verb))
+        return
+
+    def body(r, _):
+        rows = [pl.ds(pl.multiple_of(first + r * s.step, s.step), s.step) for first in (0, p * s.rank)]
+        getattr(pltpu.make_async_copy(source.at[rows[0]], target.at[rows[1]], sem), verb)()
+
+    jax.lax.fori_loop(0, jax.lax.div(rank + s.step - 1, s.step), body, None)
+
+
+def _shrink(s: Sizes, place, group, x, a, h, first):
+    """h[i] (+)= x @ a[i]ᵀ, kept only at the ranks of a row's own group; rows of other bundles keep theirs."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, s.width), 1)
+    mine = reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle) for i in range(len(s.slices))])
+    for i in range(len(s.slices)):
+        owner = jnp.full((1, s.width), VACANT, jnp.int32)
+        for p in range(s.bundle):
+            g, rank = place(p, i)
+            owner = jnp.where((lane >= p * s.rank) & (lane < p * s.rank + rank), g, owner)
+        part = jnp.where(group[...] == owner, _dot(x[...], a[i], transpose=True), 0.0)
+        before = jnp.where(first & mine, 0.0, h[i])
+        h[i] = before + part
+
+
+def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
+    """out += h[i] @ b for the slices i that this N tile touches, in the rows whose group is in the bundle."""
+    column = n_tile * s.tile_n + jax.lax.broadcasted_iota(jnp.int32, (1, s.tile_n), 1)
+    rank_row = jax.lax.broadcasted_iota(jnp.int32, (s.width, 1), 0)
+
+    def add(i, touched, weights):
+        total = (out[...].astype(jnp.float32) + _dot(h[i].astype(b.dtype), weights)).astype(out.dtype)
+        if any(edge % s.tile_n for edge in s.edges[1:-1]):
+            touched &= (column >= s.edges[i]) & (column < s.edges[i + 1])
+        out[...] = jnp.where(touched, total, out[...])
+
+    def add_slice(i):
+        @pl.when(jnp.logical_not(tainted))
+        def _():
+            add(i, reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle)]), b[...])
+
+        @pl.when(tainted)  # NaN and infinities must not reach the bundle's other groups
+        def _():
+            def alone(p, _):
+                g, rank = place(p, i)
+                own = (rank_row >= p * s.rank) & (rank_row < p * s.rank + rank)
+                add(i, group[...] == g, jnp.where(own, b[...], 0))
+
+            jax.lax.fori_loop(0, s.bundle, alone, None)
+
+    for i in range(len(s.slices)):
+        pl.when(overlaps(s.slices, i, n_tile, s.tile_n))(partial(add_slice, i))
+
+
+def _has_nonfinite(ref):
+    """1 if a value of `ref` is NaN or infinite, else 0: adding one to an exponent of all ones carries out of it."""
+    if ref.dtype == jnp.bfloat16 and ref.shape[0] % 16 == 0:
+        bits = pltpu.bitcast(ref[...], jnp.int32)  # pairs of rows
+        exponent, one, carry = 0x7F807F80, 0x00800080, -0x7FFF8000
+    else:
+        bits = pltpu.bitcast(ref[...].astype(jnp.float32), jnp.int32)
+        exponent, one, carry = 0x7F800000, 0x00800000, -0x80000000
+    found = (bits & exponent) + one
+    while found.shape[0] % 16 == 0:
+        found = found[: found.shape[0] // 2] | found[found.shape[0] // 2 :]
+    return jnp.max(jnp.where((found & carry) != 0, 1, 0))
+
+
+def _dot(left, right, transpose=False):
+    """float32 product; exact products of bfloat16, and float32 ones at full precision."""
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    return jax.lax.dot_general(
+        left.astype(dtype),
+        right.astype(dtype),
+        (((1,), (1 if transpose else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -104,6 +104,11 @@ def generate(
     return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
 
 
+def compiled_variants() -> int:
+    """How many variants of the generation step this process has compiled: one a combination of static sizes."""
+    return _run._cache_size()
+
+
 class _State(NamedTuple):
     """What the decode loop carries. `out[b, :counts[b]]` are the tokens so far; the last of them is not cached yet."""
 

@@ -1,0 +1,20 @@
+"""The README's Python blocks run, in order and in one namespace, as a reader would paste them."""
+
+import re
+from pathlib import Path
+
+import jax
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_python_blocks_run(monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(ROOT)
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["forward"]._cache_size() == 1
+    assert namespace["step"]._cache_size() == 1
+    assert isinstance(namespace["logits"], jax.Array)

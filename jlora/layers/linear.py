@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jlora.errors import LoRAError
-from jlora.layers.scope import enter_site
+from jlora.layers.scope import check_slots_fresh, enter_site
 from jlora.layers.slots import Site
 from jlora.pallas.api import add_lora
 
@@ -59,7 +59,8 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearLayer | str:
 
 
 def _general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_, **__):
-    axes = [axis % x.ndim for axis in layer.axis]
+    # Flax sorts the axes before it contracts them with the kernel's leading ones.
+    axes = sorted(axis % x.ndim for axis in layer.axis)
     lead = [axis for axis in range(x.ndim) if axis not in axes]
     x = x.transpose(*lead, *axes)
     shape = x.shape[: len(lead)]
@@ -87,6 +88,8 @@ def _einsum_axes(equation: str, x_ndim: int | None = None) -> _EinsumAxes | str:
         x, y = x.replace("...", stand_in), y.replace("...", stand_in)
     shared = sorted(set(x) & set(kernel) & set(y))
     summed = sorted((set(x) - set(kernel) - set(y)) | (set(kernel) - set(x) - set(y)))
+    if len(set(x)) < len(x) or len(set(kernel)) < len(kernel):
+        return f"{equation!r} takes a diagonal"
     if shared:
         return f"{equation!r} has a kernel of its own for each entry of {', '.join(shared)}"
     if summed:
@@ -152,7 +155,7 @@ def add_delta(
     scope = enter_site(site, layer.jlora_tracking)
     if scope is None:
         return base
-    _, plan = scope.rows(site, base.shape[:-1])
+    _, plan = scope.rows(site, base)
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         out = add_lora(
@@ -172,6 +175,7 @@ def add_delta(
 def slot_arrays(layer: Any, site: Site) -> tuple[Array, Array, Array]:
     """A [S, n, R, K], B [S, R, N] and ranks [S, n] of a layer inside the forward."""
     a, b, ranks = (getattr(layer, name)[...] for name in site.attributes)
+    check_slots_fresh(site.path, a)
     if a.ndim != 4:
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.layers}, but its slot arrays still have the stack "

@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.slots import Site
@@ -27,6 +27,11 @@ _STALE = (
     "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
     "inside forward."
 )
+_STALE_SLOTS = (
+    "{path}: the model is read inside `jax.jit` without being an argument of it: its slots would be baked into the "
+    "compiled function as constants, and later adapters would not be seen. Pass the model (or the state that you split "
+    "from it) as an argument: `forward(model, tokens, batch)`."
+)
 
 
 class Tracking:
@@ -36,6 +41,12 @@ class Tracking:
         self.sites: tuple[Site, ...] = ()
         self.uncalled: dict[Site, None] = {}
         self.claims: Callable[[Site], Sequence[str]] = lambda site: ()
+
+    def __deepcopy__(self, memo):
+        raise LoRAError(
+            "a wrapped model cannot be deep-copied: no manager would write the slots of the copy. Copy the model "
+            "before it is wrapped"
+        )
 
     def finish(self, called: set[Site]) -> None:
         """Record one whole forward. Raises if an adapter brought weights for a layer that was not called."""
@@ -62,6 +73,9 @@ class LoRABatch:
     Attributes:
       slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
       token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
+
+    Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
+    sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
     """
 
     def __init__(
@@ -70,10 +84,13 @@ class LoRABatch:
         token_slots: Int[jax.Array, "T"] | None,
         tracking: Tracking,
         release: Callable[[], None] | None = None,
+        num_sequences: int | None = None,
     ):
         self.slots = slots
         self.token_slots = token_slots
         self._tracking = tracking
+        # Of the whole batch: packed rows of one shard may belong to more sequences than the shard has `slots`.
+        self._num_sequences = slots.shape[0] if num_sequences is None else num_sequences
         self._release = release
         self._closed = False
 
@@ -98,11 +115,12 @@ class LoRABatch:
     def tree_flatten(self):
         if self._closed:
             raise LoRAError("this LoRABatch is closed: its slots may hold other adapters now; prepare a new one")
-        return (self.slots, self.token_slots), self._tracking
+        return (self.slots, self.token_slots), (self._tracking, self._num_sequences)
 
     @classmethod
-    def tree_unflatten(cls, tracking, children):
-        return cls(*children, tracking)
+    def tree_unflatten(cls, static, children):
+        tracking, num_sequences = static
+        return cls(*children, tracking, num_sequences=num_sequences)
 
 
 class _Scope:
@@ -111,48 +129,60 @@ class _Scope:
     def __init__(self, batch: LoRABatch | None):
         self.batch = batch
         self.called: set[Site] = set()
-        self.lengths: set[int] = set()
+        self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
         self.made: list[tuple[Any, tuple, tuple[jax.Array, Plan]]] = []
 
-    def rows(self, site: Site, lead: tuple[int, ...]) -> tuple[Int[jax.Array, "M"], Plan]:
-        """Slot and plan of rows laid out as `lead`, made once a trace and shared by all layers."""
+    def rows(self, site: Site, base: Float[Array, "*lead N"]) -> tuple[Int[jax.Array, "M"], Plan]:
+        """Slot and plan of the rows of `base`, made once a trace and shared by all layers."""
         # Under scan, remat or grad a value of the inner trace must not leak to the outer one: each has its own plan.
         trace = jax.extend.core.get_opaque_trace_state()
-        layout = self._layout(site, lead)
+        layout = self._layout(site, base)
         for state, key, made in self.made:
             if key == layout and state == trace:
                 return made
         assert self.batch is not None
         kind, repeats = layout
-        ids = self.batch.token_slots if kind == "packed" else self.batch.slots
+        ids = self.batch.token_slots if kind == "packed" else self.batch.slots.reshape(-1)
         assert ids is not None
-        if repeats > 1:
+        if repeats != 1:
             ids = jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
-        made = ids, make_plan(ids, num_groups=site.slots, max_active=self.batch.slots.shape[0])
+        made = ids, make_plan(ids, num_groups=site.slots, max_active=self.batch._num_sequences)
         self.made.append((trace, layout, made))
         return made
 
-    def _layout(self, site: Site, lead: tuple[int, ...]) -> tuple[str, int]:
+    def _layout(self, site: Site, base: Array) -> tuple[str, int]:
         """("packed", 1), or ("sequences", rows of each sequence). Raises where the rows fit no layout."""
         assert self.batch is not None
-        sequences = self.batch.slots.shape[0]
+        lead = base.shape[:-1]
+        mapped = _mapped(base) and not _mapped(self.batch.slots)
+        lengths = {length for under_vmap, length in self.lengths if under_vmap == mapped}
+        sequences = self.batch.slots.size
         packed = None if self.batch.token_slots is None else self.batch.token_slots.shape[0]
         match lead:
             case (batch, length) if batch == sequences:
-                self.lengths.add(length)
+                self.lengths.add((mapped, length))
                 return "sequences", length
+            case (rows,) if mapped and not lengths:
+                raise LoRAError(
+                    f"{site.path}: under jax.vmap, {rows} rows may be those of one sequence or of the whole batch. If "
+                    "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
+                    "batch), with `with jlora.use(batch):` inside f"
+                )
             case (rows,) if rows == packed:
                 return "packed", 1
             case (rows,) if rows == sequences:
                 return "sequences", 1
-            case (rows,) if packed is None and self.lengths and rows in {sequences * n for n in self.lengths}:
+            case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
                 return "sequences", rows // sequences
-            case (rows,) if packed is None and not self.lengths and rows and rows % sequences == 0:
+            case (rows,) if packed is None and not lengths and rows % sequences == 0:
                 return "sequences", rows // sequences
+            case () if self.batch.slots.ndim == 0:
+                return "sequences", 1
         tokens = f"{packed} packed tokens" if packed is not None else f"{sequences} x length flattened rows"
         raise LoRAError(
             f"{site.path}: rows of shape {lead} fit no layout of this batch of {sequences} sequences; expected "
-            f"[{sequences}, length, features], {tokens}, or one row a sequence [{sequences}, features]"
+            f"[{sequences}, length, features], {tokens}, or one row a sequence [{sequences}, features]. A layer whose "
+            "rows are not the batch's (a position table, say) is left out by LoRAConfig.target_modules"
         )
 
 
@@ -162,9 +192,24 @@ _current: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jlora_
 _trace_key = jax.make_user_context(None)
 
 
+def _mapped(value: Array) -> bool:
+    """True if a `jax.vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
+    while isinstance(value, jax.core.Tracer):
+        if type(value).__name__ == "BatchTracer":  # JAX does not export the class
+            return True
+        value = getattr(value, "primal", None)  # differentiated inside the vmap
+    return False
+
+
 def _staged() -> bool:
     """True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
     return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
+
+
+def check_slots_fresh(path: str, slots: jax.Array) -> None:
+    """Raises where slot arrays that are no argument of the traced function would become constants of it."""
+    if not isinstance(slots, jax.core.Tracer) and _staged():
+        raise LoRAError(_STALE_SLOTS.format(path=path))
 
 
 def _check_fresh(batch: LoRABatch) -> None:
@@ -197,8 +242,10 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Iterator[None]:
         _check_fresh(batch)
     scope = _Scope(batch)
     token = _current.set(scope)
+    # A concrete batch is never read by a jitted function, so eager calls may share what JAX has compiled.
+    key = "base" if batch is None else object() if isinstance(batch.slots, jax.core.Tracer) else "eager"
     try:
-        with _trace_key(scope if batch is not None else "base"):
+        with _trace_key(key):
             yield
     finally:
         _current.reset(token)

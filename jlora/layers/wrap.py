@@ -65,7 +65,7 @@ class WrappedModel:
             for name in ("jlora_spec", "jlora_tracking"):
                 if hasattr(layer, name):
                     delattr(layer, name)
-            layer.__class__ = cls
+            _set_class(layer, cls)
         self.modules, self._classes = {}, []
 
 
@@ -87,7 +87,7 @@ def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModu
     aliases: dict[int, list[str]] = {}
     for path, layer in paths:
         aliases.setdefault(id(layer), []).append(path)
-    has_head = any(path.rpartition(".")[2] == "lm_head" for path, _ in paths)
+    heads = {id(layer) for path, layer in paths if path.rpartition(".")[2] == "lm_head"}
 
     wrapped = WrappedModel(model)
     plans: list[tuple[nnx.Module, type, LinearLayer | None, list[Site]]] = []
@@ -96,7 +96,7 @@ def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModu
         layer = layers[key]
         if hasattr(layer, "jlora_tracking"):
             raise LoRAError(f"{names[0]}: this model is wrapped already; call unwrap() on its manager first")
-        found = _sites(layer, tuple(names), config, packed, not has_head)
+        found = _sites(layer, tuple(names), config, packed, heads <= {key})
         if isinstance(found, str):
             if hits := _hits(config, names, ()):
                 raise LoRAError(f"target_modules {hits} match {names[0]!r} ({type(layer).__name__}), but {found}")
@@ -120,7 +120,7 @@ def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModu
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA")
 
     for layer, cls, spec, sites in plans:
-        layer.__class__ = _lora_class(cls, embed_methods if spec is None else linear_methods)
+        _set_class(layer, _lora_class(cls, embed_methods if spec is None else linear_methods))
         layer.jlora_tracking = wrapped.tracking
         if spec is not None:
             layer.jlora_spec = spec
@@ -256,12 +256,19 @@ def _slices(
     return sizes, names
 
 
+def _set_class(layer: nnx.Module, cls: type) -> None:
+    # Not `layer.__class__ = cls`: flax would list the class among the layer's attributes, for jit to compare.
+    object.__setattr__(layer, "__class__", cls)
+
+
 @functools.cache
 def _lora_class(cls: type, methods: Callable[[type], dict[str, Callable]]) -> type:
     """The subclass of a layer's own class that serves LoRA; one a class, so that jit sees one type.
 
     It has the layer's class as its only base: Python lets an object change to a class of the same layout alone.
     """
-    return type(
-        f"{cls.__name__}WithLoRA", (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods(cls)}
-    )
+    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods(cls)}
+    is_pytree = getattr(
+        cls, "_pytree__is_pytree", True
+    )  # flax's own default would undo `class Dense(..., pytree=False)`
+    return type(cls)(f"{cls.__name__}WithLoRA", (cls,), body, pytree=is_pytree)

@@ -1,6 +1,9 @@
 """The generation loop: against transformers' greedy answers, a NumPy sampler, and itself under other batch mates."""
 
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -82,6 +85,24 @@ def test_seeds_and_sequences_draw_differently(golden):
     assert first != twin
     assert generate(golden(NAME), [prompts[1]] * 2, seed=0, **options) == [first, twin]
     assert generate(golden(NAME), [prompts[1]] * 2, seed=1, **options) != [first, twin]
+
+
+def test_every_step_draws_anew():
+    """A model that finds all tokens equally likely must not repeat itself, within a sequence or across them."""
+
+    class Indifferent:
+        config = SimpleNamespace(vocab_size=1000)
+
+        def init_cache(self, batch, capacity):
+            return ()
+
+        def extend(self, tokens, positions, cache, last):
+            return jnp.zeros((tokens.shape[0], 1000)), cache
+
+    jax.tree_util.register_static(Indifferent)
+    answers = generate(Indifferent(), [[1]] * 4, max_new_tokens=50, temperature=1.0)
+    # 200 uniform draws out of 1000 give 181.4 different tokens on average, with a deviation of 3.8.
+    assert 160 <= len({token for answer in answers for token in answer}) <= 200
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}])

@@ -1,0 +1,216 @@
+"""What adapters cost a whole model: step time of a Llama-3-8B-shaped decoder over the unwrapped model's.
+
+    python benchmarks/decode_step.py [--out results.json] [--layers 32] [--rank 16] [--profile]
+
+Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a KV cache of `CONTEXT` positions
+as `generate` runs it. Prefill: 4096 tokens as eight sequences of 512. Each figure is the median over several rounds of the
+mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are filled with random values
+on the device; the plan is made inside the step and counted.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jlora
+from jlora.layers.scope import host_batch
+from jlora.models import Decoder, DecoderConfig
+
+CONTEXT = 128
+SLOTS = 64
+BATCHES = (1, 8, 32, 64, 256)
+ADAPTERS = (0, 1, 8, 32, 64)
+BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy
+
+
+def llama_3_8b(layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+
+
+def adapter_bytes(config: DecoderConfig, rank: int) -> int:
+    """bf16 bytes of one adapter on all seven modules: what a decode step must read for each adapter at least."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    pairs = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+    return 2 * rank * config.num_hidden_layers * sum(k + n for k, n in pairs)
+
+
+def flat_step(model: Decoder, run):
+    """Jits run(model, ...) over flat lists of arrays, so that a step costs the host as little as can be."""
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+
+    @jax.jit
+    def step(leaves, *args):
+        return run(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args)
+
+    return step, leaves
+
+
+def decode(model, tokens, positions, cache, batch):
+    """One decode step; without a batch the model is not wrapped."""
+    last = jnp.zeros(tokens.shape[:1], jnp.int32)
+    if batch is None:
+        logits, _ = model.extend(tokens, positions, cache, last)
+    else:
+        with jlora.use(batch):
+            logits, _ = model.extend(tokens, positions, cache, last)
+    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
+
+
+def prefill(model, tokens, batch):
+    if batch is None:
+        return model(tokens)[:, -1]
+    with jlora.use(batch):
+        return model(tokens)[:, -1]
+
+
+def timed(calls: dict, rounds: int, enqueue: int) -> dict:
+    """Milliseconds a call of each name: the median over rounds in which all names take turns."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+        jax.block_until_ready(call())
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(enqueue):
+                out = call()
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - start) * 1e3 / enqueue)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
+    """Random bf16 values and the true rank in every slot, made on the device."""
+    key = jax.random.key(0)
+    for site, layer in manager._wrapped.modules.items():
+        for name, fan_in in zip(site.attributes[:2], (site.in_features, 16 * rank), strict=True):
+            variable = getattr(layer, name)
+            key, sub = jax.random.split(key)
+            shape, dtype = variable.get_value().shape, variable.get_value().dtype
+            variable.set_value(_normal(sub, shape, dtype, fan_in**-0.5))
+        ranks = getattr(layer, site.attributes[2])
+        ranks.set_value(jnp.full_like(ranks.get_value(), rank))
+
+
+_normal = jax.jit(
+    lambda key, shape, dtype, scale: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
+    static_argnums=(1, 2, 3),
+)
+
+
+def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
+    slots = np.full(sequences, SLOTS, np.int32)
+    if adapters:
+        slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
+    return host_batch(slots, None, manager._wrapped.tracking)
+
+
+def kernels(call) -> dict[str, float]:
+    """Milliseconds of each GPU kernel in one call, from the profiler; alike kernels summed."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, times = profiler.measure(lambda: call(), aggregate=False)()
+    total: dict[str, float] = {}
+    for name, ms in times:
+        total[name] = total.get(name, 0.0) + ms
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+
+    config = llama_3_8b(args.layers)
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    base_decode, base_leaves = flat_step(model, decode)
+    base_prefill, _ = flat_step(model, prefill)
+    projections = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    manager = jlora.LoRAManager(
+        model,
+        jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, dtype=jnp.bfloat16, target_modules=projections),
+    )
+    fill_slots(manager, args.rank)
+    lora_decode, lora_leaves = flat_step(model, decode)
+    lora_prefill, _ = flat_step(model, prefill)
+    floor = adapter_bytes(config, args.rank) / BANDWIDTH * 1e3
+
+    rows = []
+    for size in args.batches:
+        cache = model.init_cache(size, CONTEXT)
+        tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
+        positions = jnp.full((size, 1), CONTEXT - 1, jnp.int32)
+        calls = {"base": lambda t=tokens, p=positions, c=cache: base_decode(base_leaves, t, p, c, None)}
+        for adapters in (n for n in ADAPTERS if n <= size):
+            batch = make_batch(manager, size, adapters)
+            calls[adapters] = lambda t=tokens, p=positions, c=cache, b=batch: lora_decode(lora_leaves, t, p, c, b)
+        times = timed(calls, args.rounds, 10)
+        for adapters in calls:
+            if adapters != "base":
+                row = {"step": "decode", "batch": size, "adapters": adapters, "base_ms": times["base"]}
+                row |= {"ms": times[adapters], "overhead": times[adapters] / times["base"] - 1}
+                row["floor_overhead"] = adapters * floor / times["base"]
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+        if args.profile and size == 64:
+            for name in ("base", 0, 8, 64):
+                if name in calls:
+                    top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
+                    print("profile", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
+
+    tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
+    calls = {"base": lambda: base_prefill(base_leaves, tokens, None)}
+    for adapters in (0, 1, 8):
+        batch = make_batch(manager, 8, adapters)
+        calls[adapters] = lambda b=batch: lora_prefill(lora_leaves, tokens, b)
+    times = timed(calls, args.rounds, 3)
+    for adapters in (0, 1, 8):
+        row = {"step": "prefill", "batch": 8, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
+        row["overhead"] = times[adapters] / times["base"] - 1
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.profile:
+        for name in ("base", 8):
+            top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
+            print("profile prefill", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
+
+    if args.out:
+        device = jax.devices()[0].device_kind
+        about = {
+            "device": device,
+            "jax": jax.__version__,
+            "python": sys.version.split()[0],
+            "date": datetime.date.today().isoformat(),
+            "model": f"Llama-3-8B shape, {args.layers} layers, bf16, context {CONTEXT}",
+            "rank": args.rank,
+            "slots": SLOTS,
+        }
+        with open(args.out, "w") as file:
+            json.dump({"about": about, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

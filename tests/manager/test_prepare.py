@@ -1,0 +1,173 @@
+"""`prepare`: what it refuses, what the batch holds, and that an unchanged batch costs no transfer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jlora
+from tests.manager.tiny import make_adapter, same
+
+
+def load(world, *names):
+    for name in names:
+        world.manager.add_adapter(make_adapter(name))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (([],), "at least one sequence"),
+        (("sql",), "in a list, got the string 'sql'"),
+        ((["a", 7],), "adapter names and None, got 7"),
+        ((["a", ["a"]],), r"adapter names and None, got \['a'\]"),
+        ((["a", ""],), "adapter '' is not loaded"),
+        ((["a", None], [3]), "1 token_counts for 2 sequences"),
+        ((["a", None], [3, 2, 1]), "3 token_counts for 2 sequences"),
+        ((["a", None], []), "0 token_counts for 2 sequences"),
+        ((["a", None], [3, -1]), "must not be negative, got -1"),
+        ((["a", None], [3, 1.5]), "must be integers"),
+        ((["a", None], 4), "must be integers"),
+        ((["a", None], ["3", "1"]), "must be integers"),
+        ((["a", None], [3, 2], 4), "sum to 5, and there are 4 packed rows"),
+        ((["a", None], [3, 2], 8.0), "must be integers"),
+        ((["a", None], [0, 0]), "sum to 0, and there are 0 packed rows"),
+        ((["a", None], None, 8), "needs token_counts"),
+        ((["a", None], [2, 0]), "cannot be told from one row a sequence"),
+        ((["a", None], [1, 0], 2), "cannot be told from one row a sequence"),
+    ],
+)
+def test_bad_arguments_change_nothing(world, args, message):
+    load(world, "b", "c", "a")
+    world.serve(["b", "c", None])
+    before, stats = world.held(), world.manager.stats()
+    with pytest.raises(jlora.LoRAError, match=message):
+        world.manager.prepare(*args)
+    assert same(before, world.held())
+    assert world.manager.stats() == stats
+
+
+def test_slots_and_rows_of_a_batch(world):
+    load(world, "a", "b")
+    world.manager.activate_adapter("b")
+    with world.manager.prepare(["a", None, "b", "a"]) as batch:
+        assert batch.slots.dtype == jnp.int32
+        assert batch.slots.tolist() == [1, 2, 0, 1]  # 2 slots: 2 is no adapter
+        assert batch.token_slots is None
+    with world.manager.prepare(["a", None, "b"], [2, 3, 0], pad_to=7) as batch:
+        assert batch.slots.tolist() == [1, 2, 0]
+        assert batch.token_slots.dtype == jnp.int32
+        assert batch.token_slots.tolist() == [1, 1, 2, 2, 2, 2, 2]
+    with world.manager.prepare(["a", "b"], [1, 1]) as batch:
+        assert batch.token_slots.tolist() == [1, 0]
+
+
+def test_token_counts_may_be_any_integers(world):
+    load(world, "a")
+    for counts in ([2, 3], (2, 3), np.array([2, 3], np.int64), jnp.array([2, 3]), (n for n in (2, 3))):
+        with world.manager.prepare(["a", None], counts, np.int32(6)) as batch:
+            assert batch.token_slots.tolist() == [0, 0, 2, 2, 2, 2]
+
+
+def test_names_may_be_any_iterable_of_names(world):
+    load(world, "a")
+    for names in (["a", None], ("a", None), np.array(["a", None], object), (n for n in ("a", None))):
+        with world.manager.prepare(names) as batch:
+            assert batch.slots.tolist() == [0, 2]
+
+
+def transfers(monkeypatch):
+    """Everything that is moved to the device from here on, by the one call that the package uses for it."""
+    moved = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *args, **kwargs: (moved.append(x), put(x, *args, **kwargs))[1])
+    return moved
+
+
+def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, monkeypatch):
+    load(world, "a", "b")
+    names = ["a", None, "b"] * 21 + [None]
+    counts = [3, 1, 2] * 21 + [5]
+    with world.manager.prepare(names) as first, world.manager.prepare(names, counts, 200) as packed:
+        pass
+    moved = transfers(monkeypatch)
+    with jax.transfer_guard("disallow_explicit"):
+        for _ in range(3):
+            with world.manager.prepare(list(names)) as again:
+                assert again is not first
+                assert again.slots is first.slots
+            with world.manager.prepare(tuple(names), np.array(counts), 200) as again:
+                assert again.slots is packed.slots
+                assert again.token_slots is packed.token_slots
+    assert moved == []
+    world.manager.prepare(names[::-1]).close()
+    assert len(moved) == 1  # the count can see one
+
+
+def test_an_unchanged_batch_still_counts_as_a_use(world):
+    load(world, "a", "b", "c")
+    world.serve(["a", "b", None])
+    world.serve(["b", "b", None])
+    world.serve(["a", None, None])
+    hits = world.manager.stats().slot_hits
+    world.serve(["b", "b", None])  # kept from before
+    assert world.manager.stats().slot_hits == hits + 1
+    assert list(world.manager.list_adapters()) == ["c", "a", "b"]
+    world.serve(["c", None, None])
+    assert world.manager.slot_names == ("c", "b")
+
+
+@pytest.mark.parametrize("change", ["swap", "deactivate", "remove", "replace", "warmup"])
+def test_a_kept_batch_does_not_outlive_a_change(world, change):
+    """The same names again, after the slots behind them moved: served from where the adapters are now."""
+    load(world, "a", "b", "c")
+    m, names = world.manager, ["a", "b", None]
+    world.serve(names)
+    version = 0
+    if change == "swap":
+        world.serve(["c", "b", None])
+        assert m.slot_names == ("c", "b")
+        world.serve(["b", "b", None])
+        m.deactivate_adapter("c")
+    elif change == "deactivate":
+        m.deactivate_adapter("a")
+        m.deactivate_adapter("b")
+        m.activate_adapter("b")
+    elif change == "remove":
+        m.remove_adapter("a")
+        with pytest.raises(jlora.AdapterNotFoundError):
+            m.prepare(names)
+        version = 1
+        m.add_adapter(make_adapter("a", 1))
+    elif change == "replace":
+        version = 2
+        m.add_adapter(make_adapter("a", 2), load_inplace=True)
+    else:
+        m.deactivate_adapter("a")
+        m.warmup()
+    world.check(world.serve(names), [make_adapter("a", version), make_adapter("b"), None])
+
+
+def test_a_step_that_donates_its_batch_does_not_spoil_the_next(world):
+    load(world, "a")
+
+    def shift(batch):
+        return batch.slots + 1, batch.token_slots + 1
+
+    donating = jax.jit(shift, donate_argnums=0)
+    for _ in range(3):
+        with world.manager.prepare(["a", None], [3, 2]) as batch:
+            slots, rows = donating(batch)
+            assert batch.slots.is_deleted()
+            assert slots.tolist() == [1, 3]
+            assert rows.tolist() == [1, 1, 1, 3, 3]
+
+
+def test_many_kinds_of_batches_are_served_right(world):
+    """More than are kept, twice over."""
+    load(world, "a", "b")
+    adapters = {"a": make_adapter("a"), "b": make_adapter("b"), None: None}
+    batches = [(x, y, z) for x in adapters for y in adapters for z in adapters]
+    for names in batches * 2:
+        world.check(world.serve(names), [adapters[name] for name in names])
+    assert len(world.manager._kept) <= 8

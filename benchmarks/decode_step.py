@@ -2,10 +2,10 @@
 
     python benchmarks/decode_step.py [--out results.json] [--layers 32] [--rank 16] [--profile]
 
-Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a KV cache of `CONTEXT` positions
-as `generate` runs it. Prefill: 4096 tokens as eight sequences of 512. Each figure is the median over several rounds of the
-mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are filled with random values
-on the device; the plan is made inside the step and counted.
+Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a KV cache of `CONTEXT` positions, as
+`generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
+over several rounds of the mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are
+filled with random values on the device; the plan is made inside the step and counted.
 """
 
 import argparse
@@ -75,10 +75,14 @@ def decode(model, tokens, positions, cache, batch):
 
 
 def prefill(model, tokens, batch):
+    """Prompts of one length into a fresh cache."""
+    sequences, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    args = tokens, positions, model.init_cache(sequences, length), jnp.full(sequences, length - 1, jnp.int32)
     if batch is None:
-        return model(tokens)[:, -1]
+        return model.extend(*args)
     with jlora.use(batch):
-        return model(tokens)[:, -1]
+        return model.extend(*args)
 
 
 def timed(calls: dict, rounds: int, enqueue: int) -> dict:

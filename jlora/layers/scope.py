@@ -130,16 +130,17 @@ class _Scope:
         self.batch = batch
         self.called: set[Site] = set()
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
-        self.made: list[tuple[Any, tuple, tuple[jax.Array, Plan]]] = []
+        self.trace = jax.extend.core.get_opaque_trace_state()
+        self.made: dict[tuple[str, int], tuple[jax.Array, Plan]] = {}
 
     def rows(self, site: Site, base: Float[Array, "*lead N"]) -> tuple[Int[jax.Array, "M"], Plan]:
-        """Slot and plan of the rows of `base`, made once a trace and shared by all layers."""
-        # Under scan, remat or grad a value of the inner trace must not leak to the outer one: each has its own plan.
-        trace = jax.extend.core.get_opaque_trace_state()
+        """Slot and plan of the rows of `base`, made once and shared by all layers."""
         layout = self._layout(site, base)
-        for state, key, made in self.made:
-            if key == layout and state == trace:
-                return made
+        # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
+        # layers' plans are the same).
+        keep = jax.extend.core.get_opaque_trace_state() == self.trace
+        if keep and layout in self.made:
+            return self.made[layout]
         assert self.batch is not None
         kind, repeats = layout
         ids = self.batch.token_slots if kind == "packed" else self.batch.slots.reshape(-1)
@@ -147,7 +148,8 @@ class _Scope:
         if repeats != 1:
             ids = jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
         made = ids, make_plan(ids, num_groups=site.slots, max_active=self.batch._num_sequences)
-        self.made.append((trace, layout, made))
+        if keep:
+            self.made[layout] = made
         return made
 
     def _layout(self, site: Site, base: Array) -> tuple[str, int]:

@@ -1,6 +1,5 @@
 """Match an adapter's checkpoint names to the sites of a wrapped model, and check every tensor against its site."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from jlora.layers.slots import Site
 from jlora.layers.wrap import WrappedModel, kernel_of
 
 NameMap = Mapping[str, str]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
 def _misfit(site: Site, module: ModuleLoRA, first: int, count: int) -> str | None:
     if module.rank > site.max_rank:
         return f"rank {module.rank} is above max_lora_rank={site.max_rank}"
-    if not math.isfinite(module.scaling):
-        return f"scaling must be a finite number, found {module.scaling}"
+    if not abs(module.scaling) <= _LARGEST:  # NaN is not
+        return f"scaling must be a finite float32, found {module.scaling}"
     outputs = sum(site.out_sizes[first : first + count])
     expected = ((module.rank, site.in_features), (outputs, module.rank))
     found = (tuple(module.a.shape), tuple(module.b.shape))
@@ -176,7 +177,7 @@ def _place(where: str, name: str, site: Site, layer: int, first: int, count: int
         a, cast = module.a.astype(site.dtype), b.astype(site.dtype)
     for factor, original, label in ((a, module.a, "A"), (cast, module.b.T, "scaling * B")):
         if (overflow := np.isinf(factor) & np.isfinite(original)).any():
-            largest = np.abs(original[overflow]).max() * (1 if factor is a else abs(module.scaling))
+            largest = float(np.abs(original[overflow]).max()) * (1 if factor is a else abs(module.scaling))
             raise AdapterMismatchError(
                 f"{where}: {name}: {label} must be finite in the slots' dtype {site.dtype}, and reaches {largest:.3g}; "
                 "set LoRAConfig.dtype to a wider one"

@@ -1,0 +1,129 @@
+"""The promise of one compilation: 300 random operations, one trace of the user's step, every value checked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jlora
+from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world
+
+NAMES = list("abcdefgh")
+
+
+def test_300_operations_one_trace_one_compilation(rng):
+    world = make_world(max_loras=3, max_cpu_loras=5)
+    m, slots = world.manager, world.manager.config.max_loras
+    versions: dict[str, int] = {}
+    done, ranks_served, slots_used, adapters_in_batch = set(), set(), set(), set()
+
+    def load(name, **kwargs):
+        versions[name] = int(rng.integers(0, 6))
+        return m.add_adapter(make_adapter(name, versions[name]), **kwargs)
+
+    for _ in range(300):
+        name = str(rng.choice(NAMES))
+        known = list(m.list_adapters())
+        operation = str(rng.choice(["add", "replace", "remove", "activate", "deactivate", "oldest", "all", "mix"]))
+        if operation == "all" and rng.random() < 0.7:
+            operation = "mix"
+        match operation:
+            case "add" if name not in known:
+                load(name)
+            case "replace":
+                load(name, load_inplace=True)
+            case "remove":
+                m.remove_adapter(name)
+            case "activate" if known:
+                m.activate_adapter(str(rng.choice(known)))
+            case "deactivate":
+                m.deactivate_adapter(name)
+            case "oldest":
+                m.remove_oldest_adapter()
+            case "all":
+                m.remove_all_adapters()
+        done.add(operation)
+
+        known = list(m.list_adapters())
+        picked = rng.permutation(known)[: rng.integers(0, slots + 1)]
+        names = [None if not len(picked) or rng.random() < 0.25 else str(rng.choice(picked)) for _ in range(SEQUENCES)]
+        adapters = [None if name is None else make_adapter(name, versions[name]) for name in names]
+        world.check(world.serve(names), adapters)
+        ranks_served.update(adapter.rank for adapter in adapters if adapter)
+        slots_used.add(sum(name is not None for name in m.slot_names))
+        adapters_in_batch.add(len({name for name in names if name}))
+
+    assert len(world.traces) == 1
+    assert world.forward._cache_size() == 1
+    assert m._write._cache_size() == m.stats().compilations == 1
+    # The walk went where it should.
+    assert done == {"add", "replace", "remove", "activate", "deactivate", "oldest", "all", "mix"}
+    assert ranks_served == set(range(1, MAX_RANK + 1))
+    assert slots_used == set(range(slots + 1))
+    assert adapters_in_batch == set(range(slots + 1))
+    stats = m.stats()
+    assert stats.slot_evictions > 20
+    assert stats.host_evictions > 5
+
+
+def test_a_split_model_steps_with_the_slots_of_the_day(rng):
+    """`nnx.split` once, then `manager.slots` anew for each step: the same, without the model object."""
+    world = make_world(max_loras=2, max_cpu_loras=4)
+    for name in "abcd":
+        world.manager.add_adapter(make_adapter(name))
+    graphdef, _, rest = nnx.split(world.model, jlora.SlotParam, ...)
+    traces = []
+
+    @jax.jit
+    def forward(slots, rest, tokens, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return nnx.merge(graphdef, slots, rest)(tokens)
+
+    for _ in range(20):
+        picked = rng.choice(list("abcd"), 2, replace=False)
+        names = [str(picked[0]), None, str(picked[1])]
+        with world.manager.prepare(names) as batch:
+            logits = forward(world.manager.slots, rest, world.tokens, batch)
+        world.check(np.asarray(logits), [None if n is None else make_adapter(n) for n in names])
+    assert len(traces) == forward._cache_size() == 1
+    assert world.manager.stats().slot_evictions > 5
+
+
+def test_slots_are_the_state_of_the_model(world):
+    world.manager.add_adapter(make_adapter("a"))
+    before = world.manager.slots
+    assert world.manager.slots is before  # nothing was written between
+    world.manager.activate_adapter("a")
+    after = world.manager.slots
+    assert after is not before
+    state = nnx.state(world.model, jlora.SlotParam)
+    assert jax.tree.structure(after) == jax.tree.structure(state) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_packed_rows_take_the_adapters_of_their_sequences(world):
+    """[tokens, features]: rows of three sequences of unequal length side by side, and padding behind them."""
+    adapters = {"a": make_adapter("a"), "b": make_adapter("b"), None: None}
+    world.manager.add_adapter(adapters["a"])
+    world.manager.add_adapter(adapters["b"])
+    counts, names = [3, 0, 5], ["b", None, "a"]
+    layer = world.model.layers[0].o_proj
+    x = np.random.default_rng(1).normal(size=(10, layer.in_features)).astype(np.float32)
+
+    @jax.jit
+    def apply(model, x, batch):
+        with jlora.use(batch, partial=True):
+            return model.layers[0].o_proj(x)
+
+    with world.manager.prepare(names, counts, 10) as batch:
+        out = np.asarray(apply(world.model, jnp.asarray(x), batch))
+    kernel, bias = (np.asarray(v[...], np.float64) for v in (layer.kernel, layer.bias))
+    rows = ["b"] * 3 + ["a"] * 5 + [None] * 2
+    for row, name, got in zip(x, rows, out, strict=True):
+        want = row @ kernel + bias
+        brings = adapters[name].modules.get("layers.0.o_proj") if name else None
+        if brings is not None:
+            want = want + brings.scaling * brings.b @ (brings.a @ row)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert any("layers.0.o_proj" in adapters[name].modules for name in "ab")

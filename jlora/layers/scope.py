@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core

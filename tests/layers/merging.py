@@ -1,0 +1,124 @@
+"""What the tests of the layers compare with: the same Flax model, unwrapped, its weights merged in float64 NumPy."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jlora.adapters import Adapter, ModuleLoRA
+from jlora.config import LoRAConfig
+from jlora.layers.scope import use
+from jlora.manager.manager import LoRAManager
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module of a checkpoint, and what its delta [N, K] adds to which base parameter of the test model.
+
+    `into` turns the delta into the shape of `param[at]`; by default it is transposed.
+    """
+
+    name: str
+    k: int
+    n: int
+    param: str
+    into: Callable[[np.ndarray], np.ndarray] = np.transpose
+    at: tuple = ()
+    kind: str = "linear"
+
+
+def make_adapter(name: str, targets: Sequence[Target], rank: int, seed: int = 0) -> Adapter:
+    rng = np.random.default_rng((seed, sum(map(ord, name))))
+    return Adapter(name=name, modules={t.name: make_module(rng, t.k, t.n, rank, t.kind) for t in targets})
+
+
+def make_module(rng, k: int, n: int, rank: int, kind: str = "linear") -> ModuleLoRA:
+    a = rng.normal(size=(rank, k)).astype(np.float32)
+    b = rng.normal(size=(n, rank)).astype(np.float32)
+    return ModuleLoRA(a=a, b=b, kind=kind, alpha=0.75 * rank, scaling=0.75)  # type: ignore[arg-type]
+
+
+def delta(module: ModuleLoRA) -> np.ndarray:
+    """scaling * B @ A in float64: [N, K]."""
+    return module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)
+
+
+def at_path(model, path: str):
+    """The object at a dotted path; digits index."""
+    return functools.reduce(lambda o, key: o[int(key)] if key.isdecimal() else getattr(o, key), path.split("."), model)
+
+
+def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None) -> nnx.Module:
+    """A copy of an unwrapped model with one adapter merged into its weights."""
+    copy = nnx.clone(model)
+    for target in targets:
+        if adapter is not None and target.name in adapter.modules:
+            param = at_path(copy, target.param)
+            weight = np.asarray(param[...], np.float64).copy()
+            weight[target.at] += target.into(delta(adapter.modules[target.name])).reshape(weight[target.at].shape)
+            param[...] = weight.astype(param.dtype)
+    return copy
+
+
+@jax.jit
+def serve(model, x, batch):
+    with use(batch):
+        return model(x)
+
+
+@jax.jit
+def run(model, x):
+    return model(x)
+
+
+def make_manager(model: nnx.Module, adapters: Sequence[Adapter] = (), **kwargs) -> LoRAManager:
+    options = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 8}
+    options.update((key, kwargs.pop(key)) for key in list(kwargs) if key in LoRAConfig.__dataclass_fields__)
+    manager = LoRAManager(model, LoRAConfig(**options), **kwargs)
+    for adapter in adapters:
+        manager.add_adapter(adapter)
+    return manager
+
+
+def assert_close(found, expected, tolerance: float = 2e-5) -> None:
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def expected_rows(twins: Mapping[str | None, nnx.Module], names: Sequence[str | None], x, step=run) -> np.ndarray:
+    """Row i of what the model merged with the i-th sequence's adapter computes. Checks that each adapter matters."""
+    outputs = {name: np.asarray(step(twins[name], x), np.float64) for name in {*names, None}}
+    for i, name in enumerate(names):
+        if name is not None:
+            change = np.abs(outputs[name][i] - outputs[None][i]).max()
+            assert change > 1e-2 * np.abs(outputs[None][i]).max(), f"{name} changes nothing: the test proves nothing"
+    return np.stack([outputs[name][i] for i, name in enumerate(names)])
+
+
+def check_against_merged(
+    model: nnx.Module, targets: Sequence[Target], x, *, adapters: Sequence[Adapter] | None = None, **kwargs
+) -> LoRAManager:
+    """Wrap `model`, serve two adapters and the base in one batch of three, compare with merged weights, then unwrap
+    and compare with the base. Returns the manager, whose model is wrapped no longer."""
+    if adapters is None:
+        adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[:1], 1)]
+    names = [adapters[0].name, None, adapters[-1].name]
+    twins: dict[str | None, nnx.Module] = {a.name: merge(model, targets, a) for a in adapters}
+    twins[None] = nnx.clone(model)
+    base = np.asarray(run(model, x))
+    manager = make_manager(model, adapters, **kwargs)
+    with manager.prepare(names) as batch:
+        assert_close(serve(model, x, batch), expected_rows(twins, names, x))
+    with manager.prepare([None] * 3) as batch:
+        np.testing.assert_array_equal(np.asarray(serve(model, x, batch)), base)
+    manager.unwrap()
+    np.testing.assert_array_equal(np.asarray(run(model, x)), base)
+    return manager
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -1,0 +1,357 @@
+"""Every layer kind that is wrapped serves what merged weights compute, through its own axes and its own call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.linear import LinearLayer
+from jlora.layers.wrap import _describe, register_layer
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    check_against_merged,
+    delta,
+    make_adapter,
+    make_manager,
+    make_module,
+    normal,
+    run,
+    serve,
+)
+
+
+class Holder(nnx.Module):
+    """One layer, under the name that adapters use."""
+
+    def __init__(self, layer):
+        self.proj = layer
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def into(*shape, order=None):
+    """Delta [N, K] -> kernel, given the shape its transpose [K, N] unflattens to and the kernel's order of axes."""
+    return lambda d: d.T.reshape(shape).transpose(order or range(len(shape)))
+
+
+# (layer, feature shape of the input without its [3, 2] lead, K, N, delta -> kernel)
+KINDS = {
+    "linear": (lambda r: nnx.Linear(6, 5, rngs=r), (6,), 6, 5, np.transpose),
+    "linear, no bias": (lambda r: nnx.Linear(6, 5, use_bias=False, rngs=r), (6,), 6, 5, np.transpose),
+    "general": (lambda r: nnx.LinearGeneral(6, (2, 5), rngs=r), (6,), 6, 10, into(6, 2, 5)),
+    "general, two axes in": (lambda r: nnx.LinearGeneral((2, 3), 5, axis=(-2, -1), rngs=r), (2, 3), 6, 5, into(2, 3, 5)),
+    # Flax sorts the axes, so the kernel's first axis meets the input's axis 2 here too.
+    "general, unsorted": (lambda r: nnx.LinearGeneral((3, 3), (5, 2), axis=(-1, 2), rngs=r), (3, 3), 9, 10, into(3, 3, 5, 2)),
+    "einsum q": (lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2))),
+    "einsum q, bias": (
+        lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), (2, 4), bias_init=nnx.initializers.normal(1.0), rngs=r),
+        (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2)),
+    ),
+    "einsum out": (lambda r: nnx.Einsum("BTNH,NHD->BTD", (2, 4, 6), rngs=r), (2, 4), 8, 6, into(2, 4, 6)),
+    "einsum, features first": (
+        lambda r: nnx.Einsum("... D, N H D -> ... N H", (2, 4, 6), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 2, 0)),
+    ),
+    "einsum, output order": (
+        lambda r: nnx.Einsum("BTD,NDH->BHTN", (2, 6, 4), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2)),
+    ),
+    "einsum, in order": (
+        lambda r: nnx.Einsum("BTHN,NHD->BTD", (2, 4, 6), rngs=r), (4, 2), 8, 6, into(2, 4, 6),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_merged_weights(kind):
+    build, features, k, n, to_kernel = KINDS[kind]
+    model = Holder(build(nnx.Rngs(1)))
+    check_against_merged(model, [Target("proj", k, n, "proj.kernel", to_kernel)], normal(3, 2, *features))
+
+
+def test_general_axis_before_the_rows():
+    """The contracted axis may stand between batch and length."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.LinearGeneral(6, 5, axis=1, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    check_against_merged(Model(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 6, 2))
+
+
+def test_einsum_gemma_kv():
+    """'BTD,SNDH->SBTNH': keys and values in one kernel, output features before the batch axis, two packed parts."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (2, 2, 6, 4), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            k, v = self.kv_einsum(x)
+            return jnp.concatenate([k, 2 * v], -1)
+
+    kernel = into(6, 2, 4, order=(1, 0, 2))
+    targets = [
+        Target("v_proj", 6, 8, "kv_einsum.kernel", kernel, at=(1,)),
+        Target("k_proj", 6, 8, "kv_einsum.kernel", kernel, at=(0,)),
+    ]
+    packed = {"kv_einsum": ("k_proj", "v_proj")}
+    check_against_merged(Model(), targets, normal(3, 2, 6), packed_modules=packed)
+    whole = Target("kv_einsum", 6, 16, "kv_einsum.kernel", into(6, 2, 2, 4, order=(1, 2, 0, 3)))
+    check_against_merged(Model(), [whole], normal(3, 2, 6), packed_modules=packed)
+
+
+def test_einsum_equation_of_the_call():
+    """A caller may give another equation for the same kernel, by keyword or position, for other axes of the rows."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            first = self.proj(x, einsum_str="BTD,NDH->BNTH", out_sharding=None)
+            return first.swapaxes(1, 2) - 3 * self.proj(x[:, -1], "BD,NDH->BNH")[:, None]
+
+    target = Target("proj", 6, 8, "proj.kernel", into(6, 2, 4, order=(1, 0, 2)))
+    check_against_merged(Model(), [target], normal(3, 2, 6))
+
+
+def test_einsum_call_that_turns_the_kernel_round_is_refused():
+    model = Holder(nnx.Einsum("BTD,DF->BTF", (6, 6), rngs=nnx.Rngs(0)))
+    manager = make_manager(model)
+    with (
+        manager.prepare([None] * 3) as batch,
+        pytest.raises(LoRAError, match="proj: called with einsum_str='BTF,DF->BTD'"),
+    ):
+
+        @jax.jit
+        def step(model, x, batch):
+            from jlora.layers.scope import use
+
+            with use(batch):
+                return model.proj(x, einsum_str="BTF,DF->BTD")
+
+        step(model, normal(3, 2, 6), batch)
+
+
+class Tied(nnx.Module):
+    """Embedding, one projection, logits from the same table."""
+
+    def __init__(self, head_name: str = "embed", rngs=None):
+        self.embed = nnx.Embed(11, 6, rngs=rngs or nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+        if head_name != "embed":
+            setattr(self, head_name, self.embed)
+        self.head_name = head_name
+
+    def __call__(self, tokens):
+        return getattr(self, self.head_name).attend(self.proj(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("head_name", ["embed", "lm_head"])
+def test_embedding_and_tied_logits(head_name):
+    """Lookup and logits share a table but not their LoRA: float64 NumPy, since no merged table says that."""
+    model = Tied(head_name)
+    rng = np.random.default_rng(0)
+    modules = {
+        "embed": make_module(rng, 11, 6, 2, "embedding"),
+        "lm_head": make_module(rng, 6, 11, 3),
+        "proj": make_module(rng, 6, 6, 4),
+    }
+    from jlora.adapters import Adapter
+
+    adapters = [
+        Adapter(name="all", modules=modules),
+        Adapter(name="lookup", modules={"embed": modules["embed"]}),
+        Adapter(name="logits", modules={"lm_head": modules["lm_head"]}),
+    ]
+    table, kernel, bias = (
+        np.asarray(v[...], np.float64) for v in (model.embed.embedding, model.proj.kernel, model.proj.bias)
+    )
+    manager = make_manager(model, adapters)
+    tokens = rng.integers(0, 11, (4, 3)).astype(np.int32)
+    names = ["all", None, "lookup", "logits"]
+    with manager.prepare(names) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    for i, name in enumerate(names):
+        own = {a.name: a for a in adapters}[name].modules if name else {}
+        d = {key: delta(own[key]).T if key in own else 0.0 for key in modules}
+        hidden = (table + d["embed"])[tokens[i]] @ (kernel + d["proj"]) + bias
+        assert_close(found[i], hidden @ (table.T + d["lm_head"]))
+
+
+def test_untied_head_is_a_linear_and_attend_takes_no_adapter():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+            self.lm_head = nnx.Linear(6, 11, use_bias=False, rngs=nnx.Rngs(1))
+
+        def __call__(self, tokens):
+            return self.lm_head(self.embed(tokens))
+
+    targets = [
+        Target("lm_head", 6, 11, "lm_head.kernel"),
+        Target("embed", 11, 6, "embed.embedding", kind="embedding"),
+    ]
+    tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
+    manager = check_against_merged(Model(), targets, tokens)
+    assert not hasattr(manager.model.embed, "jlora_attend_a")
+
+
+def test_lookup_of_a_single_entry_table():
+    model = Holder(nnx.Embed(1, 6, rngs=nnx.Rngs(0)))
+    check_against_merged(model, [Target("proj", 1, 6, "proj.embedding", kind="embedding")], np.zeros((3, 2), np.int32))
+
+
+def test_multi_head_attention():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.attn = nnx.MultiHeadAttention(2, 6, 8, 6, decode=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.attn(x)
+
+    targets = [
+        Target("attn.out", 8, 6, "attn.out.kernel", into(2, 4, 6)),
+        *(Target(f"attn.{name}", 6, 8, f"attn.{name}.kernel", into(6, 2, 4)) for name in ("query", "key", "value")),
+    ]
+    check_against_merged(Model(), targets, normal(3, 4, 6))
+
+
+@pytest.fixture
+def registered():
+    """Classes registered inside a test are forgotten after it."""
+    before = dict(_describe)
+    yield
+    _describe.clear()
+    _describe.update(before)
+
+
+@pytest.mark.parametrize("pytree", [True, False])
+def test_registered_layer(registered, pytree):
+    """A user's own layer: other parameter name, kernel [N, K], input by keyword, flax pytree or not."""
+
+    class Dense(nnx.Module, pytree=pytree):
+        def __init__(self, n_in, n_out, rngs):
+            self.w = nnx.Param(jax.random.normal(rngs.params(), (n_out, n_in)))
+            self.sizes = n_in, n_out
+
+        def __call__(self, inputs, scale=1.0):
+            return scale * (inputs @ self.w[...].T)
+
+    class Model(nnx.Module, pytree=pytree):
+        def __init__(self):
+            self.dense = Dense(6, 5, nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dense(inputs=x)
+
+    register_layer(Dense, lambda layer: LinearLayer(*layer.sizes, param="w", in_axes=(1,), out_axes=(0,)))
+    model = Model()
+    adapter = make_adapter("one", [Target("dense", 6, 5, "")], 2)
+    x = normal(3, 2, 6)
+    expected = x @ (np.asarray(model.dense.w[...], np.float64) + delta(adapter.modules["dense"])).T
+
+    @nnx.jit
+    def step(model, x, batch):
+        from jlora.layers.scope import use
+
+        with use(batch):
+            return model(x)
+
+    manager = make_manager(model, [adapter])
+    with manager.prepare(["one"] * 3) as batch:
+        assert_close(step(model, x, batch), expected)
+
+
+def test_registered_layer_with_rows_of_its_own(registered):
+    """Gemma's own Einsum class: equation at the call, parameter `w`."""
+
+    class Einsum(nnx.Module):
+        def __init__(self, shape, rngs):
+            self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
+            self.shape = shape
+
+        def __call__(self, eqn, x):
+            return jnp.einsum(eqn, x, self.w[...])
+
+    class Projection(Einsum):
+        def __call__(self, x):
+            return Einsum.__call__(self, "BTD,NDH->BTNH", x)
+
+    def rows(layer, x, y):
+        return x, y.reshape(*y.shape[:2], -1), lambda flat: flat.reshape(y.shape)
+
+    register_layer(Projection, lambda _: LinearLayer(6, 8, "w", in_axes=(1,), out_axes=(0, 2), rows=rows))
+    target = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
+    check_against_merged(Holder(Projection((2, 6, 4), nnx.Rngs(0))), [target], normal(3, 2, 6))
+
+
+def test_registered_layer_says_why_not(registered):
+    class Dense(nnx.Linear):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    register_layer(Dense, lambda layer: "it is quantised to 4 bits")
+    model = Holder(Dense(6, 6, rngs=nnx.Rngs(0)))
+    with pytest.raises(LoRAError, match=r"\['proj'\] match 'proj' \(Dense\), but it is quantised to 4 bits"):
+        make_manager(model, target_modules=["proj"])
+    with pytest.raises(LoRAError, match="takes a subclass of nnx.Module"):
+        register_layer(int, lambda layer: "no")  # type: ignore[type-var]
+
+
+class Doubled(nnx.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Kept(nnx.Linear):
+    """Overrides nothing that matters."""
+
+    def extra(self):
+        return self.kernel.shape
+
+
+REFUSED = {
+    "overridden call": (lambda r: Doubled(6, 6, rngs=r), "Doubled overrides the __call__ of Linear"),
+    "convolution": (lambda r: nnx.Conv(6, 6, (1,), rngs=r), "Conv is not a linear or embedding layer that jlora knows"),
+    "flax's own LoRA": (lambda r: nnx.LoRALinear(6, 6, lora_rank=2, rngs=r), "LoRALinear overrides the __call__"),
+    "batched kernel": (lambda r: nnx.LinearGeneral(6, 6, batch_axis={0: 3}, rngs=r), "a kernel of its own"),
+    "batched einsum": (lambda r: nnx.Einsum("BTD,BDH->BTH", (3, 6, 6), rngs=r), "a kernel of its own for each entry of B"),
+    "diagonal": (lambda r: nnx.Einsum("TD,DD->TD", (6, 6), rngs=r), "takes a diagonal"),
+    "sum of its own": (lambda r: nnx.Einsum("BTD,FH->BTH", (6, 6), rngs=r), "sums over D, F alone"),
+    "kernel ellipsis": (lambda r: nnx.Einsum("BD,D...->B...", (6, 6), rngs=r), "has an ellipsis"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_wrapped_is_refused_with_the_reason(kind):
+    build, reason = REFUSED[kind]
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = build(nnx.Rngs(0))
+            self.good = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+    model = Model()
+    cls = type(model.proj)
+    manager = make_manager(model)
+    assert type(model.proj) is cls
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, ""), Target("good", 6, 6, "")], 2))
+    manager.unwrap()
+    with pytest.raises(LoRAError, match=reason):
+        make_manager(model, target_modules=["proj", "good"])
+    assert type(model.good) is nnx.Linear
+
+
+def test_subclass_that_keeps_the_call_is_wrapped():
+    model = Holder(Kept(6, 5, rngs=nnx.Rngs(0)))
+    manager = check_against_merged(model, [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
+    assert type(manager.model.proj) is Kept
+    assert np.isfinite(np.asarray(run(model, normal(3, 2, 6)))).all()

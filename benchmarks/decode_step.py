@@ -2,7 +2,7 @@
 
     python benchmarks/decode_step.py [--out results.json] [--layers 32] [--rank 16] [--profile]
 
-Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a KV cache of `CONTEXT` positions, as
+Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a cache of `CONTEXT` positions, as
 `generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
 over several rounds of the mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are
 filled with random values on the device; the plan is made inside the step and counted.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterFormatError, LoRAError
@@ -75,6 +76,12 @@ def test_round_trip_of_base_weights(tmp_path):
     )
     adapter.save_pretrained(tmp_path)
     assert_same(adapter, Adapter.from_pretrained(tmp_path))
+    assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == [
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.embed_tokens.base_layer.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_embedding_B",
+    ]
 
 
 def test_saved_over_itself(folder_of):

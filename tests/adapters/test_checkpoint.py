@@ -140,7 +140,11 @@ FORMAT = {
     "no B": (lambda t: t.pop(B), r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
     "no A": (lambda t: t.pop(A), "expected one A and one B"),
     "mixed kinds": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t.pop(A)}), "expected one A and one B"),
-    "both kinds": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t[A]}), "expected one A and one B"),
+    "three": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t[A]}), "expected one A and one B"),
+    "both kinds": (
+        lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_{half}": t[key] for half, key in (("A", A), ("B", B))}),
+        "expected one A and one B",
+    ),
     "rank of A": (lambda t: t.update({A: t[A][:3].copy()}), r"lora_A.weight' has rank 3; expected 4"),
     "rank of B": (lambda t: t.update({B: np.ones((5, 3), np.float32)}), r"lora_B.weight' has rank 3; expected 4"),
     "transposed": (lambda t: t.update({A: t[A].T.copy()}), r"lora_A.weight' has rank 6; expected 4"),

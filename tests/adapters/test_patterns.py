@@ -1,5 +1,6 @@
 """The position-set matcher against Python's own `re`."""
 
+import itertools
 import re
 import time
 
@@ -26,6 +27,42 @@ def extend(inner):
 @given(st.recursive(st.sampled_from(ATOMS), extend, max_leaves=6), st.text("ab1.", min_size=1, max_size=6))
 def test_agrees_with_re(pattern, text):
     assert compile_pattern(pattern, "here").fullmatch(text) == bool(re.fullmatch(pattern, text))
+
+
+EVERY_OPERATOR = [
+    "a+b",
+    "a*b",
+    "a?b",
+    "a{2}b",
+    "a{2,}b",
+    "a{1,2}b",
+    "a{0,2}?b",
+    "(ab)+",
+    "(a|ab)(b|c)",
+    "(a*)+b",
+    "(a|b)*c",
+]
+EVERY_OPERATOR += [
+    "[^a]b",
+    "[a-b]+c",
+    r"\w\.c",
+    r"a\b.*",
+    r"a\B.*",
+    "^a$",
+    "a(?=b).*",
+    "a(?!b).*",
+    "(|a)b",
+    "((a|b){2})+",
+    r"(.*\.)?(b)$",
+]
+
+
+@pytest.mark.parametrize("pattern", EVERY_OPERATOR)
+def test_agrees_with_re_on_every_short_text(pattern):
+    compiled = compile_pattern(pattern, "here")
+    for length in range(1, 6):
+        for text in map("".join, itertools.product("abc.", repeat=length)):
+            assert compiled.fullmatch(text) == bool(re.fullmatch(pattern, text)), text
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,20 @@ class Plan:
     Attributes:
       row_order: [M] sorted position -> row. A permutation; rows of one group keep their order.
       row_slot: [M] row -> its place in the [T * tile_m] rows of all tiles; T * tile_m for a dropped row.
+      tile_rows: [T * tile_m] the rows of every tile; M where a tile has no row.
       tile_group: [T] the group of a tile; 0 for an empty tile. Non-empty tiles come first, in rising group order.
       tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
+      tiles_used: [1] how many tiles are not empty.
       num_groups, tile_m: static.
     """
 
     row_order: Int[jax.Array, "M"]
     row_slot: Int[jax.Array, "M"]
+    tile_rows: Int[jax.Array, "T*tile_m"]
     tile_group: Int[jax.Array, "T"]
     tile_start: Int[jax.Array, "T"]
     tile_end: Int[jax.Array, "T"]
+    tiles_used: Int[jax.Array, "1"]
     num_groups: int = field(metadata={"static": True})
     tile_m: int = field(metadata={"static": True})
 
@@ -108,6 +112,9 @@ def make_plan(
 
 @partial(jax.jit, static_argnames=("single", "num_rows", "num_groups", "tile_m", "max_active"), inline=True)
 def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: int, max_active: int) -> Plan:
+    if not num_rows:
+        empty, one = jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32)
+        return Plan(empty, empty, jnp.zeros(tile_m, jnp.int32), one, one, one, one, num_groups, tile_m)
     if not len(ids):  # one run of no rows, so that nothing below indexes an empty array
         ids, counts, single = jnp.full(1, num_groups, jnp.int32), jnp.zeros(1, jnp.int32), False
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [B] runs by group
@@ -144,7 +151,10 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     inside = (tile_start[tile] <= p) & (p < tile_end[tile])
     slot = jnp.where(inside, tile * tile_m + p - tile_start[tile], len(t) * tile_m)
     row_slot = jnp.zeros(num_rows, jnp.int32).at[row_order].set(slot, unique_indices=True)
-    return Plan(row_order, row_slot, tile_group, tile_start, tile_end, num_groups, tile_m)
+    place = jnp.arange(tile_m, dtype=jnp.int32)[None, :] + tile_start[:, None]
+    rows = jnp.where(place < tile_end[:, None], row_order[jnp.minimum(place, num_rows - 1)], num_rows)
+    tiles_used = jnp.minimum(tiles_end[-1:], len(t))
+    return Plan(row_order, row_slot, rows.reshape(-1), tile_group, tile_start, tile_end, tiles_used, num_groups, tile_m)
 
 
 def _interval(ends, values):

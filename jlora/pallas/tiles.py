@@ -1,8 +1,56 @@
 """Tile choice: explicit > tuned table > heuristic, from static sizes only: no result depends on a batch's mix."""
 
+import functools
+import json
+from dataclasses import dataclass, fields
+from importlib import resources
+
 import jax
 
 from jlora._typing import Backend
+from jlora.errors import LoRAError
+
+
+@dataclass(frozen=True)
+class GPUTiles:
+    """How the GPU kernels cut one projection: the shrink's launch, then the expand's.
+
+    Only block_k and split_k change the order of additions; the others change nothing but speed.
+
+    Attributes:
+      block_k: columns of x and A that a step of the shrink reads.
+      split_k: parts of K that are summed apart, then together in order.
+      block_r: ranks that a unit of the shrink computes.
+      shrink_warps, shrink_stages, shrink_programs: warps a program, blocks of A and x in flight, size of the grid.
+      block_n: columns of B and the output that a step of the expand handles.
+      chunks: units of work that the expand aims at, over all tiles in use.
+      ahead: blocks of the base output that are read ahead.
+      warps, stages, programs: as for the shrink; stages counts blocks of B.
+    """
+
+    block_k: int = 128
+    split_k: int = 1
+    block_r: int = 64
+    shrink_warps: int = 4
+    shrink_stages: int = 4
+    shrink_programs: int = 264
+    block_n: int = 128
+    chunks: int = 264
+    ahead: int = 1
+    warps: int = 4
+    stages: int = 4
+    programs: int = 264
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is not int or value < 1:
+                raise LoRAError(f"GPUTiles.{f.name} must be a positive int, got {value!r}")
+        for name in ("block_k", "block_r", "block_n", "shrink_warps", "warps"):
+            if (value := getattr(self, name)) & (value - 1):
+                raise LoRAError(f"GPUTiles.{name} must be a power of two, got {value}")
+        if min(self.block_k, self.block_r, self.block_n) < 16:
+            raise LoRAError("GPUTiles: block_k, block_r and block_n must be at least 16, what a matrix unit takes")
 
 
 def platform() -> str:
@@ -33,3 +81,36 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
     kernels = backend in ("triton", "mosaic_tpu") or (backend == "auto" and platform() in ("gpu", "cuda", "tpu"))
     sizes = (16, 32, 64, 128) if kernels else (1, 2, 4, 8, 16, 32, 64, 128)
     return min(sizes, key=lambda t: (max_tiles(num_rows, t, max_active) * (t + 16), t))
+
+
+def rows_bucket(num_rows: int) -> int:
+    """Rows rounded up to a power of two: the granularity of the tuned table."""
+    return 1 << max(0, num_rows - 1).bit_length()
+
+
+def gpu_tiles(dtype: str, rows: int, tile_m: int, k: int, n: int, rank: int) -> GPUTiles:
+    """Tiles of `add_lora` on a GPU: the tuned table's, else a rule of thumb."""
+    tuned = tuned_table("nvidia_h200").get(("add_lora", dtype, rows_bucket(rows), k, n, rank))
+    return tuned if tuned is not None else _gpu_rule(rows, tile_m, k, rank)
+
+
+@functools.cache
+def tuned_table(device: str) -> dict[tuple[str, str, int, int, int, int], GPUTiles]:
+    """The tuned tiles of a device, by (op, dtype, rows bucket, K, N, rank)."""
+    path = resources.files("jlora.pallas").joinpath("tuned", f"{device}.json")
+    table = {}
+    for entry in json.loads(path.read_text()):
+        key = tuple(entry.pop(name) for name in ("op", "dtype", "rows", "k", "n", "rank"))
+        table[key] = GPUTiles(**entry)
+    return table
+
+
+def _gpu_rule(rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
+    wide = rank > 64 or tile_m > 64
+    if rows <= 512:
+        split_k = max(1, min(16, k // 256))
+        return GPUTiles(block_k=128, split_k=split_k, shrink_stages=3, shrink_programs=528, warps=8 if wide else 4)
+    return GPUTiles(
+        block_k=64, shrink_warps=8 if wide else 4, shrink_programs=528,
+        block_n=64 if wide else 128, chunks=1056, warps=8 if wide else 4, stages=2, programs=1056,
+    )  # fmt: skip

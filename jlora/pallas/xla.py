@@ -52,10 +52,10 @@ def add_lora(
 
 def _to_tiles(rows, plan: Plan):
     """[M, ...] -> [T, tile_m, ...]; places that no row fills are zero, so that a NaN elsewhere cannot reach them."""
-    p = plan.tile_start[:, None] + jnp.arange(plan.tile_m, dtype=jnp.int32)[None, :]
-    filled = p < plan.tile_end[:, None]
-    row = plan.row_order[jnp.minimum(p, plan.num_rows - 1)]
-    return jnp.where(filled.reshape(filled.shape + (1,) * (rows.ndim - 1)), rows[row], 0)
+    filled = plan.tile_rows < plan.num_rows
+    taken = rows[jnp.minimum(plan.tile_rows, plan.num_rows - 1)]
+    tiles = jnp.where(filled.reshape(-1, *(1,) * (rows.ndim - 1)), taken, 0)
+    return tiles.reshape(plan.num_tiles, plan.tile_m, *rows.shape[1:])
 
 
 def _to_rows(tiles, plan: Plan):

@@ -30,6 +30,7 @@ def check(plan: Plan, row_ids: np.ndarray, groups: int):
         np.asarray(v) for v in (plan.row_order, plan.row_slot, plan.tile_group, plan.tile_start, plan.tile_end)
     )
     assert sorted(order) == list(range(rows))
+    assert plan.tiles_used.tolist() == [(end > start).sum()]
     covered = []
     for k in range(plan.num_tiles):
         assert 0 <= group[k] < groups
@@ -40,6 +41,8 @@ def check(plan: Plan, row_ids: np.ndarray, groups: int):
             assert (start[k:] == rows).all()  # only empty tiles follow
         members = order[start[k] : end[k]]
         assert (row_ids[members] == group[k]).all()
+        padded = [*members, *[rows] * (t - len(members))]
+        assert np.asarray(plan.tile_rows)[k * t : (k + 1) * t].tolist() == padded
         assert (np.diff(members) > 0).all()  # rows keep their order
         for place, row in enumerate(members):
             assert slot[row] == k * t + place

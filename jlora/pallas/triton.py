@@ -1,0 +1,315 @@
+"""NVIDIA kernels through Pallas' Triton lowering. Nothing outside this file knows of Triton.
+
+Two kernels. Their grids are fixed numbers of programs that share out what the plan says is there, so work follows the
+tiles in use, while every sum is made in an order that only static sizes decide: which program computes a value, and
+what else is in the batch, never changes it. There are no atomics.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int
+
+from jlora.pallas.plan import Plan
+from jlora.pallas.tiles import GPUTiles, gpu_tiles
+
+MAX_RANK = 512
+
+
+def unsupported_reason(x_dtype, a_dtype, b_dtype, rank: int, tile_m: int) -> str | None:
+    """Why the kernels cannot run these dtypes (None for those absent) and sizes, or None if they can."""
+    for name, dtype in (("x", x_dtype), ("a", a_dtype), ("b", b_dtype)):
+        if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} is {jnp.dtype(dtype).name}; the kernels take bfloat16, float16 and float32"
+    if rank > MAX_RANK:
+        return f"rank {rank} is above {MAX_RANK}"
+    if tile_m > 128:
+        return f"tiles of {tile_m} rows are above 128; make the plan with a smaller tile_m"
+    if tile_m & (tile_m - 1):
+        return f"tiles of {tile_m} rows are not a power of two; make the plan with another tile_m"
+    return None
+
+
+def shrink(
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G n R K"],
+    plan: Plan,
+    *,
+    ranks: Int[jax.Array, "G n"],
+    tiles: GPUTiles | None = None,
+    interpret: bool = False,
+) -> Float[jax.Array, "n M R"]:
+    """See `jlora.ops.shrink`."""
+    tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, a.shape[3], a.shape[3], a.shape[2])
+    h = _shrink(x, a, plan, ranks, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
+    group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
+    rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group].T, 0)  # [n, M]
+    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.int32)[None, None] < rank[..., None], h, 0)
+
+
+def expand(
+    h: Float[jax.Array, "n M R"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    slice_sizes: tuple[int, ...],
+    base: Float[jax.Array, "M N"] | None,
+    ranks: Int[jax.Array, "G n"],
+    tiles: GPUTiles | None = None,
+    interpret: bool = False,
+) -> Float[jax.Array, "M N"]:
+    """See `jlora.ops.expand`."""
+    if base is None:
+        base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
+    tiles = tiles or gpu_tiles(b.dtype.name, plan.num_rows, plan.tile_m, b.shape[2], b.shape[2], b.shape[1])
+    return _expand(base, h[None], b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
+
+
+def add_lora(
+    base: Float[jax.Array, "M N"],
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G n R K"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    slice_sizes: tuple[int, ...],
+    ranks: Int[jax.Array, "G n"],
+    tiles: GPUTiles | None = None,
+    interpret: bool = False,
+) -> Float[jax.Array, "M N"]:
+    """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
+    rank, k = a.shape[2:]
+    tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, k, b.shape[2], rank)
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
+    h_dtype = jnp.dtype(dtype if tiles.split_k == 1 and dtype == jnp.bfloat16 else jnp.float32)
+    h = _shrink(x, a, plan, ranks, tiles, h_dtype, interpret)
+    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dtype, interpret)
+
+
+def _shrink(x, a, plan: Plan, ranks, tiles: GPUTiles, h_dtype, interpret: bool):
+    """Partial sums [split_k, n, M, R]; rows without a group and entries past the rank are not written."""
+    _, n, rank, _ = a.shape
+    return pl.pallas_call(
+        partial(_shrink_kernel, tile_m=plan.tile_m, tiles=tiles),
+        grid=(tiles.shrink_programs,),
+        out_shape=jax.ShapeDtypeStruct((tiles.split_k, n, x.shape[0], rank), h_dtype),
+        compiler_params=plt.CompilerParams(num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages),
+        interpret=interpret,
+        name="lora_shrink",
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a)
+
+
+def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
+    """base + the delta of h [split_k, n, M, R], written over base."""
+    return pl.pallas_call(
+        partial(_expand_kernel, tile_m=plan.tile_m, slice_sizes=slice_sizes, tiles=tiles, dtype=dtype),
+        grid=(tiles.programs,),
+        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        input_output_aliases={6: 0},
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="lora_expand",
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base)
+
+
+def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref, *, tile_m: int, tiles: GPUTiles):
+    """h[part, slice, rows of a tile, rank block] = x[rows, K part] @ a[group, slice, rank block, K part]ᵀ
+
+    units (one an iteration; program p takes p, p + programs, ...), innermost last:
+    tiles in use x rank blocks x slices x parts of K
+             K part 0   K part 1
+    tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, added in order by whoever reads h
+    """
+    _, n, rank, k_size = a_ref.shape
+    block_r, block_k, parts = min(tiles.block_r, _rank_block(rank)), tiles.block_k, tiles.split_k
+    per_tile = pl.cdiv(rank, block_r) * n * parts
+    steps = pl.cdiv(pl.cdiv(k_size, block_k), parts)
+
+    def look_up(u):
+        return _tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
+
+    def unit(u, found):
+        group, rows = found
+        ahead = look_up(u + pl.num_programs(0))
+        rest = u % per_tile
+        r0, i, part = rest // (n * parts) * block_r, rest // parts % n, rest % parts
+        r = r0 + jnp.arange(block_r, dtype=jnp.int32)
+        read = _ranks_to_read(ranks_ref, group, i, rank)
+        live = (rows < x_ref.shape[0])[:, None]
+
+        def step(j, acc):
+            k = (part * steps + j) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            x_mask, a_mask = live, (r < read)[:, None]
+            if k_size % (steps * block_k):
+                inside = (k < k_size)[None, :]
+                x_mask, a_mask = x_mask & inside, a_mask & inside
+            x = _load(x_ref, (rows[:, None], k[None, :]), x_mask)
+            a = _load(a_ref, (group, i, r[:, None], k[None, :]), a_mask)
+            return acc + _dot(x, a, jnp.promote_types(x.dtype, a.dtype), 1)
+
+        @pl.when(r0 < read)
+        def _():
+            h = jax.lax.fori_loop(0, steps, step, jnp.zeros((len(rows), block_r), jnp.float32))
+            _store(h_ref, (part, i, rows[:, None], r[None, :]), h, live & (r < rank)[None, :])
+
+        return ahead
+
+    _share_out(used_ref[0] * per_tile, unit, look_up(pl.program_id(0)))
+
+
+def _expand_kernel(
+    used_ref,
+    group_ref,
+    rows_ref,
+    ranks_ref,
+    h_ref,
+    b_ref,
+    base_ref,
+    out_ref,
+    *,
+    tile_m: int,
+    slice_sizes,
+    tiles: GPUTiles,
+    dtype,
+):
+    """out[rows of a tile, chunk of columns] = base + h @ b[group], column block by column block
+
+        units: tiles in use x chunks of columns. A chunk lies within one slice; the fewer tiles are in use, the shorter
+        the chunks, so that all programs have work.
+                 slice 0           | slice 1
+        tile 0  | c0 | c1 | c2 | c3 | c4 | c5 |
+        tile 1  | ...
+
+    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
+    """
+    rank, block_n = b_ref.shape[1], tiles.block_n
+    used = used_ref[0]
+    starts, per_chunk, per_tile = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
+
+    def unit(u, carry):
+        group, rows = _tile(u // per_tile, group_ref, rows_ref, tile_m)
+        live = (rows < base_ref.shape[0])[:, None]
+        i, first, begin, end = _find_chunk(u % per_tile, starts, per_chunk, slice_sizes, block_n)
+        last = first + per_chunk
+        true_rank, read = plt.load(ranks_ref.at[group, i]), _ranks_to_read(ranks_ref, group, i, rank)
+        blocks = [r0 + jnp.arange(_rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, _rank_block(rank))]
+
+        def columns(j):
+            col = begin + j * block_n + jnp.arange(block_n, dtype=jnp.int32)
+            return col, (col < end)[None, :]
+
+        def read_base(j):
+            col, inside = columns(j)
+            return _load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < last))
+
+        def column_block(j, ahead, h):
+            base, *ahead = *ahead, read_base(j + tiles.ahead)
+            col, inside = columns(j)
+            total = base.astype(jnp.float32)
+            for r, h_block in zip(blocks, h, strict=True):
+                b = _load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
+                total += _dot(h_block, b, dtype, 0)
+            _store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
+            return tuple(ahead)
+
+        @pl.when(read > 0)
+        def _():
+            ahead = tuple(read_base(first + d) for d in range(tiles.ahead))  # before h, whose loads take as long
+            h = tuple(_sum_parts(h_ref, i, rows, r, live, true_rank) for r in blocks)
+            stop = jnp.minimum(last, pl.cdiv(end - begin, block_n))
+            jax.lax.fori_loop(first, stop, partial(column_block, h=h), ahead)
+
+        return carry
+
+    _share_out(used * per_tile, unit, jnp.int32(0))
+
+
+def _share_out(units, run, carry):
+    """Runs unit p, p + programs, ... in program p, passing `carry` on."""
+    p, programs = pl.program_id(0), pl.num_programs(0)
+    jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
+
+
+def _tile(tile, group_ref, rows_ref, tile_m: int):
+    """The tile's group, and its rows as [max(16, tile_m)]: what a dot takes at least; past M where there is none."""
+    place = jnp.arange(max(16, tile_m), dtype=jnp.int32)
+    rows = plt.load(rows_ref.at[tile * tile_m + place], mask=place < tile_m, other=2**30)
+    return plt.load(group_ref.at[tile]), rows
+
+
+def _ranks_to_read(ranks_ref, group, i, rank: int):
+    """How many ranks of a and b to read. At ranks up to 16 all: waiting for the true rank takes longer than it saves."""
+    return jnp.int32(rank) if rank <= 16 else plt.load(ranks_ref.at[group, i])
+
+
+def _sum_parts(h_ref, i, rows, r, live, true_rank):
+    """The partial sums of h, added in order -> [tile_m, block_r] float32, zero from the true rank on.
+
+    What lies there was never written. It is dropped after the load: a mask on the load would forbid wide loads.
+    """
+    mask = live & (r < h_ref.shape[3])[None, :] if h_ref.shape[3] % len(r) else live
+    parts = [_load(h_ref, (jnp.int32(p), i, rows[:, None], r[None, :]), mask) for p in range(h_ref.shape[0])]
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total += part.astype(jnp.float32)
+    return jnp.where((r < true_rank)[None, :], total, 0)
+
+
+def _dot(lhs, rhs, dtype, contract: int):
+    """lhs @ rhs (contract 0) or rhsᵀ (1), summed in float32.
+
+    h may exceed float16's range, so a float16 dot of it runs in TF32: float32's range, and as many bits as float16 has.
+    """
+    if dtype == jnp.float16 and lhs.dtype == jnp.float32:
+        dtype, precision = jnp.float32, jax.lax.Precision.HIGH
+    else:
+        precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        lhs.astype(dtype), rhs.astype(dtype), (((1,), (contract,)), ((), ())),
+        precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _column_chunks(slice_sizes, block_n: int, used, units: int):
+    """Cuts each slice into chunks of equally many column blocks, about `units` over all tiles in use.
+
+    Returns the first chunk of each slice, the blocks a chunk, and the chunks a tile.
+    """
+    blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
+    per_chunk = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
+    starts, total = [], jnp.int32(0)
+    for count in blocks:
+        starts.append(total)
+        total = total + (count + per_chunk - 1) // per_chunk
+    return starts, per_chunk, total
+
+
+def _find_chunk(chunk, starts, per_chunk, slice_sizes, block_n: int):
+    """Chunk number -> its slice, its first column block there, and the slice's columns [begin, end)."""
+    offsets = [sum(slice_sizes[:i]) for i in range(len(slice_sizes) + 1)]
+    i, first, begin, end = jnp.int32(0), chunk * per_chunk, jnp.int32(0), jnp.int32(offsets[1])
+    for j in range(1, len(slice_sizes)):
+        here = chunk >= starts[j]
+        i, begin, end = (jnp.where(here, new, old) for new, old in ((j, i), (offsets[j], begin), (offsets[j + 1], end)))
+        first = jnp.where(here, (chunk - starts[j]) * per_chunk, first)
+    if len(slice_sizes) > 1:
+        align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
+        begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
+    return i, first, begin, end
+
+
+def _rank_block(rank: int) -> int:
+    """Ranks that one dot handles: a power of two, at least the 16 that a matrix unit takes."""
+    return min(64, max(16, 1 << (rank - 1).bit_length()))
+
+
+def _load(ref, index, mask):
+    shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))
+    return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=0)
+
+
+def _store(ref, index, value, mask):
+    plt.store(ref.at[index], value.astype(ref.dtype), mask=jnp.broadcast_to(mask, value.shape))

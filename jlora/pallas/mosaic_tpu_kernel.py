@@ -94,6 +94,7 @@ def call(
 ) -> Float[jax.Array, "M N"]:
     """base + (x a[group]ᵀ) b[group], in place of base. `visits` is of `mosaic_tpu._visits`; group < 0: no adapter."""
     count, tile, active, fresh = visits
+    interpret = pltpu.InterpretParams() if interpret is True else interpret
     group = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY)[:, None]
     loose = s.n % LANES if s.n_tiles > 1 else 0  # last columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
@@ -113,7 +114,10 @@ def call(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Left to itself, XLA may move the weights of all slots into VMEM before the kernel starts.
     weights = [pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in (a, b, b_loose)]
-    return pl.pallas_call(
+    if interpret:  # the interpreter wants operands that alias to fill their last blocks; the hardware does not
+        rest = s.row_tiles * s.tile_m - s.rows, s.n_tiles * s.tile_n - s.n
+        base = jnp.pad(base, ((0, rest[0]), (0, rest[1])), constant_values=jnp.nan)
+    total = pl.pallas_call(
         partial(_kernel, s),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -139,6 +143,7 @@ def call(
         interpret=interpret,
         name="jlora_add_lora",
     )(tile, active, fresh, ranks.ravel(), group, x, *weights, base)
+    return total[: s.rows, : s.n] if interpret else total
 
 
 def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem):
@@ -322,7 +327,7 @@ def _has_nonfinite(ref):
 
 def _dot(left, right, transpose=False):
     """float32 product; exact products of bfloat16, and float32 ones at full precision."""
-    dtype = jnp.promote_types(left.dtype, right.dtype)
+    dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
     return jax.lax.dot_general(
         left.astype(dtype),
         right.astype(dtype),

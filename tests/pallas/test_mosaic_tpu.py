@@ -1,0 +1,258 @@
+"""The TPU kernel in interpret mode (simulated copies and semaphores, memory that starts as NaN) against the oracle."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from jlora.errors import LoRAError
+from jlora.pallas import mosaic_tpu
+from jlora.pallas.plan import make_plan
+from tests import oracle
+
+INTERPRET = pltpu.InterpretParams()
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
+
+
+def problem(seed, rows, k, slices, rank, groups, dtype="float32", ranks=True):
+    """Random base, x, a, b and ranks; a and b are zero past the ranks, which differ by group and slice."""
+    rng = np.random.default_rng(seed)
+    n, columns = len(slices), sum(slices)
+    r = rng.integers(0, rank + 1, (groups, n)) if ranks else np.full((groups, n), rank)
+    a, b = rng.normal(size=(groups, n, rank, k)) / np.sqrt(k), rng.normal(size=(groups, rank, columns))
+    a *= (np.arange(rank) < r[:, :, None])[..., None]
+    b *= np.arange(rank)[None, :, None] < np.repeat(r, slices, axis=1)[:, None, :]
+    arrays = [rng.normal(size=(rows, columns)), rng.normal(size=(rows, k)), a, b]
+    return *(jnp.asarray(v, dtype) for v in arrays), jnp.asarray(r, jnp.int32)
+
+
+@lru_cache
+def compiled(slices, groups, tiling):
+    """`tiling` only tells apart what `force_tiles` has changed. Unoptimised, since compiling is what takes the time."""
+
+    def call(base, x, a, b, ids, ranks):
+        plan = make_plan(ids, num_groups=groups)
+        return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, interpret=INTERPRET)
+
+    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def run(base, x, a, b, ids, slices, ranks, tiling=None):
+    return np.asarray(compiled(slices, a.shape[0], tiling)(base, x, a, b, jnp.asarray(ids, jnp.int32), ranks))
+
+
+def check(base, x, a, b, ids, slices, ranks, tiling=None):
+    """Values against the oracle; rows without a group, and slices of rank 0, bit by bit."""
+    out = run(base, x, a, b, ids, slices, ranks, tiling)
+    want = oracle.add_lora(base, x, ids, a, b, slices)
+    error = np.abs(out.astype(np.float64) - want).max(initial=0) / np.abs(want).max(initial=1)
+    assert error <= TOLERANCE[str(base.dtype)]
+    owned = (ids >= 0) & (ids < a.shape[0])
+    assert same_bits(out[~owned], np.asarray(base)[~owned])
+    if ranks is not None:
+        column = np.repeat(np.asarray(ranks)[np.where(owned, ids, 0)] == 0, slices, axis=1)
+        assert same_bits(out[column & owned[:, None]], np.asarray(base)[column & owned[:, None]])
+    return out
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and left.tobytes() == right.tobytes()
+
+
+def force_tiles(monkeypatch, **sizes):
+    choose = mosaic_tpu._sizes
+    monkeypatch.setattr(mosaic_tpu, "_sizes", lambda *args: replace(choose(*args), **sizes))
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "slices", "rank", "groups", "dtype"),
+    [
+        (1, 33, (17,), 4, 3, "float32"),
+        (37, 45, (40, 13, 7), 8, 6, "float32"),
+        (70, 130, (140,), 1, 2, "float32"),
+        (21, 64, (48, 16, 16), 16, 20, "bfloat16"),
+        (50, 200, (72, 60), 64, 5, "bfloat16"),
+        (16, 77, (45,), 24, 9, "bfloat16"),
+    ],
+)
+def test_matches_oracle(rows, k, slices, rank, groups, dtype, rng):
+    operands = problem(1, rows, k, slices, rank, groups, dtype)
+    mixes = [
+        rng.integers(-1, groups + 2, rows),  # any order, some without adapter
+        np.sort(rng.integers(0, groups, rows)),
+        np.full(rows, groups),  # all dropped
+        np.full(rows, groups - 1),  # one group, the others empty
+    ]
+    *arrays, ranks = operands
+    for ids in mixes:
+        check(*arrays, ids, slices, ranks)
+
+
+@given(
+    rows=st.integers(1, 70),
+    k=st.integers(1, 150),
+    slices=st.lists(st.integers(1, 90), min_size=1, max_size=3).map(tuple),
+    rank=st.integers(1, 64),
+    groups=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+@settings(max_examples=3)
+def test_matches_oracle_at_random_sizes(rows, k, slices, rank, groups, seed, dtype):
+    *arrays, ranks = problem(seed, rows, k, slices, rank, groups, dtype)
+    ids = np.random.default_rng(seed).integers(0, groups + 1, rows)
+    check(*arrays, ids, slices, ranks)
+
+
+@pytest.mark.parametrize(
+    ("slices", "tiles"),
+    [
+        ((300, 85), dict(tile_m=16, tile_k=128, tile_n=128, chunk=2)),  # every loop runs; the last N tile is ragged
+        ((256, 128), dict(tile_m=16, tile_n=128, chunk=1)),  # no tile straddles slices
+        ((300,), dict(tile_m=8, tile_n=256, by_group=True)),
+        ((192, 192), dict(tile_m=16, tile_n=256)),  # the last tile is short, but aligned
+    ],
+)
+def test_every_tiling_matches_the_oracle(slices, tiles, monkeypatch, rng):
+    *arrays, ranks = problem(3, 53, 256, slices, 32, 6)
+    ids = rng.integers(0, 7, 53)
+    ids[16:32] = 6  # a row tile without any adapter
+    force_tiles(monkeypatch, **tiles)
+    check(*arrays, ids, slices, ranks, str(tiles))
+
+
+def test_without_ranks_all_are_used(rng):
+    *arrays, _ = problem(4, 12, 40, (24, 8), 16, 4, ranks=False)
+    check(*arrays, rng.integers(0, 5, 12), (24, 8), None)
+
+
+def test_ranks_bound_the_work_whatever_lies_beyond(rng):
+    base, x, a, b, ranks = problem(5, 20, 40, (24, 8), 32, 6)
+    dirty_a = jnp.where(np.arange(32)[:, None] < np.asarray(ranks)[:, :, None, None], a, 7.0)
+    ids = rng.integers(0, 7, 20)
+    want = run(base, x, a, b, ids, (24, 8), ranks)
+    assert same_bits(run(base, x, dirty_a, b, ids, (24, 8), ranks), want)
+
+
+def test_mixed_dtypes(rng):
+    base, x, a, b, ranks = problem(6, 9, 40, (24,), 8, 4)
+    ids = rng.integers(0, 5, 9)
+    low = [v.astype(jnp.bfloat16) for v in (a, b)]
+    out = run(base, x, *low, ids, (24,), ranks)
+    want = oracle.add_lora(base, x, ids, *low, (24,))
+    assert np.abs(out - want).max() <= 5e-3 * np.abs(want).max()
+
+
+def test_negative_zero_survives():
+    base, x, a, b, ranks = problem(7, 4, 16, (8,), 8, 2)
+    base = jnp.full_like(base, -0.0)
+    out = run(base, x, a, b, np.array([2, 0, 2, 1]), (8,), ranks)
+    assert np.signbit(out[[0, 2]]).all()
+
+
+def test_a_row_does_not_depend_on_its_batch(rng):
+    base, x, a, b, ranks = problem(8, 40, 130, (64, 32), 16, 12, "bfloat16")
+    ids = rng.integers(0, 13, 40)
+    first = run(base, x, a, b, ids, (64, 32), ranks)
+    assert same_bits(run(base, x, a, b, ids, (64, 32), ranks), first)
+    order = rng.permutation(40)
+    assert same_bits(run(base[order], x[order], a, b, ids[order], (64, 32), ranks), first[order])
+    others = np.where(np.arange(40) < 10, ids, rng.integers(0, 13, 40))
+    assert same_bits(run(base, x, a, b, others, (64, 32), ranks)[:10], first[:10])
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [("float32", np.inf), ("bfloat16", np.nan)])
+def test_a_broken_adapter_breaks_its_own_rows_only(dtype, bad, rng):
+    base, x, a, b, _ = problem(9, 24, 40, (24,), 16, 10, dtype, ranks=False)
+    ids = np.arange(24) % 11
+    clean = run(base, x, a, b, ids, (24,), None)
+    broken_a, broken_b = a.at[3, 0, 5, 7].set(bad), b.at[4, 9, 11].set(bad)
+    out = run(base, x.at[0].set(bad), broken_a, broken_b, ids, (24,), None).astype(np.float32)
+    touched = (ids == 3) | (ids == 4) | (np.arange(24) == 0)
+    assert np.array_equal(out[~touched], clean[~touched].astype(np.float32))
+    assert not np.isfinite(out[ids == 4][:, 11]).any()
+    assert np.isfinite(out[ids == 4][:, :11]).all()
+    assert not np.isfinite(out[ids == 3]).any()
+    assert not np.isfinite(out[0]).any()
+
+
+def test_unread_groups_may_hold_anything(rng):
+    base, x, a, b, ranks = problem(10, 12, 40, (24,), 16, 10)
+    ids = rng.choice([1, 4, 10], 12)
+    want = run(base, x, a, b, ids, (24,), ranks)
+    idle = jnp.asarray([g not in (1, 4) for g in range(10)])
+    a, b = jnp.where(idle[:, None, None, None], jnp.nan, a), jnp.where(idle[:, None, None], jnp.nan, b)
+    assert same_bits(run(base, x, a, b, ids, (24,), ranks), want)
+
+
+def test_shrink_and_expand_apart(rng):
+    slices = (24, 10)
+    base, x, a, b, ranks = problem(11, 15, 40, slices, 16, 6)
+    ids = rng.integers(0, 7, 15)
+    plan = make_plan(jnp.asarray(ids, jnp.int32), num_groups=6)
+    h = mosaic_tpu.shrink(x, a, plan, ranks=ranks, interpret=INTERPRET)
+    owned = ids < 6
+    want = np.einsum("mk,mnrk->nmr", np.asarray(x, np.float64), np.asarray(a, np.float64)[np.where(owned, ids, 0)])
+    np.testing.assert_allclose(h, want * owned[:, None], atol=1e-5)
+    out = mosaic_tpu.expand(h, b, plan, slice_sizes=slices, base=base, ranks=ranks, interpret=INTERPRET)
+    np.testing.assert_allclose(out, oracle.add_lora(base, x, ids, a, b, slices), atol=2e-5)
+    delta = mosaic_tpu.expand(h, b, plan, slice_sizes=slices, base=None, ranks=ranks, interpret=INTERPRET)
+    np.testing.assert_allclose(delta, oracle.lora_delta(x, ids, a, b, slices), atol=2e-5)
+    assert not np.asarray(delta)[~owned].any()
+
+
+@settings(max_examples=20)
+@given(
+    rows=st.integers(1, 90),
+    groups=st.integers(1, 20),
+    bundle=st.integers(1, 6),
+    tile_m=st.integers(1, 24),
+    chunk=st.integers(1, 4),
+    sort=st.booleans(),
+    data=st.data(),
+)
+def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, chunk, sort, data):
+    ids = np.array(data.draw(st.lists(st.integers(-1, groups - 1), min_size=rows, max_size=rows)))
+    if sort:
+        ids = np.concatenate([np.sort(ids[ids >= 0]), ids[ids < 0]])
+    s = mosaic_tpu._choose(rows, 128, groups, 8, 128, (128,), (4, 4, 4, 4))
+    s = replace(s, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=sort)
+    count, tile, active, fresh = (np.asarray(v) for v in mosaic_tpu._visits(s, jnp.asarray(ids, jnp.int32)))
+    active = active.reshape(s.chunks, s.max_visits, bundle)
+    tile, fresh = tile.reshape(s.chunks, -1), fresh.reshape(s.chunks, -1)
+    assert 1 <= count <= s.max_visits
+    got = []
+    for c in range(s.chunks):
+        assert (np.diff(tile[c]) >= 0).all()
+        assert (tile[c] // chunk == c).all()
+        assert (active[c, count:] < 0).all()
+        for v in range(count):
+            assert fresh[c, v] == (v == 0 or not np.array_equal(active[c, v], active[c, v - 1]))
+            for place, g in enumerate(active[c, v]):
+                if g >= 0:
+                    assert g % bundle == place
+                    got.append((tile[c, v], g))
+    want = {(m // tile_m, g) for m, g in enumerate(ids) if g >= 0}
+    assert len(got) == len(want)
+    assert set(got) == want
+
+
+def test_unsupported_reason_names_the_cause_and_the_fix():
+    def reason(rows, k, columns, rank, groups=4, dtype=jnp.bfloat16):
+        shapes = [(rows, columns), (rows, k), (groups, 1, rank, k), (groups, rank, columns)]
+        return mosaic_tpu.unsupported_reason(*(jax.ShapeDtypeStruct(v, dtype) for v in shapes), slice_sizes=(columns,))
+
+    assert reason(8, 4096, 4096, 16) is None
+    assert reason(1, 2880, 128257, 512) is None
+    assert "float16" in reason(8, 4096, 4096, 16, dtype=jnp.float16)
+    assert "K=50001" in reason(8, 50001, 4096, 512)
+    assert "SMEM" in reason(1 << 20, 4096, 4096, 16, groups=1 << 20)
+    x = jnp.zeros((2, 8), jnp.float16)
+    with pytest.raises(LoRAError, match=r"mosaic_tpu.*float16"):
+        run(x, x, jnp.zeros((1, 1, 8, 8), jnp.float16), jnp.zeros((1, 8, 8), jnp.float16), np.array([0, 0]), (8,), None)

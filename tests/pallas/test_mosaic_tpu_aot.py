@@ -1,0 +1,50 @@
+"""The TPU kernel through the real compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does in full."""
+
+import pytest
+
+from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora
+from benchmarks.specs import PROJECTIONS
+
+# Every chip, projection, rank and number of tokens of the matrix occurs, at least once each.
+MATRIX = [
+    ("v5e", "qkv", 8, 1),
+    ("v5e", "gate_up", 16, 64),
+    ("v5e", "down", 64, 2048),
+    ("v5p", "o", 16, 8),
+    ("v5p", "qkv", 128, 256),
+    ("v6e", "down", 128, 32),
+    ("v6e", "gate_up", 8, 256),
+    ("tpu7x", "o", 64, 8192),
+    ("tpu7x", "qkv", 16, 64),
+    ("tpu7x", "gate_up", 128, 32),
+]
+# Sizes of other models: chip, tokens, K, slices, rank, groups, dtype.
+OTHERS = [
+    ("v5e", 40, 2880, (2880, 2880), 32, 16, "bfloat16"),
+    ("v6e", 300, 11008, (4096,), 4, 16, "bfloat16"),
+    ("tpu7x", 9, 14336, (4096,), 512, 8, "bfloat16"),
+    ("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16"),  # a vocabulary: its last columns take a copy of their own
+    ("v5p", 33, 1408, (2048,), 24, 9, "float32"),
+]
+
+
+def check(chip, facts):
+    assert 0 < facts["vmem_bytes"] <= VMEM_MIB[chip] << 20
+    assert facts["in_place"]
+    assert facts["weights_in_place"]
+
+
+@pytest.mark.parametrize(("chip", "projection", "rank", "tokens"), MATRIX)
+def test_compiles_the_matrix(chip, projection, rank, tokens):
+    p = PROJECTIONS[projection]
+    check(chip, compile_add_lora(chip, tokens, p.k, p.slices, rank))
+
+
+@pytest.mark.parametrize(("chip", "tokens", "k", "slices", "rank", "groups", "dtype"), OTHERS)
+def test_compiles_other_sizes(chip, tokens, k, slices, rank, groups, dtype):
+    check(chip, compile_add_lora(chip, tokens, k, slices, rank, groups=groups, dtype=dtype))
+
+
+def test_compiles_odd_sizes():
+    """XLA gives arrays this small layouts of its own choice, so copies before the kernel are not its fault."""
+    assert compile_add_lora("v5p", 300, 77, (45, 13), 5, groups=9, dtype="float32")["vmem_bytes"] < 4 << 20

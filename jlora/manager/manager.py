@@ -26,7 +26,7 @@ from jlora.layers.wrap import PackedModules, wrap_model
 from jlora.manager.export import export
 from jlora.manager.leases import Leases
 from jlora.manager.lru import LRU
-from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit
+from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit, name_rules
 from jlora.manager.swap import make_layout, make_write, pack
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
@@ -94,7 +94,8 @@ class LoRAManager:
         paths differ; the first pattern found in a name is substituted.
 
     Raises:
-      LoRAError: nothing can be wrapped, a target matches nothing, or the model is wrapped already.
+      LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, or `name_map` is not
+        what it should be. The model is as it was then.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
+        rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
         self._wrapped = wrap_model(model, config, packed_modules)
         self._wrapped.tracking.claims = self._claims
-        self._index = SiteIndex(self._wrapped, name_map)
+        self._index = SiteIndex(self._wrapped, rules)
         self._layout = make_layout(tuple(self._wrapped.modules))
         self._counts: Counter[str] = Counter()
         self._write = make_write(self._layout, lambda: self._counts.update(["compilations"]))

@@ -12,6 +12,7 @@ from jlora.layers.slots import Site
 from jlora.layers.wrap import WrappedModel, kernel_of
 
 NameMap = Mapping[str, str]
+NameRules = tuple[tuple[re.Pattern[str], str], ...]
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -57,21 +58,27 @@ class HostAdapter:
         return any(p.site is site for p in self.placements)
 
 
+def name_rules(name_map: NameMap | None) -> NameRules:
+    """The rules of a name map, compiled. Raises `LoRAError` for one that is no regular expression and replacement."""
+    rules = []
+    for pattern, replacement in (name_map or {}).items():
+        try:
+            rule = re.compile(pattern)
+            rule.sub(replacement, "")  # reads the replacement too
+        except (re.error, IndexError, TypeError) as error:
+            raise LoRAError(
+                f"name_map: {pattern!r} -> {replacement!r} is not a regular expression and its replacement: {error}"
+            ) from None
+        rules.append((rule, replacement))
+    return tuple(rules)
+
+
 class SiteIndex:
     """Checkpoint name -> site, for one wrapped model."""
 
-    def __init__(self, wrapped: WrappedModel, name_map: NameMap | None):
+    def __init__(self, wrapped: WrappedModel, rules: NameRules):
         self._wrapped = wrapped
-        self._rules: list[tuple[re.Pattern[str], str]] = []
-        for pattern, replacement in (name_map or {}).items():
-            try:
-                rule = re.compile(pattern)
-                rule.sub(replacement, "")  # reads the replacement too
-            except (re.error, IndexError, TypeError) as error:
-                raise LoRAError(
-                    f"name_map: {pattern!r} -> {replacement!r} is not a regular expression and its replacement: {error}"
-                ) from None
-            self._rules.append((rule, replacement))
+        self._rules = rules
         self._sites: dict[tuple[str, str], list[Site]] = {}
         for site in wrapped.modules:
             for name in site.parts:

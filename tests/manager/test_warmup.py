@@ -1,0 +1,215 @@
+"""Before traffic, counting, and giving the model back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from tests.manager.tiny import SEQUENCES, Model, make_adapter, make_world, same
+
+
+def test_after_warmup_nothing_compiles():
+    world = make_world()
+    m = world.manager
+    assert m.stats().compilations == 0
+    m.warmup(world.logits, num_sequences=SEQUENCES)
+    assert m.stats().compilations == len(world.traces) == 1
+    assert m.slot_names == (None, None)
+    for name in "abc":
+        m.add_adapter(make_adapter(name))
+    for names in (["a", "b", None], [None, None, None], ["c", "c", "a"]):
+        world.check(world.serve(names), [None if n is None else make_adapter(n) for n in names])
+    m.warmup(world.logits, num_sequences=SEQUENCES)
+    assert m.stats().compilations == len(world.traces) == 1
+    assert m._write._cache_size() == world.forward._cache_size() == 1
+
+
+def test_warmup_for_packed_rows():
+    world = make_world()
+    seen = []
+    world.manager.warmup(lambda batch: seen.append((batch.slots, batch.token_slots)), token_counts=[3], pad_to=8)
+    ((slots, rows),) = seen
+    assert slots.tolist() == [0]
+    assert rows.shape == (8,)
+    with world.manager.prepare([None], [3], 8) as batch:
+        assert (batch.slots.aval, batch.token_slots.aval) == (slots.aval, rows.aval)
+
+
+def test_warmup_without_a_step_compiles_the_write():
+    world = make_world()
+    world.manager.warmup()
+    assert world.manager.stats().compilations == 1
+    assert not world.traces
+
+
+@pytest.mark.parametrize("active", ["", "a", "ab"])
+def test_warmup_changes_nothing_that_is_loaded(world, active):
+    m = world.manager
+    m.warmup()  # compiles, if no test did before
+    for name in "abc":
+        m.add_adapter(make_adapter(name))
+    for name in active:
+        m.activate_adapter(name)
+    names = [*active, None, None, None][:SEQUENCES]
+    first = world.serve(names)
+    before, stats = world.held(), m.stats()
+    m.warmup(world.logits, num_sequences=SEQUENCES)
+    after = world.held()
+    assert before[:2] == after[:2]
+    for (path, old), (_, new) in zip(before[2], after[2], strict=True):
+        np.testing.assert_array_equal(old[: len(active)], new[: len(active)], err_msg=str(path))
+    assert m.stats() == stats
+    np.testing.assert_array_equal(world.serve(names), first)
+
+
+def test_warmup_while_every_slot_is_held(world):
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    with world.manager.prepare(["a", "b", None]) as batch:
+        first, before = world.logits(batch), world.held()
+        world.manager.warmup(world.logits, num_sequences=SEQUENCES)
+        assert same(before, world.held())
+        np.testing.assert_array_equal(world.logits(batch), first)
+
+
+def test_a_step_that_fails_in_warmup_holds_nothing(world):
+    def step(batch):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        world.manager.warmup(step, num_sequences=SEQUENCES)
+    assert world.manager.stats().leased == 0
+    world.manager.warmup(world.logits, num_sequences=SEQUENCES)
+
+
+def test_stats_count():
+    world = make_world(max_loras=2, max_cpu_loras=3)
+    m = world.manager
+
+    def counts():
+        s = m.stats()
+        return (s.host_loads, s.host_evictions, s.slot_loads, s.slot_evictions, s.slot_hits)
+
+    assert counts() == (0, 0, 0, 0, 0)
+    for name in "abc":
+        m.add_adapter(make_adapter(name))
+    m.add_adapter(make_adapter("a"))  # known
+    assert counts() == (3, 0, 0, 0, 0)
+    m.prepare(["b", "b", "c"]).close()
+    assert counts() == (3, 0, 2, 0, 0)
+    m.prepare(["b", "b", "c"]).close()
+    m.activate_adapter("c")
+    assert counts() == (3, 0, 2, 0, 3)
+    m.prepare(["a", "c", None]).close()
+    assert counts() == (3, 0, 3, 1, 4)
+    m.add_adapter(make_adapter("d"))  # pushes b out of the host; its slot went to a
+    assert counts() == (4, 1, 3, 1, 4)
+    m.add_adapter(make_adapter("a", 1), load_inplace=True)  # in its slot: loaded twice
+    assert counts() == (5, 1, 4, 1, 4)
+    m.remove_adapter("a")  # asked for: no eviction
+    assert counts() == (5, 1, 4, 1, 4)
+    with m.prepare(["c", "c", None]):
+        s = m.stats()
+        assert (s.registered, s.active, s.leased) == (2, 1, 1)
+    assert m.stats().leased == 0
+    arrays = [array for _, array in world.slots()]
+    assert m.stats().slot_bytes * 2 == sum(array.nbytes for array in arrays)
+
+
+def test_what_list_adapters_shows(world):
+    adapter = make_adapter("a", rank=3, modules=["embed", "layers.0.v_proj"], base_model_name="org/base")
+    world.manager.add_adapter(adapter)
+    info = world.manager.list_adapters()["a"]
+    assert info == jlora.AdapterInfo(
+        name="a",
+        rank=3,
+        modules=2,
+        nbytes=sum(m.a.nbytes + m.b.nbytes for m in adapter.modules.values()),
+        slot=None,
+        pinned=False,
+        leased=False,
+        path=None,
+        base_model_name="org/base",
+    )
+    world.manager.pin_adapter("a")
+    with world.manager.prepare(["a"]):
+        info = world.manager.list_adapters()["a"]
+        assert (info.slot, info.pinned, info.leased) == (0, True, True)
+
+
+def test_unwrap_gives_the_model_back():
+    world = make_world()
+    fresh = Model()
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.pin_adapter("a")
+    world.serve(["a", None, None])
+    assert world.manager.unwrap() is world.model
+    assert nnx.graphdef(world.model) == nnx.graphdef(fresh)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(world.model), nnx.state(fresh))
+    np.testing.assert_array_equal(world.model(world.tokens), fresh(world.tokens))
+    world.manager.unwrap()  # twice is once
+    for call in (
+        lambda: world.manager.add_adapter(make_adapter("a")),
+        lambda: world.manager.prepare([None]),
+        world.manager.warmup,
+    ):
+        with pytest.raises(jlora.LoRAError, match="gave its model back"):
+            call()
+    again = jlora.LoRAManager(world.model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    again.add_adapter(make_adapter("z", rank=2))
+    assert again.activate_adapter("z")
+
+
+def test_two_managers_on_two_models_do_not_mix(world):
+    second = make_world(seed=1)
+    world.manager.add_adapter(make_adapter("a"))
+    second.manager.add_adapter(make_adapter("a", 1))
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+    second.check(second.serve(["a", None, None]), [make_adapter("a", 1), None, None])
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+    with world.manager.prepare(["a", None, None]) as batch, pytest.raises(jlora.LoRAError, match="another model"):
+        second.logits(batch)
+    with pytest.raises(jlora.LoRAError, match="wrapped already"):
+        jlora.LoRAManager(world.model, world.manager.config)
+
+
+def test_a_layer_that_the_step_never_calls_serves_no_adapter(rng):
+    """A table that is read without a call: adapters for it are refused at the first trace, and when added after it."""
+
+    class Read(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(5, 4, rngs=rngs)
+            self.lm_head = nnx.Linear(4, 5, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.lm_head(self.embed.embedding[...][tokens])
+
+    model = Read()
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2))
+
+    def factors(k, n, kind):
+        a, b = rng.normal(size=(2, k)).astype(np.float32), rng.normal(size=(n, 2)).astype(np.float32)
+        return jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=2.0, scaling=1.0)
+
+    table = jlora.Adapter(name="table", modules={"embed": factors(5, 4, "embedding")})
+    head = jlora.Adapter(name="head", modules={"lm_head": factors(4, 5, "linear")})
+    manager.add_adapter(table)
+    manager.add_adapter(head)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+
+    @jax.jit
+    def forward(model, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'table'.*'embed'.*never calls"):
+        manager.warmup(lambda batch: forward(model, batch))
+    assert manager.remove_adapter("table")
+    with manager.prepare(["head"]) as batch:
+        forward(model, batch)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'table'.*'embed'.*never calls"):
+        manager.add_adapter(table)
+    assert list(manager.list_adapters()) == ["head"]

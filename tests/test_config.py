@@ -1,0 +1,87 @@
+"""What `LoRAConfig` and `LoRARequest` accept and refuse."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora import LoRAConfig, LoRAError, LoRARequest
+
+
+def test_defaults():
+    config = LoRAConfig(max_loras=3, max_lora_rank=8)
+    assert config.max_cpu_loras == 3
+    assert (config.dtype, config.target_modules, config.fully_sharded, config.backend) == (None, None, False, "auto")
+    assert config == LoRAConfig(max_loras=3, max_lora_rank=8, max_cpu_loras=3)
+    assert hash(config) == hash(LoRAConfig(max_loras=3, max_lora_rank=8))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", np.float32, jnp.bfloat16, np.dtype("float16")])
+def test_slot_dtypes(dtype):
+    assert LoRAConfig(max_loras=1, max_lora_rank=1, dtype=dtype).dtype is dtype
+
+
+def test_target_modules_become_a_tuple():
+    config = LoRAConfig(max_loras=1, max_lora_rank=1, target_modules=["q_proj", "v_proj"])
+    assert config.target_modules == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_loras", 0, "max_loras must be a positive int, got 0"),
+        ("max_loras", -1, "max_loras must be a positive int"),
+        ("max_loras", 2.0, "max_loras must be a positive int"),
+        ("max_loras", True, "max_loras must be a positive int"),
+        ("max_loras", None, "max_loras must be a positive int"),
+        ("max_lora_rank", 0, "max_lora_rank must be a positive int"),
+        ("max_lora_rank", "8", "max_lora_rank must be a positive int, got '8'"),
+        ("max_cpu_loras", 1, r"max_cpu_loras \(1\) must be at least max_loras \(2\)"),
+        ("max_cpu_loras", 0, "max_cpu_loras must be a positive int"),
+        ("max_cpu_loras", 4.5, "max_cpu_loras must be a positive int"),
+        ("max_cpu_loras", "9", "max_cpu_loras must be a positive int"),
+        ("dtype", "int8", "dtype must be None or one of"),
+        ("dtype", "float64", "dtype must be None or one of"),
+        ("dtype", "float99", "got 'float99'"),
+        ("dtype", jnp.float8_e4m3fn, "dtype must be None or one of"),
+        ("target_modules", "q_proj", r"write \['q_proj'\]"),
+        ("target_modules", [], "at least one name"),
+        ("target_modules", ["q_proj", ""], "at least one name"),
+        ("target_modules", ["q_proj", 3], "at least one name"),
+        ("backend", "cuda", "backend must be one of .*'cuda'"),
+        ("backend", None, "backend must be one of"),
+    ],
+)
+def test_a_bad_configuration_is_refused(field, value, message):
+    with pytest.raises(LoRAError, match=message):
+        LoRAConfig(**{"max_loras": 2, "max_lora_rank": 8, field: value})
+
+
+def test_options_are_named_and_frozen():
+    with pytest.raises(TypeError):
+        LoRAConfig(2, 8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LoRAConfig(max_loras=2, max_lora_rank=8).max_loras = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LoRARequest("a", "b").name = "c"
+
+
+def test_a_request():
+    request = LoRARequest("sql", Path("adapters") / "sql")
+    assert request.path == str(Path("adapters") / "sql")
+    assert (request.base_model_name, request.load_inplace, request.revision) == (None, False, None)
+    assert LoRARequest("sql", "org/sql", revision="v1") == LoRARequest(name="sql", path="org/sql", revision="v1")
+
+
+@pytest.mark.parametrize("name", ["", None, 7])
+def test_a_request_needs_a_name(name):
+    with pytest.raises(LoRAError, match="name must be a non-empty string"):
+        LoRARequest(name, "x")
+
+
+@pytest.mark.parametrize("path", ["", None, 7])
+def test_a_request_needs_a_path(path):
+    with pytest.raises(LoRAError, match=r"LoRARequest.'sql'.: path must be"):
+        LoRARequest("sql", path)

@@ -96,12 +96,14 @@ def run_demo(_: argparse.Namespace) -> int:
     manager = LoRAManager(model, LoRAConfig(max_loras=2, max_lora_rank=32, max_cpu_loras=len(adapters)))
     for name, path in adapters.items():
         manager.add_adapter(LoRARequest(name, str(path)))
-    size = 16
-    manager.warmup(lambda batch: _run(manager, tokenizer, ["a="] * size, batch, 10), num_sequences=size)
+    # Batches are filled up with the longest prompt there is, so that all have one shape.
+    size, filler = 16, Request(None, "abcdefgh=")
+    with _progress("compiling for two slots"):
+        manager.warmup(lambda batch: _run(manager, tokenizer, [filler.prompt] * size, batch, 10), num_sequences=size)
     compiled, started, tokens = generation.compiled_variants(), time.perf_counter(), 0
     answered: dict[Request, str] = {}
     for batch in schedule(requests, size, manager.config.max_loras):
-        padded = [*batch, *[Request(None, "a=")] * (size - len(batch))]
+        padded = [*batch, *[filler] * (size - len(batch))]
         results = _answer(manager, tokenizer, padded, max_new_tokens=10)[: len(batch)]
         answered |= {request: answer for request, (answer, _) in zip(batch, results, strict=True)}
         tokens += sum(count for _, count in results)

@@ -153,7 +153,7 @@ def add_delta(
       LoRAError: outside `jlora.use`, or where `lead` fits no layout of the batch.
     """
     scope = enter_site(site, layer.jlora_tracking)
-    if scope is None:
+    if scope is None or not base.size:
         return base
     _, plan = scope.rows(site, base)
     a, b, ranks = slot_arrays(layer, site)

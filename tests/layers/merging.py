@@ -47,8 +47,14 @@ def delta(module: ModuleLoRA) -> np.ndarray:
 
 
 def at_path(model, path: str):
-    """The object at a dotted path; digits index."""
-    return functools.reduce(lambda o, key: o[int(key)] if key.isdecimal() else getattr(o, key), path.split("."), model)
+    """The object at a dotted path through attributes, lists and dicts."""
+
+    def step(node, key):
+        if isinstance(node, Mapping):
+            return node[key]
+        return node[int(key)] if key.isdecimal() else getattr(node, key)
+
+    return functools.reduce(step, path.split("."), model)
 
 
 def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None) -> nnx.Module:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.linear import LinearLayer
+from jlora.layers.scope import use
 from jlora.layers.wrap import _describe, register_layer
 from tests.layers.merging import (
     Target,
@@ -43,9 +45,13 @@ KINDS = {
     "linear": (lambda r: nnx.Linear(6, 5, rngs=r), (6,), 6, 5, np.transpose),
     "linear, no bias": (lambda r: nnx.Linear(6, 5, use_bias=False, rngs=r), (6,), 6, 5, np.transpose),
     "general": (lambda r: nnx.LinearGeneral(6, (2, 5), rngs=r), (6,), 6, 10, into(6, 2, 5)),
-    "general, two axes in": (lambda r: nnx.LinearGeneral((2, 3), 5, axis=(-2, -1), rngs=r), (2, 3), 6, 5, into(2, 3, 5)),
+    "general, two axes in": (
+        lambda r: nnx.LinearGeneral((2, 3), 5, axis=(-2, -1), rngs=r), (2, 3), 6, 5, into(2, 3, 5),
+    ),
     # Flax sorts the axes, so the kernel's first axis meets the input's axis 2 here too.
-    "general, unsorted": (lambda r: nnx.LinearGeneral((3, 3), (5, 2), axis=(-1, 2), rngs=r), (3, 3), 9, 10, into(3, 3, 5, 2)),
+    "general, unsorted": (
+        lambda r: nnx.LinearGeneral((3, 3), (5, 2), axis=(-1, 2), rngs=r), (3, 3), 9, 10, into(3, 3, 5, 2),
+    ),
     "einsum q": (lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2))),
     "einsum q, bias": (
         lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), (2, 4), bias_init=nnx.initializers.normal(1.0), rngs=r),
@@ -124,18 +130,14 @@ def test_einsum_equation_of_the_call():
 def test_einsum_call_that_turns_the_kernel_round_is_refused():
     model = Holder(nnx.Einsum("BTD,DF->BTF", (6, 6), rngs=nnx.Rngs(0)))
     manager = make_manager(model)
-    with (
-        manager.prepare([None] * 3) as batch,
-        pytest.raises(LoRAError, match="proj: called with einsum_str='BTF,DF->BTD'"),
-    ):
 
-        @jax.jit
-        def step(model, x, batch):
-            from jlora.layers.scope import use
+    @jax.jit
+    def step(model, x, batch):
+        with use(batch):
+            return model.proj(x, einsum_str="BTF,DF->BTD")
 
-            with use(batch):
-                return model.proj(x, einsum_str="BTF,DF->BTD")
-
+    reason = "proj: called with einsum_str='BTF,DF->BTD'"
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=reason):
         step(model, normal(3, 2, 6), batch)
 
 
@@ -163,8 +165,6 @@ def test_embedding_and_tied_logits(head_name):
         "lm_head": make_module(rng, 6, 11, 3),
         "proj": make_module(rng, 6, 6, 4),
     }
-    from jlora.adapters import Adapter
-
     adapters = [
         Adapter(name="all", modules=modules),
         Adapter(name="lookup", modules={"embed": modules["embed"]}),
@@ -259,8 +259,6 @@ def test_registered_layer(registered, pytree):
 
     @nnx.jit
     def step(model, x, batch):
-        from jlora.layers.scope import use
-
         with use(batch):
             return model(x)
 
@@ -301,7 +299,7 @@ def test_registered_layer_says_why_not(registered):
     model = Holder(Dense(6, 6, rngs=nnx.Rngs(0)))
     with pytest.raises(LoRAError, match=r"\['proj'\] match 'proj' \(Dense\), but it is quantised to 4 bits"):
         make_manager(model, target_modules=["proj"])
-    with pytest.raises(LoRAError, match="takes a subclass of nnx.Module"):
+    with pytest.raises(LoRAError, match=r"takes a subclass of nnx\.Module"):
         register_layer(int, lambda layer: "no")  # type: ignore[type-var]
 
 
@@ -322,7 +320,7 @@ REFUSED = {
     "convolution": (lambda r: nnx.Conv(6, 6, (1,), rngs=r), "Conv is not a linear or embedding layer that jlora knows"),
     "flax's own LoRA": (lambda r: nnx.LoRALinear(6, 6, lora_rank=2, rngs=r), "LoRALinear overrides the __call__"),
     "batched kernel": (lambda r: nnx.LinearGeneral(6, 6, batch_axis={0: 3}, rngs=r), "a kernel of its own"),
-    "batched einsum": (lambda r: nnx.Einsum("BTD,BDH->BTH", (3, 6, 6), rngs=r), "a kernel of its own for each entry of B"),
+    "batched einsum": (lambda r: nnx.Einsum("BTD,BDH->BTH", (3, 6, 6), rngs=r), "of its own for each entry of B"),
     "diagonal": (lambda r: nnx.Einsum("TD,DD->TD", (6, 6), rngs=r), "takes a diagonal"),
     "sum of its own": (lambda r: nnx.Einsum("BTD,FH->BTH", (6, 6), rngs=r), "sums over D, F alone"),
     "kernel ellipsis": (lambda r: nnx.Einsum("BD,D...->B...", (6, 6), rngs=r), "has an ellipsis"),

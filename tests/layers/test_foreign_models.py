@@ -1,0 +1,343 @@
+"""Models written the way other codebases write them, wrapped as they are and compared with merged weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.scope import use
+from jlora.layers.slots import SlotParam
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    check_against_merged,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)
+
+
+def tokens_of(*shape):
+    return np.random.default_rng(1).integers(0, 11, shape).astype(np.int32)
+
+
+# --- Attention as einsums with head dims, tied embedding scaled by the width read off a neighbour's kernel ----------
+
+
+class GemmaAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.q_einsum = nnx.Einsum("BTD,NDH->BTNH", (4, 6, 3), rngs=rngs)
+        self.kv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (2, 2, 6, 3), rngs=rngs)
+        self.attn_vec_einsum = nnx.Einsum("BTNH,NHD->BTD", (4, 3, 6), rngs=rngs)
+
+    @property
+    def groups(self):
+        return self.q_einsum.kernel.shape[0] // self.kv_einsum.kernel.shape[1]
+
+    def __call__(self, x):
+        q = self.q_einsum(x)
+        k, v = (jnp.repeat(part, self.groups, axis=2) for part in self.kv_einsum(x))
+        scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) * self.q_einsum.kernel.shape[-1] ** -0.5
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+        return self.attn_vec_einsum(jnp.einsum("BNTS,BSNH->BTNH", weights, v))
+
+
+class Gemma(nnx.Module):
+    packed_modules = {"kv_einsum": ("k_proj", "v_proj")}  # noqa: RUF012
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embedder = nnx.Embed(11, 6, rngs=rngs)
+        self.layers = nnx.List([GemmaAttention(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embedder(tokens) * 6**0.5
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.embedder.attend(x)
+
+
+def test_gemma_style_einsum_attention():
+    targets = []
+    for i in range(2):
+        path = f"layers.{i}"
+        heads = lambda n: lambda d: d.T.reshape(6, n, 3).swapaxes(0, 1)  # noqa: E731
+        targets += [
+            Target(f"{path}.q_einsum", 6, 12, f"{path}.q_einsum.kernel", heads(4)),
+            Target(f"{path}.k_proj", 6, 6, f"{path}.kv_einsum.kernel", heads(2), at=(0,)),
+            Target(f"{path}.v_proj", 6, 6, f"{path}.kv_einsum.kernel", heads(2), at=(1,)),
+            Target(f"{path}.attn_vec_einsum", 12, 6, f"{path}.attn_vec_einsum.kernel"),
+        ]
+    check_against_merged(Gemma(), targets, tokens_of(3, 4))
+
+
+# --- A KV cache held as nnx.Cache ---------------------------------------------------------------------------------
+
+
+def decode(model, x, batch=None):
+    """Token by token through a jitted step that carries the model's state, as nnx loops do."""
+
+    @nnx.jit
+    def step(model, x, batch):
+        if batch is None:
+            return model(x)
+        with use(batch):
+            return model(x)
+
+    return jnp.concatenate([step(model, x[:, t : t + 1], batch) for t in range(x.shape[1])], axis=1)
+
+
+class CachedAttention(nnx.Module):
+    """Writes its cache in the call, one token at a time."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.q, self.k, self.v = (nnx.Linear(6, 6, rngs=rngs) for _ in range(3))
+        self.cache_k, self.cache_v = nnx.Cache(jnp.zeros((3, 4, 6))), nnx.Cache(jnp.zeros((3, 4, 6)))
+        self.position = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        at = self.position[...]
+        for cache, new in ((self.cache_k, self.k(x)), (self.cache_v, self.v(x))):
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new, at, axis=1)
+        self.position[...] = at + 1
+        scores = jnp.einsum("BTD,BSD->BTS", self.q(x), self.cache_k[...])
+        scores = jnp.where((jnp.arange(4) <= at)[None, None], scores, -1e30)
+        return jax.nn.softmax(scores) @ self.cache_v[...]
+
+
+class FlaxAttention(nnx.Module):
+    def __init__(self):
+        self.attn = nnx.MultiHeadAttention(2, 6, 6, 6, decode=True, rngs=nnx.Rngs(0))
+        self.attn.init_cache((3, 4, 6))
+
+    def __call__(self, x):
+        return self.attn(x)
+
+
+@pytest.mark.parametrize("kind", ["own", "flax"])
+def test_cache_held_as_nnx_cache(kind):
+    if kind == "own":
+        model = CachedAttention()
+        targets = [Target(name, 6, 6, f"{name}.kernel") for name in ("v", "q", "k")]
+    else:
+        model = FlaxAttention()
+        names = ("value", "query", "key", "out")
+        targets = [Target(f"attn.{name}", 6, 6, f"attn.{name}.kernel") for name in names]
+    one, two = make_adapter("one", targets, 3), make_adapter("two", targets[:1], 1)
+    twins = {"one": merge(model, targets, one), "two": merge(model, targets, two), None: nnx.clone(model)}
+    x, names = normal(3, 4, 6), ["two", None, "one"]
+    manager = make_manager(model, [one, two])
+    with manager.prepare(names) as batch:
+        found = decode(model, x, batch)
+    expected = np.stack([np.asarray(decode(nnx.clone(twins[name]), x))[i] for i, name in enumerate(names)])
+    assert_close(found, expected)
+    assert np.abs(expected - np.asarray(decode(twins[None], x))).max() > 1e-2
+    assert isinstance(model.cache_k if kind == "own" else model.attn.cached_key, nnx.Cache)
+
+
+# --- An embedding that is never called ----------------------------------------------------------------------------
+
+
+class ReadsItsTable(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        table = self.embed.embedding[...]
+        return self.proj(table[tokens]) @ table.T
+
+
+LOOKUP = Target("embed", 11, 6, "", kind="embedding")
+LOGITS = Target("lm_head", 6, 11, "")
+PROJ = Target("proj", 6, 6, "proj.kernel")
+
+
+@pytest.mark.parametrize("target", [LOOKUP, LOGITS])
+@pytest.mark.parametrize("when", ["added before the first trace", "added after it", "after other adapters"])
+def test_weights_for_a_layer_that_is_never_called_are_refused(target, when):
+    model, tokens = ReadsItsTable(), tokens_of(3, 4)
+    bad = make_adapter("bad", [PROJ, target], 2)
+    manager = make_manager(model)
+    reason = "adapter 'bad'.*'embed.*but the forward never calls that layer"
+    if when == "added before the first trace":
+        manager.add_adapter(bad)
+        for _ in range(2):  # a trace that failed is not kept
+            with manager.prepare(["bad"] * 3) as batch, pytest.raises(AdapterMismatchError, match=reason):
+                serve(model, tokens, batch)
+        manager.remove_adapter("bad")
+    elif when == "after other adapters":
+        manager.add_adapter(make_adapter("good", [PROJ], 2))
+        with manager.prepare(["good"] * 3) as batch:
+            serve(model, tokens, batch)
+    else:
+        with manager.prepare([None] * 3) as batch:
+            serve(model, tokens, batch)
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(bad)
+    assert "bad" not in manager.list_adapters()
+
+
+def test_adapters_that_leave_it_alone_are_served():
+    check_against_merged(ReadsItsTable(), [PROJ], tokens_of(3, 4))
+
+
+# --- Layers under nnx.scan ----------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(6, 8, rngs=rngs)
+        self.down = nnx.Einsum("BTF,FD->BTD", (8, 6), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Scanned(nnx.Module):
+    def __init__(self, axes, remat=False):
+        self.blocks = nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+        self.axes, self.remat = axes, remat
+
+    def __call__(self, x):
+        def step(x, block):
+            return block(x)
+
+        body = nnx.remat(step) if self.remat else step
+        return nnx.scan(body, in_axes=(nnx.Carry, self.axes), out_axes=nnx.Carry)(x, self.blocks)
+
+
+def stacked_targets(template):
+    return [
+        Target(template.format(i, name), k, n, f"blocks.{name}.kernel", at=(i,))
+        for i in range(3)
+        for name, k, n in (("up", 6, 8), ("down", 8, 6))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [
+        (0, False),
+        (0, True),
+        (nnx.StateAxes({nnx.Param: 0, SlotParam: 0, ...: None}), False),
+    ],
+    ids=["axis 0", "remat", "state axes"],
+)
+def test_layers_under_nnx_scan(axes, remat):
+    """One module holds all layers; checkpoint names carry the layer's index."""
+    targets = stacked_targets("blocks.{}.{}")
+    adapters = [make_adapter("all", targets[::-1], 3), make_adapter("last", targets[4:], 2)]
+    check_against_merged(Scanned(axes, remat), targets, normal(3, 2, 6), adapters=adapters)
+
+
+def test_nnx_scan_that_does_not_map_the_slots_says_so():
+    model = Scanned(nnx.StateAxes({nnx.Param: 0, ...: None}))
+    manager = make_manager(model)
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"map jlora\.SlotParam over axis 0"):
+        serve(model, normal(3, 2, 6), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("blocks.3.up", "has no module 'blocks.3.up' "),
+        ("blocks.up", "is a stack of 3 layers, and the name has"),
+    ],
+)
+def test_layer_index_is_checked(name, reason):
+    manager = make_manager(Scanned(0))
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(make_adapter("bad", [Target(name, 6, 8, "")], 2))
+
+
+# --- Paths of its own, and the checkpoint's names -------------------------------------------------------------------
+
+
+class BonsaiLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.input_layernorm = nnx.RMSNorm(6, rngs=rngs)
+        self.attn = nnx.Dict({"q": nnx.LinearGeneral(6, (2, 3), use_bias=False, rngs=rngs)})
+        self.attn["o"] = nnx.LinearGeneral((2, 3), 6, axis=(-2, -1), use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.attn["o"](jnp.tanh(self.attn["q"](self.input_layernorm(x))))
+
+
+class Bonsai(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embedder = nnx.Embed(11, 6, rngs=rngs)
+        self.layer_stack = nnx.List([BonsaiLayer(rngs) for _ in range(2)])
+        self.output = nnx.Linear(6, 11, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embedder(tokens)
+        for layer in self.layer_stack:
+            x = layer(x)
+        return self.output(x)
+
+
+def test_name_map_from_hugging_face_names():
+    name_map = {
+        r"^model\.layers\.(\d+)\.self_attn\.(q|o)_proj$": r"layer_stack.\1.attn.\2",
+        r"^lm_head$": "output",
+        r"^model\.embed_tokens$": "embedder",
+    }
+    targets = [
+        *(
+            Target(f"model.layers.{i}.self_attn.{p}_proj", 6, 6, f"layer_stack.{i}.attn.{p}.kernel")
+            for i in range(2)
+            for p in "qo"
+        ),
+        Target("lm_head", 6, 11, "output.kernel"),
+        Target("model.embed_tokens", 11, 6, "embedder.embedding", kind="embedding"),
+    ]
+    check_against_merged(Bonsai(), targets, tokens_of(3, 4), name_map=name_map)
+    with pytest.raises(AdapterMismatchError, match=r"has no module 'model\.layers\.0\.self_attn\.q_proj'"):
+        make_manager(Bonsai()).add_adapter(make_adapter("one", targets, 2))
+
+
+# --- Mixed dtypes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("param", "compute", "slots"),
+    [("bfloat16", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("float32", "bfloat16", None),
+     ("bfloat16", "float32", None)],
+)  # fmt: skip
+def test_slot_dtype_apart_from_the_models(param, compute, slots):
+    """Base output plus float64 delta of what the slots hold, rounded once to the base's own output dtype."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(6, 5, param_dtype=jnp.dtype(param), dtype=jnp.dtype(compute), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    model, x = Model(), jnp.asarray(normal(3, 2, 6), compute)
+    base = np.asarray(jax.jit(lambda model, x: model(x))(model, x))
+    assert base.dtype == compute
+    adapter = make_adapter("one", [Target("proj", 6, 5, "")], 3)
+    manager = make_manager(model, [adapter], dtype=slots)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, x, batch))
+    held = jnp.dtype(slots or param)
+    assert model.proj.jlora_a.dtype == model.proj.jlora_b.dtype == held
+    module = adapter.modules["proj"]
+    a = np.asarray(jnp.asarray(module.a, held), np.float64)
+    b = np.asarray(jnp.asarray(module.scaling * module.b, held), np.float64)
+    x_seen = np.asarray(x.astype(held), np.float64)
+    expected = base.astype(np.float64)
+    expected[[0, 2]] += (x_seen @ a.T @ b.T)[[0, 2]]
+    assert found.dtype == base.dtype
+    np.testing.assert_array_equal(found[1], base[1])
+    assert_close(found, expected, tolerance=1e-6 if compute == "float32" else 2**-8)
+    assert np.abs(found - base).max() > 0.1

@@ -1,0 +1,220 @@
+"""Wrapping changes what a layer computes and nothing else: paths, attributes, classes, aliases; unwrap undoes it."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.slots import SlotParam, SlotRanks
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    check_against_merged,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj = nnx.Linear(6, 6, rngs=rngs)
+        self.proj = nnx.Einsum("BTD,DF->BTF", (6, 6), rngs=rngs)
+
+    def __call__(self, x):
+        width = self.q_proj.kernel.shape[1]  # a neighbour's kernel is read, as attention code does
+        return self.proj(self.q_proj(x) / width)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(11, 6, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.dropout = nnx.Dropout(0.0)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def modules_of(model):
+    return {path: module for path, module in nnx.iter_modules(model)}
+
+
+def test_paths_attributes_and_classes_stay():
+    model = Model()
+    paths = set(nnx.to_flat_state(nnx.state(model)).paths)
+    values = {path: v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    attributes = {path: set(vars(module)) for path, module in modules_of(model).items()}
+    identities = {path: id(module) for path, module in modules_of(model).items()}
+    manager = make_manager(model)
+    state = nnx.to_flat_state(nnx.state(model))
+    assert {path for path, v in state if not isinstance(v, SlotParam)} == paths
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        np.testing.assert_array_equal(v[...], values[path][...])
+    for path, module in modules_of(model).items():
+        assert id(module) == identities[path]
+        assert attributes[path] <= set(vars(module))
+    assert isinstance(model.blocks[0].q_proj, nnx.Linear)
+    assert isinstance(model.blocks[0].proj, nnx.Einsum)
+    assert isinstance(model.embed, nnx.Embed)
+    assert model.blocks[0].proj.kernel.shape == (6, 6)
+    assert model.blocks[1].q_proj.in_features == 6
+    assert jax.tree.structure(manager.slots) == jax.tree.structure(nnx.state(model, SlotParam))
+
+
+def test_unwrap_gives_the_very_same_model():
+    """Attributes, classes and flax's own bookkeeping: a function compiled for the model needs no second compilation."""
+    model = Model()
+    traces = []
+
+    @jax.jit
+    def forward(model, tokens):
+        traces.append(1)
+        return model(tokens)
+
+    tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
+    before = np.asarray(forward(model, tokens))
+    classes = {path: type(module) for path, module in modules_of(model).items()}
+    attributes = {path: dict(vars(module)) for path, module in modules_of(model).items()}
+    structure, graphdef = jax.tree.structure(model), nnx.graphdef(model)
+    manager = make_manager(model, [make_adapter("one", [Target("blocks.0.q_proj", 6, 6, "")], 2)])
+    with manager.prepare(["one"] * 3) as batch:
+        assert not np.array_equal(serve(model, tokens, batch), before)
+    assert manager.unwrap() is model
+    assert {path: type(module) for path, module in modules_of(model).items()} == classes
+    assert {path: dict(vars(module)) for path, module in modules_of(model).items()} == attributes
+    assert jax.tree.structure(model) == structure
+    assert nnx.graphdef(model) == graphdef
+    np.testing.assert_array_equal(forward(model, tokens), before)
+    assert len(traces) == 1
+
+
+def test_wrapping_twice_is_refused_and_wrapping_again_after_unwrap_is_not():
+    model = Model()
+    first = make_manager(model)
+    with pytest.raises(LoRAError, match=r"embed: this model is wrapped already; call unwrap\(\)"):
+        make_manager(model)
+    first.unwrap()
+    check_against_merged(
+        model,
+        [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")],
+        np.arange(6, dtype=np.int32).reshape(3, 2),
+    )
+
+
+def test_a_layer_shared_with_a_wrapped_model_is_refused_and_nothing_is_touched():
+    model, other = Model(), Model()
+    make_manager(model)
+    other.dropout = model.blocks[0].q_proj
+    with pytest.raises(LoRAError, match="dropout: this model is wrapped already"):
+        make_manager(other)
+    assert type(other.embed) is nnx.Embed
+
+
+class Aliased(nnx.Module):
+    """The same layer under two paths, and two layers in one container twice."""
+
+    def __init__(self):
+        self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.again = self.first
+        self.bank = nnx.Dict({"a": self.first, "b": nnx.Linear(6, 6, rngs=nnx.Rngs(1))})
+
+    def __call__(self, x):
+        return self.bank["b"](self.again(jnp.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("name", ["first", "again", "bank.a"])
+def test_an_alias_is_wrapped_once_and_served_under_every_name(name):
+    manager = check_against_merged(Aliased(), [Target(name, 6, 6, "first.kernel")], normal(3, 2, 6))
+    assert len(manager._layout.sites) == 2
+    make_manager(manager.model, target_modules=[name])
+
+
+def test_an_alias_named_twice_by_one_adapter_is_refused():
+    manager = make_manager(Aliased())
+    both = [Target("first", 6, 6, ""), Target("again", 6, 6, "")]
+    with pytest.raises(AdapterMismatchError, match="again: fills slice 0 of 'first', which first fills too"):
+        manager.add_adapter(make_adapter("both", both, 2))
+
+
+def test_reference_cycles_are_walked_once():
+    class Child(nnx.Module):
+        def __init__(self, parent):
+            self.parent = parent
+            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.child = Child(self)
+
+        def __call__(self, x):
+            return self.child.proj(x)
+
+    model = Parent()
+    manager = make_manager(model, [make_adapter("one", [Target("child.proj", 6, 6, "")], 2)])
+    assert [site.aliases for site in manager._layout.sites] == [("child.proj",)]
+
+
+def test_containers_of_modules():
+    class Boxes(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.several = nnx.List([nnx.Linear(6, 6, rngs=rngs)])
+            self.pair = nnx.data((nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)))
+            self.named = nnx.data({"x": [nnx.Linear(6, 6, rngs=rngs)]})
+            self.chain = nnx.Sequential(nnx.Linear(6, 6, rngs=rngs), jnp.tanh, nnx.Linear(6, 6, rngs=rngs))
+
+        def __call__(self, x):
+            return self.chain(self.pair[1](self.pair[0](self.several[0](x))) + self.named["x"][0](x))
+
+    paths = ["several.0", "pair.0", "pair.1", "named.x.0", "chain.layers.0", "chain.layers.2"]
+    targets = [Target(path, 6, 6, f"{path}.kernel") for path in paths]
+    check_against_merged(Boxes(), targets, normal(3, 2, 6))
+    manager = make_manager(Boxes())
+    assert sorted(site.path for site in manager._layout.sites) == sorted(paths)
+
+
+def test_base_weights_loaded_after_wrapping_are_served():
+    """Every base parameter keeps its path, so a checkpoint restored later fits."""
+    model, other = Model(), Model()
+    target = Target("blocks.0.q_proj", 6, 6, "blocks.0.q_proj.kernel")
+    adapter = make_adapter("one", [target], 2)
+    for _, param in nnx.to_flat_state(nnx.state(other, nnx.Param)):
+        param[...] = 2 * param[...]
+    manager = make_manager(model, [adapter])
+    nnx.update(model, nnx.state(other, nnx.Param))
+    tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = serve(model, tokens, batch)
+    twins = {"one": merge(other, [target], adapter), None: other}
+    assert_close(found, expected_rows(twins, ["one", None, "one"], tokens))
+
+
+def test_a_copy_that_no_manager_writes_is_refused():
+    model = Model()
+    manager = make_manager(model, [make_adapter("one", [Target("blocks.0.q_proj", 6, 6, "")], 2)])
+    with pytest.raises(LoRAError, match="cannot be deep-copied"):
+        copy.deepcopy(model)
+    clone = nnx.clone(model)  # shares the slot arrays, which the next write donates
+    with manager.prepare(["one"]) as batch, pytest.raises(RuntimeError, match="deleted"):
+        serve(clone, np.zeros((1, 2), np.int32), batch)
+
+
+def test_slot_arrays_are_their_own_filter():
+    model = Model()
+    manager = make_manager(model)
+    _, params, ranks, slots = nnx.split(model, nnx.Param, SlotRanks, SlotParam)
+    assert {path[-1] for path in nnx.to_flat_state(ranks).paths} == {"jlora_ranks", "jlora_attend_ranks"}
+    assert len(jax.tree.leaves(slots)) == 2 * len(manager._layout.sites)
+    assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))

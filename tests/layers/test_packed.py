@@ -1,0 +1,85 @@
+"""Merged projections: output slices of unequal size, filled apart, together, or in groups."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.adapters import Adapter
+from jlora.errors import AdapterMismatchError, LoRAError
+from tests.layers.merging import Target, check_against_merged, make_adapter, make_manager, make_module, normal
+
+
+class Merged(nnx.Module):
+    """q, k, v of 6, 4 and 2 outputs in one kernel."""
+
+    packed_modules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # noqa: RUF012
+
+    def __init__(self, sizes: tuple[int, ...] | None = (6, 4, 2)):
+        self.qkv_proj = nnx.Linear(5, 12, rngs=nnx.Rngs(0))
+        if sizes is not None:
+            self.qkv_proj.output_sizes = sizes
+
+    def __call__(self, x):
+        return self.qkv_proj(x)
+
+
+def columns(name: str, start: int, size: int) -> Target:
+    return Target(name, 5, size, "qkv_proj.kernel", at=(slice(None), slice(start, start + size)))
+
+
+Q, K, V = columns("q_proj", 0, 6), columns("k_proj", 6, 4), columns("v_proj", 10, 2)
+ALL = Target("qkv_proj", 5, 12, "qkv_proj.kernel")
+
+
+def test_some_slices_all_slices_and_one_tensor_in_one_batch():
+    """A slot that an adapter leaves alone in a slice is not what an earlier adapter left there."""
+    adapters = [make_adapter("ends", [Q, V], 3), make_adapter("packed", [ALL], 2), make_adapter("middle", [K], 4)]
+    check_against_merged(Merged(), [Q, K, V, ALL], normal(3, 2, 5), adapters=adapters)
+
+
+def test_slices_of_different_rank():
+    rng = np.random.default_rng(0)
+    modules = {t.name: make_module(rng, 5, t.n, rank) for t, rank in ((Q, 1), (K, 4), (V, 2))}
+    adapters = [Adapter(name="mixed", modules=modules), make_adapter("only v", [V], 4)]
+    check_against_merged(Merged(), [Q, K, V], normal(3, 2, 5), adapters=adapters)
+
+
+def test_even_split_without_output_sizes():
+    thirds = [columns(name, 4 * i, 4) for i, name in enumerate(("q_proj", "k_proj", "v_proj"))]
+    check_against_merged(Merged(None), thirds[::-1], normal(3, 2, 5))
+
+
+def test_groups_that_cover_several_slices():
+    """One tensor of the checkpoint fills q, k and v, which share its A; another fills the rest."""
+    packed = {"qkv_proj": {"in_proj_qkv": (4, 4, 2), "in_proj_z": 2}}
+    qkv, z = columns("in_proj_qkv", 0, 10), columns("in_proj_z", 10, 2)
+    adapters = [make_adapter("both", [qkv, z], 3), make_adapter("group", [qkv], 2), make_adapter("whole", [ALL], 1)]
+    model = Merged()
+    manager = check_against_merged(model, [qkv, z, ALL], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
+    assert manager._layout.sites[0].out_sizes == (4, 4, 2, 2)
+
+
+def test_a_slice_filled_twice_is_refused():
+    manager = make_manager(Merged())
+    with pytest.raises(AdapterMismatchError, match="q_proj fills too"):
+        manager.add_adapter(make_adapter("twice", [Q, ALL], 2))
+
+
+@pytest.mark.parametrize(
+    ("packed", "reason"),
+    [
+        ({"qkv_proj": ("q_proj", "k_proj")}, r"names 2 parts .* has output_sizes \(6, 4, 2\)"),
+        ({"qkv_proj": {"q_proj": 6, "k_proj": 5}}, r"slices \(6, 5\) sum to 11, but the layer has 12 outputs"),
+    ],
+)
+def test_parts_that_do_not_fill_the_layer_are_refused(packed, reason):
+    model = Merged()
+    with pytest.raises(LoRAError, match=reason):
+        make_manager(model, packed_modules=packed)
+    assert type(model.qkv_proj) is nnx.Linear
+
+
+def test_shape_of_one_slice_is_checked():
+    manager = make_manager(Merged())
+    with pytest.raises(AdapterMismatchError, match=r"takes \(2, 5\) and \(4, 2\)"):
+        manager.add_adapter(make_adapter("wide", [Target("k_proj", 5, 6, "")], 2))

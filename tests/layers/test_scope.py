@@ -1,0 +1,324 @@
+"""`jlora.use`: what each row takes, in every layout, and what raises rather than serve the wrong adapter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.errors import LoRAError
+from jlora.layers.linear import LinearLayer
+from jlora.layers.scope import use
+from jlora.layers.wrap import _describe, register_layer
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(11, 6, rngs=rngs)
+        self.proj = nnx.Linear(6, 6, rngs=rngs)
+        self.lm_head = nnx.Linear(6, 11, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.lm_head(jnp.tanh(self.proj(self.embed(tokens))))
+
+
+TARGETS = [
+    Target("proj", 6, 6, "proj.kernel"),
+    Target("lm_head", 6, 11, "lm_head.kernel"),
+    Target("embed", 11, 6, "embed.embedding", kind="embedding"),
+]
+ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 1)
+TOKENS = np.random.default_rng(0).integers(0, 11, (4, 3)).astype(np.int32)
+NAMES = ["one", None, "two", "one"]
+
+
+@jax.jit
+def serve(model, tokens, batch):
+    with use(batch):
+        return model(tokens)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A wrapped model, its manager, and what merged weights say for NAMES over TOKENS."""
+    model = Model()
+    twins = {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: nnx.clone(model)}
+    expected = expected_rows(twins, NAMES, TOKENS)
+    base = np.asarray(run(twins[None], TOKENS))
+    manager = make_manager(model, [ONE, TWO])
+    with manager.prepare(["one", "two"]):
+        pass
+    return model, manager, expected, base
+
+
+# --- Layouts --------------------------------------------------------------------------------------------------------
+
+
+def test_batch_by_length(served):
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(serve(model, TOKENS, batch), expected)
+
+
+def test_flattened_rows(served):
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(serve(model, TOKENS.reshape(-1), batch), expected.reshape(12, 11))
+
+
+def test_flattened_rows_after_rows_by_length(served):
+    """As a mixture-of-experts block does inside a model, and one row a sequence for the logits."""
+    model, manager, expected, _ = served
+
+    @jax.jit
+    def forward(model, tokens, batch):
+        with use(batch):
+            x = model.embed(tokens)
+            x = model.proj(x.reshape(-1, 6)).reshape(x.shape)
+            return model.lm_head(jnp.tanh(x[:, -1]))
+
+    with manager.prepare(NAMES) as batch:
+        assert_close(forward(model, TOKENS, batch), expected[:, -1])
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+def test_packed_rows(served, pad):
+    """Sequences of different lengths one behind the other; one of no tokens; padding rows take no adapter."""
+    model, manager, expected, base = served
+    counts = [3, 1, 0, 2]
+    rows = np.concatenate([TOKENS[i, :n] for i, n in enumerate(counts)] + [TOKENS[1, :pad]])
+    with manager.prepare(NAMES, token_counts=counts, pad_to=6 + pad) as batch:
+        found = np.asarray(serve(model, rows, batch))
+    assert_close(found[:6], np.concatenate([expected[i, :n] for i, n in enumerate(counts)]))
+    assert_close(found[6:], base[1, :pad]) if pad else None
+
+
+def test_packed_rows_and_one_row_a_sequence_for_the_logits(served):
+    model, manager, expected, _ = served
+    counts = [3, 1, 2, 2]
+
+    @jax.jit
+    def forward(model, rows, last, batch):
+        with use(batch):
+            return model.lm_head(jnp.tanh(model.proj(model.embed(rows)))[last])
+
+    rows = np.concatenate([TOKENS[i, :n] for i, n in enumerate(counts)])
+    with manager.prepare(NAMES, token_counts=counts) as batch:
+        found = forward(model, rows, np.cumsum(counts) - 1, batch)
+    assert_close(found, np.stack([expected[i, n - 1] for i, n in enumerate(counts)]))
+
+
+def test_one_token_a_sequence(served):
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(serve(model, TOKENS[:, 0], batch), expected[:, 0])
+
+
+def test_no_tokens_at_all(served):
+    model, manager, _, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert serve(model, TOKENS[:, :0], batch).shape == (4, 0, 11)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5, 3), (1, 12), (4, 1, 3), (13,), (3,), ()])
+def test_other_shapes_raise(served, shape):
+    model, manager, _, _ = served
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"embed: rows of shape .* fit no layout"):
+        serve(model, np.zeros(shape, np.int32), batch)
+
+
+@pytest.mark.parametrize("shape", [(4,), (9,), (16,), (2, 4), (4, 4)])
+def test_other_shapes_raise_for_packed_rows(served, shape):
+    """8 packed rows of 2 sequences: neither flattened nor other packed rows are taken for them."""
+    model, manager, _, _ = served
+    with manager.prepare(["one", None], token_counts=[5, 3]) as batch:
+        if shape == (2, 4):
+            serve(model, np.zeros(shape, np.int32), batch)
+            return
+        with pytest.raises(LoRAError, match=r"expected .*8 packed tokens"):
+            serve(model, np.zeros(shape, np.int32), batch)
+
+
+def test_flattened_rows_of_another_length_raise(served):
+    model, manager, _, _ = served
+
+    @jax.jit
+    def forward(model, tokens, batch):
+        with use(batch):
+            model.embed(tokens)
+            return model.proj(jnp.zeros((8, 6)))
+
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"proj: rows of shape \(8,\) fit no layout"):
+        forward(model, TOKENS, batch)
+
+
+# --- The base, bitwise ----------------------------------------------------------------------------------------------
+
+
+def test_base_model_is_bitwise_the_unwrapped_one(served):
+    model, manager, _, base = served
+
+    @jax.jit
+    def alone(model, tokens):
+        with use(None):
+            return model(tokens)
+
+    np.testing.assert_array_equal(np.asarray(alone(model, TOKENS)).view(np.int32), base.view(np.int32))
+    with manager.prepare([None] * 4) as batch:
+        found = np.asarray(serve(model, TOKENS, batch))
+    np.testing.assert_array_equal(found.view(np.int32), base.view(np.int32))
+
+
+def test_negative_zero_stays_negative():
+    class Zeros(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((6, 6)))
+
+        def __call__(self, x):
+            return jnp.full((*x.shape[:-1], 6), -0.0) * self.w[...].sum()
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.zeros = Zeros()
+            self.embed = nnx.Embed(3, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            return jnp.concatenate([x, self.zeros(x), self.embed.attend(x) * 0 - 0.0], -1)
+
+    register_layer(Zeros, lambda layer: LinearLayer(6, 6, "w"))
+    try:
+        targets = [Target("zeros", 6, 6, ""), Target("embed", 3, 6, "", kind="embedding")]
+        model = Holder()
+        manager = make_manager(model, [make_adapter("one", targets, 2)])
+    finally:
+        del _describe[Zeros]
+    with manager.prepare(["one", None]) as batch:
+        found = np.asarray(serve(model, np.zeros((2, 2), np.int32), batch))
+    assert np.signbit(found[1, :, :12]).all()
+    assert (found[0, :, :12] != 0).any()
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(served):
+    """Bitwise, whoever shares the batch and wherever the sequence stands in it."""
+    model, manager, _, _ = served
+    tokens, outputs = np.broadcast_to(TOKENS[0], (4, 3)), {"one": set(), "two": set(), None: set()}
+    for names in (NAMES, ["one"] * 4, ["two", "one", None, "two"], [None, "two", "two", "one"], [None] * 4):
+        with manager.prepare(names) as batch:
+            found = np.asarray(serve(model, tokens, batch))
+        for name, row in zip(names, found, strict=True):
+            outputs[name].add(row.tobytes())
+    assert [len(found) for found in outputs.values()] == [1, 1, 1]
+
+
+# --- What raises ----------------------------------------------------------------------------------------------------
+
+
+def test_outside_the_scope(served):
+    model, _, _, _ = served
+    with pytest.raises(LoRAError, match=r"(?s)embed: .*outside `jlora.use`.*with jlora.use\(batch\):.*return model"):
+        jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
+    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
+        model(TOKENS)
+    with pytest.raises(LoRAError, match=r"lm_head: .*outside"):
+        model.lm_head(normal(4, 6))
+
+
+def test_scope_ends_with_its_block_and_nests(served):
+    model, manager, expected, base = served
+    with manager.prepare(NAMES) as batch:
+        with use(batch, partial=True):
+            with use(None):
+                assert_close(model(TOKENS), base)
+            assert_close(model(TOKENS), expected)
+        with pytest.raises(ZeroDivisionError), use(batch):
+            raise ZeroDivisionError
+        with pytest.raises(LoRAError, match=r"outside"):
+            model(TOKENS)
+
+
+def test_eager_calls_share_compiled_code(served):
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        with use(batch):
+            model(TOKENS)
+        with use(batch), jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+            compiled = []
+            patch.setattr("jax._src.dispatch.logger.log", lambda *args: compiled.append(args))
+            assert_close(model(TOKENS), expected)
+    assert not compiled
+
+
+def test_batch_opened_outside_jit(served):
+    model, manager, _, _ = served
+    with manager.prepare(NAMES) as batch:
+        with (
+            use(batch, partial=True),
+            pytest.raises(LoRAError, match=r"opened outside `jax.jit` and is read inside it"),
+        ):
+            jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
+
+        def closed_over(model, tokens):
+            with use(batch):
+                return model(tokens)
+
+        with pytest.raises(LoRAError, match=r"Pass it as an argument"):
+            jax.jit(closed_over)(model, TOKENS)
+        with use(batch, partial=True), pytest.raises(LoRAError, match=r"opened outside `jax.jit`"):
+            jax.lax.scan(lambda x, _: (model.proj(x), None), jnp.zeros((4, 6)), None, length=2)
+
+
+def test_model_closed_over_by_jit(served):
+    """Its slots would be constants of the compiled function, and later adapters not be seen."""
+    model, manager, _, _ = served
+
+    @jax.jit
+    def forward(tokens, batch):
+        with use(batch):
+            return model(tokens)
+
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"without being an argument of it"):
+        forward(TOKENS, batch)
+
+
+def test_closed_batch(served):
+    model, manager, _, _ = served
+    batch = manager.prepare(NAMES)
+    batch.close()
+    with pytest.raises(LoRAError, match=r"is closed"):
+        serve(model, TOKENS, batch)
+    with pytest.raises(LoRAError, match=r"is closed"), use(batch):
+        pass
+
+
+def test_batch_of_another_manager(served):
+    model, _, _, _ = served
+    other = make_manager(Model(), [ONE, TWO])
+    with other.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"prepared by the manager of another model"):
+        serve(model, TOKENS, batch)
+
+
+def test_what_is_no_batch(served):
+    _, manager, _, _ = served
+    with pytest.raises(LoRAError, match=r"takes a LoRABatch from manager.prepare.* got list"), use(NAMES):  # type: ignore
+        pass
+    assert manager.list_adapters()
+
+
+def test_partial_forward():
+    """Parts of one forward in functions of their own: without partial=True the missing layers are refused."""
+    model = Model()
+    manager = make_manager(model, [ONE])
+
+    def embed(model, tokens, batch, partial):
+        with use(batch, partial=partial):
+            return model.embed(tokens)
+
+    step = jax.jit(embed, static_argnums=3)
+    with manager.prepare(["one"] * 4) as batch:
+        assert step(model, TOKENS, batch, True).shape == (4, 3, 6)
+        serve(model, TOKENS, batch)
+        with pytest.raises(LoRAError, match=r"adapter 'one': brings weights for 'proj'.*partial=True"):
+            step(model, TOKENS, batch, False)

@@ -1,0 +1,266 @@
+"""JAX and Flax transformations inside and around a wrapped model: right values, one trace, nothing leaked or reused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jlora.errors import LoRAError
+from jlora.layers.scope import use
+from jlora.layers.slots import SlotParam, SlotRanks
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(6, 8, rngs=rngs)
+        self.down = nnx.Linear(8, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+TARGETS = [Target("up", 6, 8, "up.kernel"), Target("down", 8, 6, "down.kernel")]
+ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 1)
+X, NAMES = normal(8, 2, 6), ["one", None, "two", "one", "two", "two", None, "one"]
+
+
+def forward(model, x, batch):
+    with use(batch):
+        return model(x)
+
+
+@pytest.fixture(scope="module")
+def served():
+    model = Model()
+    twins = {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: nnx.clone(model)}
+    manager = make_manager(model, [ONE, TWO])
+    manager.activate_adapter("one")
+    manager.activate_adapter("two")
+    return model, manager, expected_rows(twins, NAMES, X), twins
+
+
+# --- Ways to pass the model -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_model_passed_straight_and_swapped_without_a_second_trace(served, jit):
+    _, _, _, twins = served
+    model, traces = Model(), []
+    manager = make_manager(model, [ONE, TWO], max_loras=1)
+
+    @jit
+    def step(model, x, batch):
+        traces.append(1)
+        return forward(model, x, batch)
+
+    for names in (["one"] * 8, ["two"] * 8, ["one", None] * 4):
+        with manager.prepare(names) as batch:
+            assert_close(step(model, X, batch), expected_rows(twins, names, X))
+    assert len(traces) == 1
+
+
+def test_model_split_and_merged(served):
+    _, _, _, twins = served
+    model, traces = Model(), []
+    manager = make_manager(model, [ONE, TWO], max_loras=1)
+    graphdef, _, rest = nnx.split(model, SlotParam, ...)
+
+    @jax.jit
+    def step(slots, rest, x, batch):
+        traces.append(1)
+        return forward(nnx.merge(graphdef, slots, rest), x, batch)
+
+    for names in (["one"] * 8, ["two", None] * 4):
+        with manager.prepare(names) as batch:
+            assert_close(step(manager.slots, rest, X, batch), expected_rows(twins, names, X))
+    assert len(traces) == 1
+
+
+# --- Traces that share a function ---------------------------------------------------------------------------------
+
+BLOCKS = {"jit": jax.jit(lambda layer, x: layer(x)), "remat": jax.checkpoint(lambda layer, x: layer(x))}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_function_shared_by_two_compiled_functions(served, kind):
+    """JAX keeps the trace of `block`; it must not be taken for another batch, or for the base model."""
+    model, manager, expected, twins = served
+    block = BLOCKS[kind]
+
+    def outer(model, x, batch):
+        with use(batch):
+            return x + block(model.down, jnp.tanh(block(model.up, x)))
+
+    with manager.prepare(NAMES) as batch:
+        assert_close(jax.jit(lambda *args: outer(*args))(model, X, batch), expected)
+    names = NAMES[::-1]
+    with manager.prepare(names) as batch:
+        assert_close(jax.jit(lambda *args: 1 * outer(*args))(model, X, batch), expected_rows(twins, names, X))
+    assert_close(jax.jit(lambda model, x: outer(model, x, None))(model, X), expected_rows(twins, [None] * 8, X))
+    with pytest.raises(LoRAError, match="outside"):
+        jax.jit(lambda model, x: block(model.down, block(model.up, x)))(model, X)
+
+
+def stacked(model):
+    """Three copies of the model's layers with weights of their own, as a lax.scan over layers holds them."""
+    graphdef, state = nnx.split(model)
+    return graphdef, jax.tree.map(lambda v: jnp.stack([v, v if v.dtype == jnp.int32 else 2 * v, v]), state)
+
+
+def test_lax_scan_over_layers(served):
+    """The body is traced once for all layers, outside which none of its values may be seen."""
+    model, manager, _, twins = served
+
+    def scan(model, x):
+        graphdef, layers = stacked(model)
+        return jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, layer)(x), None), x, layers)[0]
+
+    @jax.jit
+    def step(model, x, batch):
+        with use(batch):
+            y = scan(model, x)
+            return y - model(x)  # and after the scan, in the outer trace
+
+    def unrolled(twin, doubled, x):
+        return np.asarray(twin(doubled(twin(x))), np.float64) - np.asarray(twin(x), np.float64)
+
+    with manager.prepare(NAMES) as batch:
+        found = np.asarray(step(model, X, batch))
+    for i, name in enumerate(NAMES):
+        twin = twins[name]
+        # Slots are doubled with the rest, A and B both: four times the delta.
+        doubled = merge(twins[None], TARGETS, None)
+        for target in TARGETS:
+            base = np.asarray(getattr(twins[None], target.name).kernel[...], np.float64)
+            full = np.asarray(getattr(twin, target.name).kernel[...], np.float64)
+            layer = getattr(doubled, target.name)
+            layer.kernel[...] = (2 * base + 4 * (full - base)).astype(np.float32)
+            layer.bias[...] = 2 * layer.bias[...]
+        assert_close(found[i : i + 1], unrolled(twin, doubled, X[i : i + 1]), 5e-5)
+
+
+def test_no_tracer_leaks(served):
+    """JAX's own check: a scope keeps no value of a scan's or a remat's trace."""
+    model, manager, _, _ = served
+
+    def step(model, x, batch):
+        with use(batch):
+            x, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(model)(x), None), x, None, length=2)
+            return model(x)
+
+    with jax.checking_leaks(), manager.prepare(NAMES) as batch:
+        assert jax.jit(step)(model, X, batch).shape == X.shape
+
+
+# --- Differentiation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_of_slots_and_inputs(remat):
+    """One linear: the gradients of sum(w * y) written out in float64."""
+
+    class One(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    model, names = One(), NAMES
+    manager = make_manager(model, [make_adapter(n, [Target("proj", 6, 5, "")], r) for n, r in (("one", 3), ("two", 1))])
+    w = normal(8, 2, 5, seed=3)
+    with manager.prepare(names) as batch:
+        graphdef, ranks, slots, rest = nnx.split(model, SlotRanks, SlotParam, ...)
+
+        @jax.jit
+        def gradients(slots, x, ranks, rest, batch):
+            def loss(slots, x):
+                with use(batch):
+                    model = nnx.merge(graphdef, ranks, slots, rest)
+                    return (w * (jax.checkpoint(model) if remat else model)(x)).sum()
+
+            return jax.grad(loss, argnums=(0, 1))(slots, x)
+
+        d_slots, d_x = gradients(slots, X, ranks, rest, batch)
+        rows = np.asarray(batch.slots)
+    a, b = (np.asarray(v[...], np.float64) for v in (model.proj.jlora_a, model.proj.jlora_b))
+    kernel = np.asarray(model.proj.kernel[...], np.float64)
+    d_a, d_b, expected_x = np.zeros_like(a), np.zeros_like(b), w @ kernel.T
+    for i, slot in enumerate(rows):
+        if slot < 3:
+            for t in range(2):
+                d_a[slot, 0] += np.outer(b[slot] @ w[i, t], X[i, t])
+                d_b[slot] += np.outer(a[slot, 0] @ X[i, t], w[i, t])
+                expected_x[i, t] += a[slot, 0].T @ (b[slot] @ w[i, t])
+    # Rows past an adapter's rank are no part of it and get no gradient.
+    true_ranks = {slot: {"one": 3, "two": 1}[name] for slot, name in zip(rows, names, strict=True) if name}
+    for slot, rank in true_ranks.items():
+        d_a[slot, :, rank:], d_b[slot, rank:] = 0, 0
+    assert_close(d_slots["proj"]["jlora_a"][...], d_a)
+    assert_close(d_slots["proj"]["jlora_b"][...], d_b)
+    assert_close(d_x, expected_x)
+
+
+# --- vmap -----------------------------------------------------------------------------------------------------------
+
+
+def test_vmap_over_sequences_with_their_batch(served):
+    """A model written for one sequence [length, features]."""
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(jax.jit(jax.vmap(forward, in_axes=(None, 0, 0)))(model, X, batch), expected)
+        assert_close(jax.vmap(forward, in_axes=(None, 0, 0))(model, X[:, 0], batch), expected[:, 0])
+
+
+def test_vmap_over_whole_batches(served):
+    """An axis that is not the sequences': candidates, say."""
+    model, manager, expected, twins = served
+    both = np.stack([X, -X])
+    with manager.prepare(NAMES) as batch:
+        found = jax.jit(jax.vmap(forward, in_axes=(None, 0, None)))(model, both, batch)
+    assert_close(found[0], expected)
+    assert_close(found[1], expected_rows(twins, NAMES, -X))
+
+
+@pytest.mark.parametrize("length", [8, 16, 3])
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())], ids=["plain", "grad"])
+def test_vmap_over_sequences_without_their_batch_is_refused(served, length, wrap):
+    """The rows of one sequence look like one row a sequence (8), or like flattened rows (16), and are neither."""
+    model, manager, _, _ = served
+
+    @jax.jit
+    def step(model, x, batch):
+        with use(batch):
+            return jax.vmap(wrap(model))(x)
+
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"up: under jax.vmap, .* map the batch too"):
+        step(model, normal(8, length, 6), batch)
+
+
+# --- shard_map ------------------------------------------------------------------------------------------------------
+
+
+def shard(step, specs):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data")))
+
+
+def test_shard_map_over_sequences(served):
+    model, manager, expected, _ = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(shard(forward, (P(), P("data"), P("data")))(model, X, batch), expected)
+
+
+def test_shard_map_over_packed_rows(served):
+    """A shard's rows may belong to more sequences than the shard has, and to sequences of other shards."""
+    model, manager, expected, _ = served
+    counts = [1, 2, 1, 1, 2, 0, 1, 2]  # 10 rows and 6 of padding, 2 a shard
+    rows = np.concatenate([X[i, :n] for i, n in enumerate(counts)] + [X[0, :1]] * 6)
+    with manager.prepare(NAMES, token_counts=counts, pad_to=16) as batch:
+        found = shard(forward, (P(), P("data"), P("data")))(model, rows, batch)
+    assert_close(found[:10], np.concatenate([expected[i, :n] for i, n in enumerate(counts)]))

@@ -32,7 +32,7 @@ def test_logits_equal_transformers(golden, name):
     expected = goldens.expected(name)
     logits = forward(golden(name), expected["tokens"])
     assert logits.dtype == jnp.float32
-    assert goldens.relative_error(logits, expected["logits"]) < 1e-5
+    assert goldens.relative_error(logits, expected["logits"]) < goldens.TOLERANCE
 
 
 @goldens.each
@@ -100,10 +100,11 @@ def test_bfloat16_stays_bfloat16_with_float32_logits(tied):
 
 @goldens.each
 def test_bfloat16_is_near_float32(golden, name):
-    """bfloat16 keeps 8 bits, so a few percent of the logits' scale; a wrong layer is far outside."""
-    tokens = goldens.expected(name)["tokens"]
+    """Rounding to 8 bits in some ten places adds up to 1-2.3% of the logits, root mean square."""
+    expected = goldens.expected(name)
     model = from_pretrained(goldens.FOLDER / name, dtype=jnp.bfloat16)
-    assert goldens.relative_error(forward(model, tokens), goldens.expected(name)["logits"]) < 0.05
+    error = np.asarray(forward(model, expected["tokens"])) - expected["logits"]
+    assert np.sqrt(np.mean(error**2) / np.mean(expected["logits"] ** 2)) < 0.035
 
 
 def test_gradient_is_finite_and_reaches_every_weight(golden):

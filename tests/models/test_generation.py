@@ -72,7 +72,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(golden):
     options = {"max_new_tokens": 16, "temperature": 1.5, "seed": 5}
     together = generate(golden(NAME), prompts, sequence_ids=[7, 3, 9, 4], **options)
     assert len({tuple(answer) for answer in together}) == 4
-    for order in ([2], [3, 1], [1, 0, 3, 2]):
+    for order in ([2], [1, 0, 3, 2]):
         ids = [[7, 3, 9, 4][i] for i in order]
         answers = generate(golden(NAME), [prompts[i] for i in order], sequence_ids=ids, **options)
         assert answers == [together[i] for i in order]

@@ -1,0 +1,215 @@
+"""Mixed batches against PEFT itself: every adapter through files that PEFT wrote, every logit compared."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import jlora  # noqa: E402
+import jlora.models  # noqa: E402
+from jlora.models.decoder import _attend  # noqa: E402
+from jlora.models.rope import rotate, rotations  # noqa: E402
+from tests.parity import cases  # noqa: E402
+
+# transformers and PEFT announce deprecations of their own, and what they save beside LoRA, through warnings.
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
+
+TOLERANCE = 1e-4  # of the largest logit
+ROWS, LENGTH = 6, 20
+SLOTS, HOST = 4, 10
+
+
+class World:
+    """One base model in both frameworks, and its adapters: PEFT's folders and PEFT's logits, each made when asked."""
+
+    def __init__(self, name: str, folder):
+        self.name, self.folder = name, folder
+        self.theirs = cases.base_model(torch, transformers, name)
+        self.theirs.save_pretrained(folder / "base")
+        self.tokens = np.random.default_rng(len(name)).integers(0, cases.VOCAB, (ROWS, LENGTH)).astype(np.int32)
+        self.fields = cases.adapters_of(name)
+
+    @functools.cache  # noqa: B019 - as long-lived as the module's fixture
+    def peft_model(self, adapter: str):
+        return cases.peft_model(torch, peft, self.theirs, adapter, self.fields[adapter])
+
+    @functools.cache  # noqa: B019
+    def path(self, adapter: str) -> str:
+        return str(cases.save_adapter(torch, self.peft_model(adapter), adapter, self.folder))
+
+    @functools.cache  # noqa: B019
+    def logits(self, adapter: str | None) -> np.ndarray:
+        """PEFT's float32 logits [ROWS, LENGTH, V] of every sequence with one adapter."""
+        model = self.theirs if adapter is None else self.peft_model(adapter)
+        return cases.logits(torch, model, self.tokens)
+
+    def request(self, adapter: str, **fields) -> jlora.LoRARequest:
+        return jlora.LoRARequest(adapter, self.path(adapter), **fields)
+
+    def served(self, slots: int = SLOTS, host: int | None = HOST) -> jlora.LoRAManager:
+        model = jlora.models.from_pretrained(self.folder / "base")
+        config = jlora.LoRAConfig(max_loras=slots, max_lora_rank=cases.MAX_RANK, max_cpu_loras=host)
+        return jlora.LoRAManager(model, config)
+
+
+ONE_A_FAMILY = ["llama-biases-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-window"]
+
+
+@pytest.fixture(scope="module", params=cases.MODELS)
+def world(request, tmp_path_factory) -> World:
+    return World(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def counted_forward():
+    """A jitted forward and the list of its traces."""
+    traces = []
+
+    @jax.jit
+    def forward(model, tokens, batch):
+        traces.append(tokens.shape)
+        with jlora.use(batch):
+            return model(tokens)
+
+    return forward, traces
+
+
+def assert_close(got, want, what):
+    got = np.asarray(got)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), what
+
+
+def test_mixed_batches_of_every_adapter(world):
+    manager = world.served()
+    forward, traces = counted_forward()
+    names = list(world.fields)
+    assert len(names) >= 16
+    rng = np.random.default_rng(1)
+    served = set()
+    ranks = set()
+    for step in range(60):
+        # Every adapter in turn, with random company; now and then the base model alone, or one adapter for all.
+        company = rng.choice(names, rng.integers(0, SLOTS), replace=False).tolist()
+        present = [names[step % len(names)], *company][:SLOTS] if step % 10 else []
+        rows = [present[i] if present and (i := rng.integers(-1, len(present))) >= 0 else None for _ in range(ROWS)]
+        for name in dict.fromkeys(name for name in rows if name is not None):
+            manager.add_adapter(world.request(name))
+            ranks.add(manager.list_adapters()[name].rank)
+        with manager.prepare(rows) as batch:
+            got = forward(manager.model, world.tokens, batch)
+        for i, name in enumerate(rows):
+            assert_close(got[i], world.logits(name)[i], (step, name))
+        served.update(rows)
+    assert served == {*names, None}
+    assert {1, cases.MAX_RANK} <= ranks
+    assert traces == [(ROWS, LENGTH)]
+    assert forward._cache_size() == 1
+    stats = manager.stats()
+    assert stats.compilations == 1
+    assert stats.slot_evictions > len(names)
+    assert stats.host_evictions > len(names) // 2
+
+
+def test_every_adapter_changes_the_logits(world):
+    """What the comparison above rests on: no adapter is so small that leaving it out would pass."""
+    base = world.logits(None)
+    for name in world.fields:
+        for i in range(ROWS):
+            assert np.abs(world.logits(name)[i] - base[i]).max() > 100 * TOLERANCE * np.abs(base).max(), name
+
+
+def test_replaced_in_its_slot(world):
+    """`load_inplace` between steps: other weights, another rank and other modules under the same name."""
+    manager = world.served(slots=2, host=2)
+    forward, traces = counted_forward()
+    kept = "rslora"
+    manager.add_adapter(world.request(kept))
+    for successor in ("rank 64 everywhere", "head", "rank 1", "embedding"):
+        manager.add_adapter(jlora.LoRARequest("live", world.path(successor), load_inplace=True))
+        with manager.prepare(["live", kept, None, "live", kept, "live"]) as batch:
+            got = forward(manager.model, world.tokens, batch)
+        for i, name in enumerate([successor, kept, None, successor, kept, successor]):
+            assert_close(got[i], world.logits(name)[i], (successor, name))
+    assert len(traces) == 1
+    assert manager.stats().slot_evictions == 0
+
+
+@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
+def test_greedy_answers(world):
+    """Prompts of unlike lengths through the cache: prefill [B, L], decode [B, 1], logits of one row a sequence."""
+    adapters = [None, "all-linear", "embedding and head", "both patterns with rslora", "drawn 0"]
+    manager = world.served(slots=4)
+    for name in adapters[1:]:
+        manager.add_adapter(world.request(name))
+    prompts = [world.tokens[i % ROWS, : 2 + 3 * i].tolist() for i in range(len(adapters))]
+    with manager.prepare(adapters) as batch:
+        answers = jlora.models.generate(manager.model, prompts, batch=batch, max_new_tokens=12)
+    for name, prompt, answer in zip(adapters, prompts, answers, strict=True):
+        model = world.theirs if name is None else world.peft_model(name)
+        assert answer == cases.greedy(torch, model, prompt, 12), name
+
+
+def packed_forward(model, tokens, positions, segments):
+    """The decoder on rows [T] of several sequences side by side, as a serving engine lays them out -> [T, V]."""
+    trunk, config = model.model, model.config
+    split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
+    rotation = rotations(config, positions[None])
+    distance = positions[:, None] - positions[None, :]
+    own = (segments[:, None] == segments[None, :]) & (distance >= 0)
+    x = trunk.embed_tokens(tokens)
+    for layer in trunk.layers:
+        attention = layer.self_attn
+        heads = attention.qkv_proj(layer.input_layernorm(x)).reshape(1, len(tokens), -1, config.head_dim)
+        q, k, v = jnp.split(heads, split, axis=2)
+        if config.qk_norm:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        visible = own if attention.window is None else own & (distance < attention.window)
+        mixed = _attend(rotate(q, *rotation), rotate(k, *rotation), v, visible[None])
+        x = x + attention.o_proj(mixed.reshape(len(tokens), -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.logits(trunk.norm(x))
+
+
+@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
+def test_packed_rows(world):
+    """Sequences of unlike lengths side by side, with rows of padding behind; one compilation for all lengths."""
+    adapters = ["rank pattern", "embedding and head", "drawn 1", "layer 0"]
+    manager = world.served(slots=3, host=4)
+    for name in adapters:
+        manager.add_adapter(world.request(name))
+
+    @jax.jit
+    def forward(model, tokens, positions, segments, batch):
+        with jlora.use(batch):
+            return packed_forward(model, tokens, positions, segments)
+
+    total = 64
+    a, b, c, d = adapters
+    steps = [
+        ([a, None, b, a, c], (20, 1, 7, 13, 5)),
+        ([c, d, c, None, d], (0, 20, 3, 20, 20)),
+        ([None, b, a, b, None], (2, 2, 20, 1, 1)),
+    ]
+    for names, counts in steps:
+        tokens = np.zeros(total, np.int32)
+        positions = np.arange(total, dtype=np.int32)  # the padding is one sequence of its own
+        segments = np.full(total, -1, np.int32)
+        ends = np.cumsum(counts)
+        spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        for i, (span, count) in enumerate(zip(spans, counts, strict=True)):
+            tokens[span], positions[span], segments[span] = world.tokens[i, :count], np.arange(count), i
+        with manager.prepare(names, token_counts=counts, pad_to=total) as batch:
+            got = np.asarray(forward(manager.model, tokens, positions, segments, batch))
+        for i, (name, span, count) in enumerate(zip(names, spans, counts, strict=True)):
+            if count:
+                assert_close(got[span], world.logits(name)[i, :count], (name, counts))
+    assert forward._cache_size() == 1

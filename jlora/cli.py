@@ -254,8 +254,14 @@ def _load_model(folder: Path, dtype: str, tokenizer: bool = True) -> tuple[Any, 
 
     loaded = _load_tokenizer(folder / "tokenizer.json") if tokenizer else None
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    with _progress(f"reading model {folder} ({_bytes(size)})"):
-        return from_pretrained(folder, dtype=dtype), loaded
+    what = f"reading model {folder} ({_bytes(size)})"
+
+    def percent(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{what} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
+
+    with _progress(what):
+        return from_pretrained(folder, dtype=dtype, progress=percent), loaded
 
 
 def _load_tokenizer(file: Path) -> Any:

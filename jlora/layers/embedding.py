@@ -39,7 +39,7 @@ def _add_lookup(
 ) -> Float[Array, "*lead N"]:
     """base + A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`."""
     scope = enter_site(site, layer.jlora_tracking)
-    if scope is None:
+    if scope is None or not base.size:
         return base
     ids, plan = scope.rows(site, base)
     a, b, ranks = slot_arrays(layer, site)

@@ -3,8 +3,10 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
@@ -193,7 +195,7 @@ _current: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jlora_
 _trace_key = jax.make_user_context(None)
 
 
-def _mapped(value: Array) -> bool:
+def _mapped(value: Any) -> bool:
     """True if a `jax.vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
     while isinstance(value, jax.core.Tracer):
         if type(value).__name__ == "BatchTracer":  # JAX does not export the class

@@ -256,7 +256,7 @@ def test_batch_opened_outside_jit(served):
     with manager.prepare(NAMES) as batch:
         with (
             use(batch, partial=True),
-            pytest.raises(LoRAError, match=r"opened outside `jax.jit` and is read inside it"),
+            pytest.raises(LoRAError, match=r"outside `jax.jit` and is read inside it"),
         ):
             jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
 

@@ -6,6 +6,7 @@ slice i has its own a[:, i], and its own columns of b.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from jaxtyping import Float, Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas import xla
+from jlora.pallas import gradients, xla
 from jlora.pallas.plan import Plan, make_plan
+from jlora.pallas.tiles import platform
 
-__all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink"]
+__all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
 
 
 def shrink(
@@ -45,7 +47,12 @@ def shrink(
     _check_rows("shrink", "x", x, plan)
     _check_a("shrink", a, plan, x.shape[1])
     ranks = _check_ranks("shrink", ranks, a.shape[:2])
-    return xla.shrink(x, a, plan, ranks=ranks)
+    rows, (groups, n, rank, _) = plan.num_rows, a.shape
+    base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
+    kernels = _choose("shrink", backend, base, x, a, b, (rank,) * n)
+    if kernels is None or rows == 0:
+        return xla.shrink(x, a, plan, ranks=ranks)
+    return gradients.shrink(kernels.shrink, x, a, plan, ranks)
 
 
 def expand(
@@ -81,7 +88,12 @@ def expand(
         raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
     _check_base("expand", base, plan, b.shape[2])
     ranks = _check_ranks("expand", ranks, (b.shape[0], len(sizes)))
-    return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
+    (n, rows, rank), groups = h.shape, b.shape[0]
+    out = _like((rows, b.shape[2]), b.dtype) if base is None else base
+    kernels = _choose("expand", backend, out, _like((rows, n * rank)), _like((groups, n, rank, n * rank)), b, sizes)
+    if kernels is None or rows == 0:
+        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
+    return gradients.expand(kernels.expand, sizes, h, b, plan, base, ranks)
 
 
 def add_lora(
@@ -124,7 +136,50 @@ def add_lora(
     ranks = _check_ranks("add_lora", ranks, a.shape[:2])
     if plan.num_rows == 0:
         return base
-    return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks)
+    kernels = _choose("add_lora", backend, base, x, a, b, sizes)
+    if kernels is None:
+        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks)
+    return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks)
+
+
+def unsupported_reason(backend: Backend, base, x, a, b, *, slice_sizes: Sequence[int]) -> str | None:
+    """Why `backend` cannot run `add_lora` on operands of these shapes and dtypes (arrays or `jax.ShapeDtypeStruct`s).
+
+    None if it can. Pure: it looks at no device, so a program can be checked for a machine that is elsewhere. "auto"
+    can always run: it takes the platform's kernels if they can, else "xla".
+    """
+    kernels = _kernels(backend)
+    return None if kernels is None else kernels.unsupported_reason(base, x, a, b, slice_sizes=tuple(slice_sizes))
+
+
+def _kernels(backend: Backend) -> ModuleType | None:
+    """The kernels of a named backend; imported on use, for either import is slow and needs only its own platform."""
+    if backend == "triton":
+        from jlora.pallas import triton
+
+        return triton
+    if backend == "mosaic_tpu":
+        from jlora.pallas import mosaic_tpu
+
+        return mosaic_tpu
+    if backend in ("auto", "xla"):
+        return None
+    raise LoRAError(f"backend must be 'auto', 'xla', 'mosaic_tpu' or 'triton', got {backend!r}")
+
+
+def _choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
+    """The kernels to run, or None for XLA."""
+    if backend == "auto":
+        name: Backend = {"gpu": "triton", "cuda": "triton", "tpu": "mosaic_tpu"}.get(platform(), "xla")
+        return _kernels(name) if unsupported_reason(name, base, x, a, b, slice_sizes=sizes) is None else None
+    reason = unsupported_reason(backend, base, x, a, b, slice_sizes=sizes)
+    if reason is not None:
+        raise LoRAError(f"{op}: backend {backend!r} {reason}")
+    return _kernels(backend)
+
+
+def _like(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _check_rows(op: str, name: str, rows, plan: Plan) -> None:

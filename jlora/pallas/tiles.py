@@ -76,10 +76,14 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
 
     A tile costs one fetch of its group's weights plus work in proportion to its rows, occupied or not. The XLA path
     fetches by copying, at about the cost of computing 16 rows, and may use tiles of one row. The kernels' matrix units
-    work on at least 16 rows, so fewer would only mean more tiles.
+    work on at least 16 rows, so fewer would only mean more tiles. The GPU kernels skip empty tiles and read ahead best
+    with 64 rows, which pays once groups have half as many.
     """
-    kernels = backend in ("triton", "mosaic_tpu") or (backend == "auto" and platform() in ("gpu", "cuda", "tpu"))
-    sizes = (16, 32, 64, 128) if kernels else (1, 2, 4, 8, 16, 32, 64, 128)
+    where = platform() if backend == "auto" else {"triton": "gpu", "mosaic_tpu": "tpu", "xla": "cpu"}[backend]
+    if where in ("gpu", "cuda"):
+        rows = max(1, num_rows // max_active)
+        return max(16, min(64, 2 << (rows.bit_length() - 1)))
+    sizes = (16, 32, 64, 128) if where == "tpu" else (1, 2, 4, 8, 16, 32, 64, 128)
     return min(sizes, key=lambda t: (max_tiles(num_rows, t, max_active) * (t + 16), t))
 
 

@@ -19,17 +19,14 @@ from jlora.pallas.tiles import GPUTiles, gpu_tiles
 MAX_RANK = 512
 
 
-def unsupported_reason(x_dtype, a_dtype, b_dtype, rank: int, tile_m: int) -> str | None:
-    """Why the kernels cannot run these dtypes (None for those absent) and sizes, or None if they can."""
-    for name, dtype in (("x", x_dtype), ("a", a_dtype), ("b", b_dtype)):
-        if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {jnp.dtype(dtype).name}; the kernels take bfloat16, float16 and float32"
-    if rank > MAX_RANK:
-        return f"rank {rank} is above {MAX_RANK}"
-    if tile_m > 128:
-        return f"tiles of {tile_m} rows are above 128; make the plan with a smaller tile_m"
-    if tile_m & (tile_m - 1):
-        return f"tiles of {tile_m} rows are not a power of two; make the plan with another tile_m"
+def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
+    """Why the kernels cannot run `add_lora` on operands of these shapes and dtypes, or None if they can."""
+    del slice_sizes  # any will do
+    for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
+        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"takes bfloat16, float16 and float32, but {name} is {array.dtype}; cast it"
+    if a.shape[2] > MAX_RANK:
+        return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
     return None
 
 
@@ -38,12 +35,13 @@ def shrink(
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"],
+    ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "n M R"]:
     """See `jlora.ops.shrink`."""
     tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, a.shape[3], a.shape[3], a.shape[2])
+    ranks = _all_ranks(a.shape[0], a.shape[1], a.shape[2]) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
     rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group].T, 0)  # [n, M]
@@ -57,11 +55,12 @@ def expand(
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Int[jax.Array, "G n"],
+    ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.expand`."""
+    ranks = _all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
     if base is None:
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     tiles = tiles or gpu_tiles(b.dtype.name, plan.num_rows, plan.tile_m, b.shape[2], b.shape[2], b.shape[1])
@@ -76,17 +75,22 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Int[jax.Array, "G n"],
+    ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
-    rank, k = a.shape[2:]
+    groups, n, rank, k = a.shape
+    ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
     tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, k, b.shape[2], rank)
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
     h_dtype = jnp.dtype(dtype if tiles.split_k == 1 and dtype == jnp.bfloat16 else jnp.float32)
     h = _shrink(x, a, plan, ranks, tiles, h_dtype, interpret)
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dtype, interpret)
+
+
+def _all_ranks(groups: int, n: int, rank: int):
+    return jnp.full((groups, n), rank, jnp.int32)
 
 
 def _shrink(x, a, plan: Plan, ranks, tiles: GPUTiles, h_dtype, interpret: bool):
@@ -143,7 +147,7 @@ def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref
         def step(j, acc):
             k = (part * steps + j) * block_k + jnp.arange(block_k, dtype=jnp.int32)
             x_mask, a_mask = live, (r < read)[:, None]
-            if k_size % (steps * block_k):
+            if parts * steps * block_k != k_size:
                 inside = (k < k_size)[None, :]
                 x_mask, a_mask = x_mask & inside, a_mask & inside
             x = _load(x_ref, (rows[:, None], k[None, :]), x_mask)
@@ -157,7 +161,7 @@ def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref
 
         return ahead
 
-    _share_out(used_ref[0] * per_tile, unit, look_up(pl.program_id(0)))
+    _share_out(_tiles_used(used_ref, group_ref) * per_tile, unit, look_up(pl.program_id(0)))
 
 
 def _expand_kernel(
@@ -186,7 +190,7 @@ def _expand_kernel(
     base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
-    used = used_ref[0]
+    used = _tiles_used(used_ref, group_ref)
     starts, per_chunk, per_tile = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
 
     def unit(u, carry):
@@ -227,6 +231,11 @@ def _expand_kernel(
     _share_out(used * per_tile, unit, jnp.int32(0))
 
 
+def _tiles_used(used_ref, group_ref):
+    """A single tile is taken as used without waiting to read that: masks keep it harmless if it is empty."""
+    return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
+
+
 def _share_out(units, run, carry):
     """Runs unit p, p + programs, ... in program p, passing `carry` on."""
     p, programs = pl.program_id(0), pl.num_programs(0)
@@ -234,14 +243,14 @@ def _share_out(units, run, carry):
 
 
 def _tile(tile, group_ref, rows_ref, tile_m: int):
-    """The tile's group, and its rows as [max(16, tile_m)]: what a dot takes at least; past M where there is none."""
-    place = jnp.arange(max(16, tile_m), dtype=jnp.int32)
+    """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
+    place = jnp.arange(max(16, 1 << (tile_m - 1).bit_length()), dtype=jnp.int32)
     rows = plt.load(rows_ref.at[tile * tile_m + place], mask=place < tile_m, other=2**30)
     return plt.load(group_ref.at[tile]), rows
 
 
 def _ranks_to_read(ranks_ref, group, i, rank: int):
-    """How many ranks of a and b to read. At ranks up to 16 all: waiting for the true rank takes longer than it saves."""
+    """How many ranks of a and b to read. All up to 16: to wait for the true rank takes longer than it saves."""
     return jnp.int32(rank) if rank <= 16 else plt.load(ranks_ref.at[group, i])
 
 

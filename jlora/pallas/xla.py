@@ -15,8 +15,8 @@ def shrink(
     x: Float[jax.Array, "M K"], a: Float[jax.Array, "G n R K"], plan: Plan, *, ranks: Int[jax.Array, "G n"] | None
 ) -> Float[jax.Array, "n M R"]:
     """See `jlora.ops.shrink`."""
-    h = _shrink_tiles(_to_tiles(x, plan), a, plan, ranks)
-    return jnp.moveaxis(_to_rows(jnp.moveaxis(h, 1, 2), plan), 1, 0)
+    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
+    return jnp.moveaxis(to_rows(jnp.moveaxis(h, 1, 2), plan), 1, 0)
 
 
 def expand(
@@ -29,8 +29,7 @@ def expand(
     ranks: Int[jax.Array, "G n"] | None,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.expand`."""
-    h_tiles = jnp.moveaxis(_to_tiles(jnp.moveaxis(h.astype(jnp.float32), 0, 1), plan), 2, 1)
-    delta = _to_rows(_expand_tiles(h_tiles, b, plan, slice_sizes, ranks), plan)
+    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
     return delta.astype(b.dtype) if base is None else _add(base, delta, plan, slice_sizes, ranks)
 
 
@@ -45,12 +44,12 @@ def add_lora(
     ranks: Int[jax.Array, "G n"] | None,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. The rank-R intermediate never leaves tile space."""
-    h = _shrink_tiles(_to_tiles(x, plan), a, plan, ranks)
-    delta = _to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
+    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
+    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
     return _add(base, delta, plan, slice_sizes, ranks)
 
 
-def _to_tiles(rows, plan: Plan):
+def to_tiles(rows, plan: Plan):
     """[M, ...] -> [T, tile_m, ...]; places that no row fills are zero, so that a NaN elsewhere cannot reach them."""
     filled = plan.tile_rows < plan.num_rows
     taken = rows[jnp.minimum(plan.tile_rows, plan.num_rows - 1)]
@@ -58,7 +57,12 @@ def _to_tiles(rows, plan: Plan):
     return tiles.reshape(plan.num_tiles, plan.tile_m, *rows.shape[1:])
 
 
-def _to_rows(tiles, plan: Plan):
+def to_slice_tiles(h, plan: Plan):
+    """[n, M, R] -> [T, n, tile_m, R] float32."""
+    return jnp.moveaxis(to_tiles(jnp.moveaxis(h.astype(jnp.float32), 0, 1), plan), 2, 1)
+
+
+def to_rows(tiles, plan: Plan):
     """[T, tile_m, ...] -> [M, ...] in the rows' own order; dropped rows are zero."""
     flat = tiles.reshape(-1, *tiles.shape[2:])
     taken = flat[jnp.minimum(plan.row_slot, flat.shape[0] - 1)]
@@ -80,10 +84,11 @@ def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return _mask_ranks(h, plan, ranks)
+    return mask_ranks(h, plan, ranks)
 
 
-def _mask_ranks(h, plan: Plan, ranks):
+def mask_ranks(h, plan: Plan, ranks):
+    """Zeroes [T, n, tile_m, R] at and past each tile's true rank."""
     if ranks is None:
         return h
     below = jnp.arange(h.shape[-1], dtype=jnp.int32)[None, None, :] < ranks[plan.tile_group][:, :, None]
@@ -92,7 +97,7 @@ def _mask_ranks(h, plan: Plan, ranks):
 
 def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     """[T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
-    h_tiles = _mask_ranks(h_tiles, plan, ranks)
+    h_tiles = mask_ranks(h_tiles, plan, ranks)
     b_tiles = b[plan.tile_group].astype(jnp.float32)
     parts, start = [], 0
     for i, size in enumerate(slice_sizes):

@@ -1,0 +1,106 @@
+"""Derivatives of the kernels. Forward runs a kernel; backward is plain jnp in tile space, without atomics.
+
+With h = x aᵀ and out = base + h b, slice by slice: dh = dout bᵀ, db = hᵀ dout, dx = dh a, da = dhᵀ x, dbase = dout.
+The sums over a group's rows run tile after tile in the plan's order, so they come out the same every time, and a NaN
+in one group's rows stays out of the others' gradients.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jlora.pallas import xla
+from jlora.pallas.plan import Plan
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def shrink(run, x, a, plan: Plan, ranks):
+    """`run(x, a, plan, ranks=ranks)`, differentiable in x and a."""
+    return run(x, a, plan, ranks=ranks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
+    """`run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
+    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks):
+    """`run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks)
+
+
+def _shrink_forward(run, x, a, plan, ranks):
+    return run(x, a, plan, ranks=ranks), (x, a, plan, ranks)
+
+
+def _shrink_backward(run, residuals, dh):
+    del run
+    return *_shrink_grads(*residuals, dh), None, None
+
+
+def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
+    out = run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
+    return out, (h, b, plan, ranks, base is None)
+
+
+def _expand_backward(run, slice_sizes, residuals, dout):
+    del run
+    *operands, no_base = residuals
+    return *_expand_grads(*operands, slice_sizes, dout), None, None if no_base else dout, None
+
+
+def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, ranks):
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks), (x, a, b, plan, ranks)
+
+
+def _add_lora_backward(run, slice_sizes, residuals, dout):
+    del run
+    x, a, b, plan, ranks = residuals
+    dh, db = _expand_grads(xla.shrink(x, a, plan, ranks=ranks), b, plan, ranks, slice_sizes, dout)
+    return dout, *_shrink_grads(x, a, plan, ranks, dh), db, None, None
+
+
+def _shrink_grads(x, a, plan: Plan, ranks, dh):
+    x_tiles = xla.to_tiles(x, plan).astype(jnp.float32)
+    dh_tiles = xla.mask_ranks(xla.to_slice_tiles(dh, plan), plan, ranks)
+    dx = jnp.einsum("tnmr,tnrk->tmk", dh_tiles, a[plan.tile_group].astype(jnp.float32), precision="highest")
+    da = _sum_by_group(lambda dh, x: _dot("nmr,mk->nrk", dh, x), a.shape, plan, dh_tiles, x_tiles)
+    return xla.to_rows(dx, plan).astype(x.dtype), da.astype(a.dtype)
+
+
+def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
+    h_tiles = xla.mask_ranks(xla.to_slice_tiles(h, plan), plan, ranks)
+    dout_tiles = xla.to_tiles(dout, plan).astype(jnp.float32)
+    columns = [slice(sum(slice_sizes[:i]), sum(slice_sizes[: i + 1])) for i in range(len(slice_sizes))]
+    b_tiles = b[plan.tile_group].astype(jnp.float32)
+    dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b_tiles[..., c]) for c in columns], axis=1)
+    dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.mask_ranks(dh, plan, ranks), 1, 2), plan), 1, 0)
+
+    def tile_db(h, dout):
+        return jnp.concatenate([_dot("mr,mn->rn", h[i], dout[:, c]) for i, c in enumerate(columns)], axis=1)
+
+    return dh.astype(h.dtype), _sum_by_group(tile_db, b.shape, plan, h_tiles, dout_tiles).astype(b.dtype)
+
+
+def _sum_by_group(per_tile, shape, plan: Plan, *tiles):
+    """The sum of per_tile(tile of each) over the tiles of every group, one tile after the other -> float32 [G, ...]."""
+
+    def step(total, tile):
+        group, used, *operands = tile
+        added = jnp.where(used, total[group] + per_tile(*operands), total[group])
+        return jax.lax.dynamic_update_index_in_dim(total, added, group, 0), None
+
+    used = plan.tile_start < plan.tile_end
+    return jax.lax.scan(step, jnp.zeros(shape, jnp.float32), (plan.tile_group, used, *tiles))[0]
+
+
+def _dot(spec, x, y):
+    return jnp.einsum(spec, x, y, precision="highest")
+
+
+shrink.defvjp(_shrink_forward, _shrink_backward)
+expand.defvjp(_expand_forward, _expand_backward)
+add_lora.defvjp(_add_lora_forward, _add_lora_backward)

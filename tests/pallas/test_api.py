@@ -1,0 +1,137 @@
+"""Dispatch, and the derivatives of the kernels against those of the XLA path."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.errors import LoRAError
+from jlora.pallas import api, gradients, triton
+from tests.pallas.test_triton import TILES
+from tests.pallas.test_xla import close, problem
+
+
+def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):
+    base, x, a, b, ids, ranks = problem(0, 16, 128, [128], rank, 4, dtype=dtype)
+
+    def run(base, x, a, b, ids, ranks):
+        plan = api.make_plan(ids, num_groups=4, tile_m=16)
+        return api.add_lora(base, x, a, b, plan, ranks=ranks, backend=backend)
+
+    return jax.jit(run).trace(base, x, a, b, ids, ranks).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform", "kernel"),
+    [
+        ("auto", "cpu", None), ("xla", "cpu", None), ("xla", "cuda", None),
+        ("triton", "cuda", "triton"), ("mosaic_tpu", "tpu", "tpu_custom_call"),
+    ],
+)  # fmt: skip
+def test_the_program_shows_which_backend_runs(backend, platform, kernel):
+    text = lowered(backend, platform)
+    for name in ("triton", "tpu_custom_call"):
+        assert (name in text) == (name == kernel)
+
+
+@pytest.mark.parametrize(
+    ("where", "platform", "kernel"), [("gpu", "cuda", "triton"), ("tpu", "tpu", "tpu_custom_call")]
+)
+def test_auto_follows_the_platform(monkeypatch, where, platform, kernel):
+    monkeypatch.setattr(api, "platform", lambda: where)
+    assert kernel in lowered("auto", platform)
+
+
+def test_auto_takes_xla_where_the_kernels_cannot_and_a_named_backend_says_why(monkeypatch):
+    monkeypatch.setattr(api, "platform", lambda: "gpu")
+    assert "triton" not in lowered("auto", "cuda", rank=600)
+    with pytest.raises(LoRAError, match=r"add_lora: backend 'triton' takes ranks up to 512, but R is 600"):
+        lowered("triton", "cuda", rank=600)
+
+
+def test_a_named_backend_is_never_replaced():
+    """On a CPU the GPU kernels cannot run: that is an error of the platform, not a reason to run something else."""
+    with pytest.raises(Exception, match=r"(?i)gpu|cpu|interpret"):
+        lowered("triton", "cpu")
+
+
+def test_unknown_backend():
+    with pytest.raises(LoRAError, match="backend must be"):
+        lowered("cuda", "cpu")
+
+
+def test_unsupported_reason_is_pure():
+    struct = jax.ShapeDtypeStruct
+    args = [struct(s, jnp.bfloat16) for s in ((4, 8), (4, 16), (2, 1, 8, 16), (2, 8, 8))]
+    for backend in ("auto", "xla", "triton"):
+        assert api.unsupported_reason(backend, *args, slice_sizes=(8,)) is None
+    args[1] = struct((4, 16), jnp.float8_e4m3fn)
+    assert "x is float8_e4m3fn" in api.unsupported_reason("triton", *args, slice_sizes=(8,))
+
+
+SIZES = (17, 6)
+
+
+@pytest.fixture
+def grouped():
+    base, x, a, b, ids, ranks = problem(3, 21, 40, SIZES, 5, 4)
+    return base, x, a, b, api.make_plan(ids, num_groups=4, tile_m=16), ranks
+
+
+def compare(run, reference, operands):
+    out, pull = jax.vjp(run, *operands)
+    want, pull_reference = jax.vjp(reference, *operands)
+    close(out, want, 2e-6)
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype)
+    for got, expected in zip(pull(cotangent), pull_reference(cotangent), strict=True):
+        assert got.dtype == expected.dtype
+        close(got, expected, 1e-5)
+
+
+def test_gradients_of_add_lora(grouped):
+    *operands, plan, ranks = grouped
+    run = partial(triton.add_lora, tiles=TILES, interpret=True)
+    compare(
+        lambda *v: gradients.add_lora(run, SIZES, *v, plan, ranks),
+        lambda *v: api.add_lora(*v, plan, slice_sizes=SIZES, ranks=ranks, backend="xla"),
+        operands,
+    )
+
+
+def test_gradients_of_shrink(grouped):
+    _, x, a, _, plan, ranks = grouped
+    run = partial(triton.shrink, tiles=TILES, interpret=True)
+    compare(
+        lambda x, a: gradients.shrink(run, x, a, plan, ranks),
+        lambda x, a: api.shrink(x, a, plan, ranks=ranks, backend="xla"),
+        (x, a),
+    )
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_gradients_of_expand(grouped, with_base):
+    base, x, a, b, plan, ranks = grouped
+    h = api.shrink(x, a, plan, ranks=ranks, backend="xla")
+    run = partial(triton.expand, tiles=TILES, interpret=True)
+
+    def kernel(h, b, base=None):
+        return gradients.expand(run, SIZES, h, b, plan, base, ranks)
+
+    def reference(h, b, base=None):
+        return api.expand(h, b, plan, slice_sizes=SIZES, ranks=ranks, base=base, backend="xla")
+
+    compare(kernel, reference, (h, b, base) if with_base else (h, b))
+
+
+def test_a_nan_stays_out_of_other_groups_gradients(grouped):
+    base, x, a, b, _, ranks = grouped
+    ids = jnp.arange(21) % 3
+    plan = api.make_plan(ids, num_groups=4, tile_m=16)
+    run = partial(triton.add_lora, tiles=TILES, interpret=True)
+    da, db = jax.grad(
+        lambda a, b: gradients.add_lora(run, SIZES, base, x.at[1].set(jnp.nan), a, b, plan, ranks).sum(), (0, 1)
+    )(a, b)
+    assert np.isfinite(np.asarray(da)[np.array([0, 2, 3])]).all()
+    assert np.isfinite(np.asarray(db)[np.array([0, 2, 3])]).all()

@@ -1,0 +1,152 @@
+"""The Triton kernels: values in interpret mode against the NumPy oracle, and lowering for CUDA without a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.pallas import api, triton
+from jlora.pallas.tiles import GPUTiles
+from tests import oracle
+from tests.pallas.test_xla import close, problem
+
+TILES = GPUTiles(
+    block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1
+)
+
+
+def add_lora(base, x, a, b, plan, sizes, ranks, tiles=TILES):
+    run = jax.jit(triton.add_lora, static_argnames=("slice_sizes", "tiles", "interpret"))
+    return run(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=True)
+
+
+SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
+    (1, 5, (3,), 1, 1, 16, 1),
+    (13, 70, (33, 5), 5, 4, 16, 3),
+    (70, 33, (20, 1, 17), 16, 9, 16, 1),
+    (40, 100, (19,), 40, 3, 32, 2),
+    (23, 64, (32,), 64, 2, 5, 3),  # a part of K that is empty
+    (17, 40, (24,), 100, 3, 16, 1),
+]
+
+
+@pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "split_k"), SHAPES)
+def test_values(rows, k, sizes, rank, groups, tile_m, split_k):
+    base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
+    plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m)
+    got = add_lora(base, x, a, b, plan, sizes, ranks, dataclasses.replace(TILES, split_k=split_k))
+    close(got, oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_half_precision(dtype, split_k):
+    sizes = (24, 9)
+    base, x, a, b, ids, ranks = problem(2, 21, 72, sizes, 12, 4, dtype=dtype)
+    base = base * 0
+    plan = api.make_plan(ids, num_groups=4, tile_m=16)
+    got = add_lora(base, x, a, b, plan, sizes, ranks, dataclasses.replace(TILES, split_k=split_k))
+    assert got.dtype == dtype
+    want = oracle.lora_delta(x, ids, a, b, sizes)
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 5e-3 * np.linalg.norm(want)
+
+
+def test_float16_intermediates_may_exceed_its_range():
+    x, a = jnp.full((2, 64), 100.0, jnp.float16), jnp.full((1, 1, 4, 64), 100.0, jnp.float16)
+    b = jnp.full((1, 4, 16), 1e-4, jnp.float16)
+    plan = api.make_plan(jnp.zeros(2, jnp.int32), num_groups=1, tile_m=16)
+    got = add_lora(jnp.zeros((2, 16), jnp.float16), x, a, b, plan, (16,), None)
+    close(got, oracle.lora_delta(x, [0, 0], a, b), 5e-3)
+
+
+def test_untouched_values_are_bitwise_the_base():
+    base, x, a, b, _, _ = problem(5, 12, 40, [17, 20], 20, 3)
+    base = base.at[:, ::2].set(-0.0).at[0, 1].set(jnp.nan)
+    ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
+    ranks = jnp.array([[20, 0], [0, 0], [20, 20]])
+    got = np.asarray(add_lora(base, x, a, b, api.make_plan(ids, num_groups=3, tile_m=16), (17, 20), ranks))
+    want = np.asarray(base)
+    dropped = np.array([0, 1, 2, 3, 4, 5, 8, 9, 11])
+    np.testing.assert_array_equal(got[dropped].view(np.uint32), want[dropped].view(np.uint32))
+    np.testing.assert_array_equal(got[6:8, 17:].view(np.uint32), want[6:8, 17:].view(np.uint32))
+    assert not np.isnan(got[1:]).any()
+    assert (got[6:8, :17] != want[6:8, :17]).any()
+    nobody = api.make_plan(jnp.full(12, 3), num_groups=3, tile_m=16)
+    untouched = add_lora(base, x, a, b, nobody, (17, 20), ranks)
+    np.testing.assert_array_equal(np.asarray(untouched).view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("rank", [8, 40])
+def test_what_lies_past_the_true_rank_is_never_used(rank):
+    base, x, a, b, ids, _ = problem(6, 9, 40, [20], rank, 2, ids=[0, 1, 0, 2, 1, 1, 0, 0, 1])
+    ranks = jnp.array([[rank // 2], [rank]])
+    clean = add_lora(base, x, a.at[0, :, rank // 2 :].set(0), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks)
+    dirty = add_lora(
+        base, x, a.at[0, :, rank // 2 :].set(jnp.nan), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks
+    )
+    np.testing.assert_array_equal(clean, dirty)
+
+
+def plan9(ids):
+    return api.make_plan(ids, num_groups=2, tile_m=16)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    """Bitwise the same alone, permuted, and among other neighbours, at one static number of rows."""
+    base, x, a, b, ids, ranks = problem(7, 24, 50, [30, 7], 20, 5, ids=np.arange(24) % 6)
+
+    def run(order, ids):
+        plan = api.make_plan(ids, num_groups=5, tile_m=4, max_active=5)
+        return np.asarray(add_lora(base[order], x[order], a, b, plan, (30, 7), ranks))
+
+    order = np.random.default_rng(0).permutation(24)
+    want = run(np.arange(24), ids)
+    np.testing.assert_array_equal(run(order, ids[order]), want[order])
+    alone = run(np.arange(24), jnp.full(24, 5).at[10].set(ids[10]))
+    np.testing.assert_array_equal(alone[10], want[10])
+    together = run(np.arange(24), jnp.full(24, ids[10]))
+    np.testing.assert_array_equal(together[10], want[10])
+
+
+def test_which_program_computes_what_changes_nothing():
+    base, x, a, b, ids, ranks = problem(8, 30, 64, [40, 8], 20, 4)
+    plan = api.make_plan(ids, num_groups=4, tile_m=16)
+    want = add_lora(base, x, a, b, plan, (40, 8), ranks)
+    for change in ({"programs": 1, "shrink_programs": 9, "chunks": 1}, {"chunks": 99, "ahead": 1}):
+        got = add_lora(base, x, a, b, plan, (40, 8), ranks, dataclasses.replace(TILES, **change))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_shrink_and_expand_alone():
+    sizes = (20, 9)
+    base, x, a, b, ids, ranks = problem(9, 19, 50, sizes, 20, 4)
+    plan = api.make_plan(ids, num_groups=4, tile_m=16)
+    h = triton.shrink(x, a, plan, ranks=ranks, tiles=TILES, interpret=True)
+    close(h, api.shrink(x, a, plan, ranks=ranks, backend="xla"), 1e-6)
+    run = dict(slice_sizes=sizes, ranks=ranks, tiles=TILES, interpret=True)
+    close(triton.expand(h, b, plan, base=None, **run), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
+    close(triton.expand(h, b, plan, base=base, **run), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
+
+
+REAL = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (1000, (333, 20))]
+
+
+@pytest.mark.parametrize(("k", "sizes"), REAL)
+@pytest.mark.parametrize(("rows", "rank", "dtype"), [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")])
+def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
+    struct = jax.ShapeDtypeStruct
+    arrays = [
+        struct(s, dtype) for s in ((rows, sum(sizes)), (rows, k), (8, len(sizes), rank, k), (8, rank, sum(sizes)))
+    ]
+    args = (*arrays, struct((rows,), jnp.int32), struct((8, len(sizes)), jnp.int32))
+
+    def run(base, x, a, b, ids, ranks):
+        plan = api.make_plan(ids, num_groups=8, backend="triton")
+        return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend="triton")
+
+    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("lora_shrink") > 0
+    assert text.count("lora_expand") > 0
+    assert text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi") == 2

@@ -44,6 +44,8 @@ EVERY_OPERATOR = [
 ]
 EVERY_OPERATOR += [
     "[^a]b",
+    "[^ab]c",
+    r"[^\w.]?a",
     "[a-b]+c",
     r"\w\.c",
     r"a\b.*",

@@ -1,0 +1,639 @@
+"""Bad input to a manager that is serving: the right error, which names what is at fault, and nothing else changes.
+
+"Nothing" is the slots' bytes, the books (slot names, host cache, counts), the batch that is open, and afterwards every
+logit of every adapter, bitwise.
+"""
+
+import contextlib
+import json
+import os
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save, save_file
+
+import jlora
+from jlora.models import Decoder, DecoderConfig
+from tests.adapters.test_fuzz import JSON, edited, edits
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+VOCAB, WIDTH, INNER, MAX_RANK = 19, 16, 24, 8
+Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
+DOWN, EMBED, HEAD = "model.layers.0.mlp.down_proj", "model.embed_tokens", "lm_head"
+SHAPES = {Q: (WIDTH, WIDTH), V: (WIDTH, WIDTH // 2), DOWN: (INNER, WIDTH), EMBED: (VOCAB, WIDTH), HEAD: (WIDTH, VOCAB)}
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5)).astype(np.int32)
+
+FORMAT, MISMATCH = jlora.AdapterFormatError, jlora.AdapterMismatchError
+
+
+def tensors_of(ranks: dict[str, int], seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for module, r in ranks.items():
+        inputs, outputs = SHAPES[module]
+        part = ("lora_embedding_A", "lora_embedding_B") if module == EMBED else ("lora_A.weight", "lora_B.weight")
+        tensors[f"{PREFIX}{module}.{part[0]}"] = rng.normal(size=(r, inputs)).astype(np.float32)
+        tensors[f"{PREFIX}{module}.{part[1]}"] = rng.normal(size=(outputs, r)).astype(np.float32)
+    return tensors
+
+
+def write(folder, ranks=None, *, seed=0, **fields):
+    """A sound adapter folder."""
+    ranks = {Q: 4, V: 2} if ranks is None else ranks
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": [name.rpartition(".")[2] for name in ranks],
+        "rank_pattern": {name.rpartition(".")[2]: r for name, r in ranks.items() if r != 4},
+        "alpha_pattern": {},
+        "base_model_name_or_path": "toy/decoder",
+    }
+    (folder / CONFIG).write_text(json.dumps(config | fields))
+    save_file(tensors_of(ranks, seed), folder / WEIGHTS)
+    return folder
+
+
+class World:
+    """A model serving three adapters in two slots, and the logits they gave before anything bad came.
+
+    The host cache is full: beside the three it holds a spare one that is never used, the first to be evicted.
+    """
+
+    def __init__(self, folder):
+        config = DecoderConfig(
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            intermediate_size=INNER,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=WIDTH // 2,
+        )
+        self.model = Decoder(config, rngs=nnx.Rngs(0))
+        for param in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param)):
+            param[...] *= 10.0  # the decoder draws small weights
+        self.manager = jlora.LoRAManager(
+            self.model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK, max_cpu_loras=4)
+        )
+
+        @jax.jit
+        def forward(model, tokens, batch):
+            with jlora.use(batch):
+                return model(tokens)
+
+        self.forward = forward
+        self.spare = jlora.LoRARequest("spare", str(write(folder / "spare")))
+        self.manager.add_adapter(self.spare)
+        ranks = {"first": {Q: 4, V: 2}, "second": {EMBED: 3, HEAD: 8, DOWN: 1}, "third": {V: 8, DOWN: 4}}
+        for seed, (name, modules) in enumerate(ranks.items()):
+            write(folder / name, modules, seed=seed)
+            self.manager.add_adapter(jlora.LoRARequest(name, str(folder / name)))
+        self.wanted = {name: self.logits([name] * len(TOKENS)) for name in (None, *ranks)}
+        for one in ranks:
+            assert np.abs(self.wanted[one] - self.wanted[None]).max() > 1e-2 * np.abs(self.wanted[None]).max()
+
+    def logits(self, names) -> np.ndarray:
+        with self.manager.prepare(names) as batch:
+            return np.asarray(self.forward(self.model, TOKENS, batch))
+
+    def state(self):
+        arrays = [np.asarray(array).tobytes() for array in jax.tree.leaves(self.manager.slots)]
+        return self.manager.slot_names, list(self.manager.list_adapters().items()), self.manager.stats(), arrays
+
+    @contextlib.contextmanager
+    def added(self, request):
+        """An adapter that loads, in place of the spare one while the block runs; the others are served on."""
+        assert self.manager.add_adapter(request)
+        assert "spare" not in self.manager.list_adapters()
+        yield
+        assert self.manager.remove_adapter(request.name)
+        assert self.manager.add_adapter(self.spare)
+        self.check_all()
+
+    def check(self, names, got):
+        for i, name in enumerate(names):
+            if name in self.wanted:
+                np.testing.assert_array_equal(got[i], self.wanted[name][i], err_msg=f"sequence {i}: {name}")
+
+    def check_all(self):
+        """Every adapter, mixed with others and swapped through both slots."""
+        for names in (["first", None, "second"], ["third", "first", "third"], [None, "second", "third"]):
+            self.check(names, self.logits(names))
+        assert self.forward._cache_size() == 1
+
+    @contextlib.contextmanager
+    def unharmed(self, *, open_batch: bool = True):
+        """What happens inside leaves the manager, an open batch and all that is served as they were."""
+        names = ["second", "first", None]
+        batch = self.manager.prepare(names)
+        if not open_batch:
+            batch.close()
+        before = self.state()
+        yield
+        assert self.state() == before
+        if open_batch:
+            with batch:
+                self.check(names, np.asarray(self.forward(self.model, TOKENS, batch)))
+        self.check_all()
+
+    def refused(self, request, error, *fragments, open_batch=True):
+        with self.unharmed(open_batch=open_batch), pytest.raises(jlora.LoRAError) as raised:
+            self.manager.add_adapter(request)
+        message = str(raised.value)
+        assert type(raised.value) is error, message
+        for fragment in (f"adapter {request.name!r}", *fragments):
+            assert fragment in message
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("served"))
+
+
+# ---- files that are not what they should be
+
+
+def rewrite(change):
+    """Change the tensors of a folder: `change(tensors)` in place."""
+
+    def apply(folder):
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / WEIGHTS)
+
+    return apply
+
+
+def weights(change):
+    """Change the bytes of the weights file."""
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+
+
+def config(text: str | bytes):
+    return lambda folder: (folder / CONFIG).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def fields(**values):
+    """Change fields of the configuration; `json` also writes NaN and Infinity."""
+
+    def apply(folder):
+        found = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(found | values))
+
+    return apply
+
+
+def flip(text: bytes, at: int, bit: int):
+    """Flip one bit of the `at`-th byte of the first `text` in the weights file."""
+
+    def change(data):
+        position = data.index(text) + at
+        return data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+
+    return weights(change)
+
+
+def header_size(size: int):
+    return weights(lambda data: struct.pack("<Q", size) + data[8:])
+
+
+A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
+WHOLE = "is not a whole safetensors file"
+
+# case -> (what is done to a sound folder, error, what the message must say besides the adapter's name)
+DAMAGED = {
+    "empty weights": (weights(lambda data: b""), FORMAT, WEIGHTS, WHOLE),
+    "eight bytes": (weights(lambda data: data[:8]), FORMAT, WEIGHTS, WHOLE),
+    "half the header": (weights(lambda data: data[:60]), FORMAT, WEIGHTS, WHOLE),
+    "half the tensors": (weights(lambda data: data[: len(data) * 2 // 3]), FORMAT, WEIGHTS, WHOLE),
+    "last byte gone": (weights(lambda data: data[:-1]), FORMAT, WEIGHTS, WHOLE),
+    "one byte too many": (weights(lambda data: data + b"\0"), FORMAT, WEIGHTS, WHOLE),
+    "noise": (weights(lambda data: bytes(range(256)) * 4), FORMAT, WEIGHTS, WHOLE),
+    "header of 2**63": (header_size(2**63), FORMAT, WEIGHTS, WHOLE),
+    "header of 2**64 - 1": (header_size(2**64 - 1), FORMAT, WEIGHTS, WHOLE),
+    "header of 99 MB": (header_size(99_000_000), FORMAT, WEIGHTS, WHOLE),
+    "header beyond the file": (weights(lambda data: struct.pack("<Q", len(data)) + data[8:]), FORMAT, WEIGHTS, WHOLE),
+    "flipped brace": (flip(b'{"', 0, 1), FORMAT, WEIGHTS, WHOLE),
+    "flipped dtype": (flip(b"F32", 2, 0), FORMAT, WEIGHTS, WHOLE),
+    "flipped shape": (flip(b"[4,16]", 1, 0), FORMAT, WEIGHTS, WHOLE),
+    "flipped offset": (flip(b'"data_offsets":[0,', 16, 3), FORMAT, WEIGHTS, WHOLE),
+    "flipped header size": (weights(lambda data: bytes([data[0] ^ 1]) + data[1:]), FORMAT, WEIGHTS, WHOLE),
+    "flipped name": (flip(b"q_proj", 0, 0), FORMAT, WEIGHTS, "self_attn.p_proj'", "expected one A and one B"),
+    "flipped half": (flip(b"lora_A", 5, 1), MISMATCH, WEIGHTS, "q_proj.lora_C.weight'", "expected lora_A, lora_B"),
+    # JSON
+    "empty config": (config(""), FORMAT, CONFIG, "is not JSON"),
+    "cut config": (config('{"peft_type": "LORA", "r'), FORMAT, CONFIG, "is not JSON"),
+    "config is not UTF-8": (config(b'{"peft_type": "\xff"}'), FORMAT, CONFIG, "is not JSON"),
+    "config too deep": (config("[" * 100_000), FORMAT, CONFIG, "is not JSON"),
+    "config is a list": (config("[]"), FORMAT, CONFIG, "must hold a JSON object, found a list"),
+    "config is a string": (config('"LORA"'), FORMAT, CONFIG, "must hold a JSON object, found a string"),
+    "config is a number": (config("8"), FORMAT, CONFIG, "must hold a JSON object, found a number"),
+    "config is null": (config("null"), FORMAT, CONFIG, "must hold a JSON object, found null"),
+    "config is empty": (config("{}"), FORMAT, CONFIG, "'peft_type'", '"LORA"'),
+    "field twice": (config('{"r": 1, "r": 2}'), FORMAT, CONFIG, "'r' is given twice"),
+    **{
+        f"rank {value!r}": (fields(r=value), FORMAT, CONFIG, "field 'r' must be a positive integer", f"found {value!r}")
+        for value in ("4", "", -1, 0, 4.0, True, None, [4], {"q_proj": 4})
+    },
+    **{
+        f"rank pattern {value!r}": (
+            fields(rank_pattern={"q_proj": value}), FORMAT, CONFIG,
+            "field 'rank_pattern', key 'q_proj' must be a positive integer", f"found {value!r}",
+        )
+        for value in ("4", -3, 0, None)
+    },
+    "rank patterns in a list": (fields(rank_pattern=[4]), FORMAT, CONFIG, "'rank_pattern' must be an object"),
+    "rank pattern that is none": (fields(rank_pattern={"(": 4}), FORMAT, "'rank_pattern'", "not a regular expression"),
+    "alpha NaN": (fields(lora_alpha=float("nan")), FORMAT, CONFIG, "NaN, which is not a JSON number"),
+    "alpha Infinity": (fields(lora_alpha=float("inf")), FORMAT, CONFIG, "Infinity, which is not a JSON number"),
+    "alpha 1e400": (config('{"peft_type": "LORA", "lora_alpha": 1e400, "target_modules": ["q_proj"]}'), FORMAT,
+                    CONFIG, "field 'lora_alpha' must be a finite number, found inf"),
+    "alpha 'NaN'": (fields(lora_alpha="NaN"), FORMAT, CONFIG, "field 'lora_alpha' must be a finite number", "'NaN'"),
+    "alpha null": (fields(lora_alpha=None), FORMAT, CONFIG, "field 'lora_alpha' must be a finite number, found None"),
+    "alpha pattern NaN": (fields(alpha_pattern={"q_proj": float("nan")}), FORMAT, CONFIG, "NaN, which is not"),
+    "alpha pattern '8'": (fields(alpha_pattern={"q_proj": "8"}), FORMAT, CONFIG,
+                          "field 'alpha_pattern', key 'q_proj' must be a finite number, found '8'"),
+    # tensors
+    "A without B": (rewrite(lambda t: t.pop(B)), FORMAT, WEIGHTS, Q, "expected one A and one B"),
+    "B without A": (rewrite(lambda t: t.pop(A)), FORMAT, WEIGHTS, Q, "expected one A and one B"),
+    "no tensor": (rewrite(lambda t: t.clear()), FORMAT, WEIGHTS, "holds no LoRA tensor"),
+    "integers": (rewrite(lambda t: t.update({A: np.ones((4, WIDTH), np.int32)})), FORMAT, A, "dtype I32", "F32"),
+    "rank of A": (rewrite(lambda t: t.update({A: t[A][:3]})), FORMAT, A, "has rank 3; expected 4"),
+    "rank of B": (rewrite(lambda t: t.update({B: t[B][:, :3]})), FORMAT, B, "has rank 3; expected 4"),
+    "both of another rank": (fields(r=3), FORMAT, A, "has rank 4; expected 3"),
+    "three axes": (rewrite(lambda t: t.update({A: t[A][None]})), MISMATCH, A, "(1, 4, 16)"),
+    "A too wide": (rewrite(lambda t: t.update({A: np.ones((4, 17), np.float32)})), MISMATCH, Q, "(4, 17)", "(4, 16)"),
+    "B too tall": (rewrite(lambda t: t.update({B: np.ones((17, 4), np.float32)})), MISMATCH, Q, "(17, 4)", "(16, 4)"),
+    "rank above the slots'": (lambda folder: write(folder, {Q: 9, V: 4}), MISMATCH, Q, "rank 9", "max_lora_rank=8"),
+    "too large for the slots": (
+        rewrite(lambda t: t.update({B: np.full((WIDTH, 4), 3e38, np.float32)})), MISMATCH, Q, "float32", "6e+38",
+    ),
+    # other base models
+    "deeper": (
+        rewrite(lambda t: t.update({k.replace(".0.", ".7."): t.pop(k) for k in (A, B)})), MISMATCH,
+        "no module 'model.layers.7.self_attn.q_proj'",
+    ),
+    "wider": (
+        rewrite(lambda t: t.update({A: np.ones((4, 32), np.float32), B: np.ones((32, 4), np.float32)})), MISMATCH,
+        Q, "(4, 32) and (32, 4)", "(4, 16) and (16, 4)",
+    ),
+    "other names": (
+        lambda folder: (
+            rewrite(lambda t: t.update({k.replace(Q, "transformer.h.0.attn.q_proj"): t.pop(k) for k in (A, B)}))(folder)
+        ), MISMATCH, "no module 'transformer.h.0.attn.q_proj'", "name_map",
+    ),
+    "other vocabulary": (
+        lambda folder: (
+            write(folder, {EMBED: 4}),
+            rewrite(lambda t: t.update({f"{PREFIX}{EMBED}.lora_embedding_A": np.ones((4, 23), np.float32)}))(folder),
+        ), MISMATCH, EMBED, "(4, 23)", "(4, 19)",
+    ),
+    "embedding as a projection": (
+        rewrite(lambda t: t.update({k.replace(Q, "model.norm.q_proj"): t.pop(k) for k in (A, B)})), MISMATCH,
+        "no module 'model.norm.q_proj'",
+    ),
+    "other table": (
+        lambda folder: (
+            write(folder, {EMBED: 4}),
+            rewrite(
+                lambda t: t.update({f"{PREFIX}{EMBED}.base_layer.weight": np.ones((VOCAB, WIDTH), np.float32)})
+            )(folder),
+        ), MISMATCH, f"{EMBED}.base_layer.weight", "trained on another base model",
+    ),
+    "other table, far too large": (
+        lambda folder: (
+            write(folder, {EMBED: 4}),
+            rewrite(
+                lambda t: t.update({f"{PREFIX}{EMBED}.base_layer.weight": np.full((VOCAB, WIDTH), 1e300)})
+            )(folder),
+        ), MISMATCH, f"{EMBED}.base_layer.weight", "trained on another base model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folder(world, tmp_path, case):
+    damage, error, *fragments = DAMAGED[case]
+    folder = write(tmp_path / "adapter", seed=7)
+    damage(folder)
+    world.refused(jlora.LoRARequest("bad", str(folder)), error, *fragments, str(folder))
+    # In place of an adapter that is in a slot; the first batch is closed, as it would hold that adapter.
+    request = jlora.LoRARequest("first", str(folder), load_inplace=True)
+    world.refused(request, error, *fragments, open_batch=False)
+
+
+def test_the_sound_folder_loads(world, tmp_path):
+    """The cases above fail for their own reason: the folder they damage is served."""
+    for i, ranks in enumerate(({Q: 4, V: 2}, {EMBED: 4}, {Q: 8, V: 4})):
+        folder = write(tmp_path / str(i), ranks, seed=7)
+        with world.added(jlora.LoRARequest("sound", str(folder))):
+            got = world.logits(["sound", "first", None])
+            assert np.abs(got[0] - world.wanted[None][0]).max() > 1e-2
+            world.check(["sound", "first", None], got)
+
+
+def test_another_base_model_by_name(world, tmp_path):
+    folder = write(tmp_path / "adapter")
+    request = jlora.LoRARequest("bad", str(folder), base_model_name="toy/other")
+    world.refused(request, MISMATCH, "'toy/decoder'", "'toy/other'", "base_model_name_or_path")
+    fields(base_model_name_or_path=None)(folder)
+    world.refused(request, MISMATCH, "base_model_name_or_path is None", "'toy/other'")
+
+
+# ---- paths
+
+
+def outside(name):
+    """Replace a file by a link to it in a folder beside."""
+
+    def apply(folder):
+        beside = folder.parent / "secret"
+        beside.mkdir()
+        os.replace(folder / name, beside / name)
+        os.symlink(f"../secret/{name}", folder / name)
+        return folder
+
+    return apply
+
+
+def swapped(name, make):
+    """Replace a file by what `make(path)` puts there."""
+
+    def apply(folder):
+        (folder / name).unlink()
+        make(folder / name)
+        return folder
+
+    return apply
+
+
+# case -> (folder -> the path to ask for, error, what the message must say)
+PATHS = {
+    "missing": (lambda folder: folder / "nowhere", jlora.AdapterNotFoundError, "nowhere", "does not exist"),
+    "missing above": (lambda folder: folder / ".." / "x", jlora.AdapterNotFoundError, "..", "does not exist"),
+    "missing home": (lambda folder: "~nobody-of-that-name/x", jlora.AdapterNotFoundError, "~nobody-of-that-name/x"),
+    "with a null": (lambda folder: f"{folder}\0/x", jlora.AdapterNotFoundError, "does not exist"),
+    "weights file": (lambda folder: folder / WEIGHTS, FORMAT, WEIGHTS, "is a file; expected the folder"),
+    "below a file": (lambda folder: folder / WEIGHTS / "x", jlora.AdapterNotFoundError, "does not exist"),
+    "empty folder": (lambda folder: folder.parent, FORMAT, CONFIG, "is missing"),
+    "no config": (swapped(CONFIG, lambda file: None), FORMAT, CONFIG, "is missing"),
+    "no weights": (swapped(WEIGHTS, lambda file: None), FORMAT, WEIGHTS, "is missing"),
+    "config is a folder": (swapped(CONFIG, os.mkdir), FORMAT, CONFIG, "is not a regular file"),
+    "weights are a folder": (swapped(WEIGHTS, os.mkdir), FORMAT, WEIGHTS, "is not a regular file"),
+    "weights are a pipe": (swapped(WEIGHTS, os.mkfifo), FORMAT, WEIGHTS, "is not a regular file"),
+    "weights are a device": (swapped(WEIGHTS, lambda file: os.symlink("/dev/zero", file)), FORMAT, WEIGHTS, "outside"),
+    "config climbs out": (outside(CONFIG), FORMAT, CONFIG, "outside the adapter folder"),
+    "weights climb out": (outside(WEIGHTS), FORMAT, WEIGHTS, "outside the adapter folder"),
+    "dangling link": (swapped(WEIGHTS, lambda file: os.symlink("gone", file)), FORMAT, WEIGHTS, "is missing"),
+    "link to itself": (swapped(WEIGHTS, lambda file: os.symlink(WEIGHTS, file)), FORMAT, WEIGHTS, "cannot be opened"),
+    "a pickle": (
+        swapped(WEIGHTS, lambda file: (file.parent / "adapter_model.bin").write_bytes(b"\x80\x04.")),
+        FORMAT, "adapter_model.bin", "never opened",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_paths(world, tmp_path, case):
+    place, error, *fragments = PATHS[case]
+    path = str(place(write(tmp_path / "adapter")))
+    world.refused(jlora.LoRARequest("bad", path), error, *fragments)
+    world.refused(jlora.LoRARequest("first", path, load_inplace=True), error, *fragments, open_batch=False)
+
+
+# ---- arguments
+
+
+ARGUMENTS = {
+    "unknown": (lambda m: m.prepare(["nope"]), jlora.AdapterNotFoundError, "'nope'", "'first'"),
+    "unknown beside known": (lambda m: m.prepare(["third", "nope", None]), jlora.AdapterNotFoundError, "'nope'"),
+    "other case": (lambda m: m.prepare(["First"]), jlora.AdapterNotFoundError, "'First'"),
+    "empty name": (lambda m: m.prepare([""]), jlora.AdapterNotFoundError, "''"),
+    "one string": (lambda m: m.prepare("first"), jlora.LoRAError, "'first'", "in a list"),
+    "a number": (lambda m: m.prepare(["first", 0]), jlora.LoRAError, "got 0"),
+    "bytes": (lambda m: m.prepare([b"first"]), jlora.LoRAError, "b'first'"),
+    "nothing": (lambda m: m.prepare([]), jlora.LoRAError, "at least one sequence"),
+    "more than the slots": (
+        lambda m: m.prepare(["first", "second", "third"]), jlora.NoFreeSlotError, "'third'", "2 slots", "max_loras",
+    ),
+    "too few counts": (lambda m: m.prepare(["third", None], [3]), jlora.LoRAError, "1 token_counts for 2 sequences"),
+    "too many counts": (lambda m: m.prepare(["third"], [3, 4]), jlora.LoRAError, "2 token_counts for 1 sequences"),
+    "negative count": (lambda m: m.prepare(["third", None], [5, -1]), jlora.LoRAError, "token_counts", "-1"),
+    "count and a half": (lambda m: m.prepare(["third"], [1.5]), jlora.LoRAError, "token_counts", "integers"),
+    "no tokens": (lambda m: m.prepare(["third", None], [0, 0]), jlora.LoRAError, "token_counts sum to 0"),
+    "padding too short": (
+        lambda m: m.prepare(["third", None], [5, 4], pad_to=8), jlora.LoRAError, "sum to 9", "8 packed rows",
+    ),
+    "padding alone": (lambda m: m.prepare(["third"], pad_to=8), jlora.LoRAError, "pad_to", "token_counts"),
+    "activate": (lambda m: m.activate_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "'first'"),
+    "pin": (lambda m: m.pin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
+    "unpin": (lambda m: m.unpin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
+    "export": (lambda m: m.export_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
+    "add a name": (lambda m: m.add_adapter("first"), jlora.LoRAError, "LoRARequest or an Adapter", "str"),
+    "request without a name": (lambda m: jlora.LoRARequest("", "x"), jlora.LoRAError, "name"),
+    "request without a path": (lambda m: jlora.LoRARequest("x", ""), jlora.LoRAError, "'x'", "path"),
+    "replace what is held": (
+        lambda m: m.add_adapter(jlora.LoRARequest("first", "nowhere", load_inplace=True)),
+        jlora.AdapterInUseError, "'first'", "open batch",
+    ),
+    "remove what is held": (lambda m: m.remove_adapter("second"), jlora.AdapterInUseError, "'second'", "open batch"),
+    "remove all": (lambda m: m.remove_all_adapters(), jlora.AdapterInUseError, "open batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(world, case):
+    call, error, *fragments = ARGUMENTS[case]
+    open_batch = case != "more than the slots"  # else no slot could be freed for any adapter
+    with world.unharmed(open_batch=open_batch), pytest.raises(jlora.LoRAError) as raised:
+        call(world.manager)
+    assert type(raised.value) is error, raised.value
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+
+
+def test_unknown_names_that_are_no_error(world):
+    with world.unharmed():
+        assert world.manager.remove_adapter("nope") is False
+        assert world.manager.deactivate_adapter("nope") is False
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6])
+def test_tokens_of_another_batch(world, rows):
+    """As many sequences as the batch, or an error while tracing; a function of its own, as the trace fails."""
+
+    @jax.jit
+    def forward(model, tokens, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    names = ["first", "second", None]
+    batch = world.manager.prepare(names)
+    tokens = np.zeros((rows, 5), np.int32)
+    with pytest.raises(jlora.LoRAError, match=rf"\({rows}, 5\) fit no layout of this batch of 3 sequences"):
+        forward(world.model, tokens, batch)
+    with batch:
+        world.check(names, np.asarray(world.forward(world.model, TOKENS, batch)))
+    world.check_all()
+
+
+@pytest.mark.parametrize("rows", [8, 10, 18])
+def test_rows_that_token_counts_do_not_match(world, rows):
+    @jax.jit
+    def project(model, x, batch):
+        with jlora.use(batch, partial=True):
+            return model.model.layers[0].mlp.down_proj(x)
+
+    with world.manager.prepare(["first", "second", None], token_counts=[4, 0, 5]) as batch:
+        assert project(world.model, jnp.ones((9, INNER)), batch).shape == (9, WIDTH)
+        with pytest.raises(jlora.LoRAError, match=rf"\({rows},\) fit no layout .* 9 packed tokens"):
+            project(world.model, jnp.ones((rows, INNER)), batch)
+    world.check_all()
+
+
+# ---- adapters made in memory
+
+
+def module(rank=4, inputs=WIDTH, outputs=WIDTH, scaling=2.0, kind="linear"):
+    a, b = np.ones((rank, inputs), np.float32), np.ones((outputs, rank), np.float32)
+    return jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=8.0, scaling=scaling)
+
+
+MEMORY = {
+    "nothing in it": ({}, "brings no LoRA weights"),
+    "scaling NaN": ({Q: module(scaling=float("nan"))}, Q, "scaling must be a finite float32, found nan"),
+    "scaling infinite": ({Q: module(scaling=float("inf"))}, Q, "scaling must be a finite float32, found inf"),
+    "inputs": ({Q: module(inputs=15)}, Q, "(4, 15)", "(4, 16)"),
+    "outputs": ({V: module(outputs=16)}, V, "(16, 4)", "(8, 4)"),
+    "rank": ({Q: module(), V: module(rank=9, outputs=8)}, V, "rank 9", "max_lora_rank=8"),
+    "unknown module": ({Q: module(), "model.layers.2.self_attn.q_proj": module()}, "model.layers.2.self_attn.q_proj"),
+    "part of a name": ({"self_attn.q_proj": module()}, "no module 'self_attn.q_proj'"),
+    "wrong kind": ({Q: module(kind="embedding")}, Q, "takes linear weights, and these are embedding weights"),
+    "one slice twice": (
+        {Q: module(), "model.layers.0.self_attn.qkv_proj": module(outputs=32)}, Q, "slice 0", "which",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_adapters_in_memory(world, case):
+    modules, *fragments = MEMORY[case]
+    world.refused(jlora.Adapter(name="bad", modules=modules), MISMATCH, *fragments)
+
+
+# ---- input that no reader can tell from good
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_weights_out_of_a_broken_training_run(world, tmp_path, value):
+    """NaN and infinity are refused on request only; served, they stay in the rows of their own adapter."""
+    folder = write(tmp_path / "adapter", {Q: 8, V: 4, DOWN: 4, EMBED: 4, HEAD: 4}, lora_alpha=4)
+    rewrite(lambda t: [array.fill(value) for array in t.values()])(folder)
+    if not np.isfinite(value):
+        with world.unharmed(), pytest.raises(FORMAT, match=r"adapter 'broken'.*lora_.* holds NaN or infinity"):
+            jlora.Adapter.from_pretrained(folder, name="broken", check_finite=True)
+    # On leaving the block its slot goes to others, who must find nothing of it there.
+    with world.added(jlora.LoRARequest("broken", str(folder))):
+        for names in (["broken", "first", None], ["second", "broken", "second"], [None, None, "broken"]):
+            got = world.logits(names)
+            assert not np.isfinite(got[names.index("broken")]).all()
+            world.check(names, got)
+
+
+# ---- fuzz
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory):
+    """A sound folder with every kind of tensor in it, and its files' bytes."""
+    folder = write(tmp_path_factory.mktemp("fuzzed"), {Q: 4, V: 2, EMBED: 3, HEAD: 1}, seed=9)
+    return folder, (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
+
+
+def survives(world, folder):
+    """The folder is refused with an error of its own, or served; nothing else changes either way."""
+    names = ["second", "first", None]
+    request = jlora.LoRARequest("fuzzed", str(folder))
+    world.check(names, world.logits(names))
+    before = world.state()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(world.added(request))
+        except (FORMAT, MISMATCH) as error:
+            refusal = str(error)
+            event("refused")
+        else:
+            event("served")
+            for names in (["fuzzed", "first", None], ["third", "fuzzed", "third"]):
+                world.check(names, world.logits(names))
+            return
+    assert "adapter 'fuzzed'" in refusal
+    assert str(folder) in refusal
+    assert world.state() == before
+    world.check(names, world.logits(names))
+
+
+_RAW = save(tensors_of({Q: 4, V: 2, EMBED: 3, HEAD: 1}, seed=9))
+
+
+@settings(max_examples=100)
+@given(changes=st.one_of(edits(_RAW), edits(_RAW[:700])))
+def test_fuzzed_weights(world, fuzzed, changes):
+    folder, text, tensors = fuzzed
+    (folder / CONFIG).write_bytes(text)
+    (folder / WEIGHTS).write_bytes(edited(tensors, changes))
+    survives(world, folder)
+
+
+@settings(max_examples=100)
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(["r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora"]),
+        JSON,
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_fuzzed_configuration(world, fuzzed, changes):
+    folder, text, tensors = fuzzed
+    (folder / CONFIG).write_text(json.dumps(json.loads(text) | changes))
+    (folder / WEIGHTS).write_bytes(tensors)
+    survives(world, folder)
+
+
+_SIZES = st.sampled_from([1, 2, 4, 8, 9, WIDTH // 2, WIDTH, VOCAB, INNER])
+_MODULES = st.sampled_from([Q, V, DOWN, EMBED, HEAD, "model.layers.1.mlp.gate_proj", "model.norm", "score"])
+_PARTS = st.sampled_from(
+    ["lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "base_layer.weight", "lora_B.bias"]
+)
+
+
+@settings(max_examples=100)
+@given(
+    tensors=st.dictionaries(
+        st.tuples(_MODULES, _PARTS),
+        st.tuples(_SIZES, _SIZES, st.sampled_from([np.float16, np.float32, np.float64, np.int8])),
+        max_size=4,
+    ),
+    kept=st.sampled_from([(), (Q,), (V, EMBED)]),
+    rank=st.sampled_from([1, 4, 9]),
+)
+def test_fuzzed_tensors(world, fuzzed, tensors, kept, rank):
+    """Well-formed files of tensors that fit nothing, or only by chance."""
+    folder, text, _ = fuzzed
+    sound = tensors_of(dict.fromkeys(kept, rank))
+    odd = {f"{PREFIX}{name}.{part}": np.ones((m, n), dtype) for (name, part), (m, n, dtype) in tensors.items()}
+    targets = [name.rpartition(".")[2] for name in {*kept, *(name for name, _ in tensors)}]
+    changed = json.loads(text) | {"r": rank, "rank_pattern": {}, "target_modules": targets}
+    (folder / CONFIG).write_text(json.dumps(changed))
+    save_file(sound | odd, folder / WEIGHTS)
+    survives(world, folder)

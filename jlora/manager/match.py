@@ -222,6 +222,8 @@ def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: S
         own = own[start : start + sum(site.out_sizes[first : first + count])]
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
-    if not np.array_equal(own, weight.astype(own.dtype)):
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = weight.astype(own.dtype)
+    if not np.array_equal(own, stored):
         return "its values differ from the model's own weight: it was trained on another base model"
     return None

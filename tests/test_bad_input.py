@@ -583,11 +583,19 @@ def survives(world, folder):
 
 
 _RAW = save(tensors_of({Q: 4, V: 2, EMBED: 3, HEAD: 1}, seed=9))
+_BODY = 8 + struct.unpack("<Q", _RAW[:8])[0]  # where the header ends
 
 
 @settings(max_examples=100)
-@given(changes=st.one_of(edits(_RAW), edits(_RAW[:700])))
+@given(
+    changes=st.one_of(
+        edits(_RAW),
+        edits(_RAW[:_BODY]),
+        st.lists(st.tuples(st.just("flip"), st.integers(_BODY, len(_RAW) - 1), st.integers(0, 7)), min_size=1),
+    )
+)
 def test_fuzzed_weights(world, fuzzed, changes):
+    """Most bit flips among the numbers themselves load: whatever they make of the adapter, its rows alone show it."""
     folder, text, tensors = fuzzed
     (folder / CONFIG).write_bytes(text)
     (folder / WEIGHTS).write_bytes(edited(tensors, changes))
@@ -622,10 +630,10 @@ _PARTS = st.sampled_from(
     tensors=st.dictionaries(
         st.tuples(_MODULES, _PARTS),
         st.tuples(_SIZES, _SIZES, st.sampled_from([np.float16, np.float32, np.float64, np.int8])),
-        max_size=4,
+        max_size=2,
     ),
-    kept=st.sampled_from([(), (Q,), (V, EMBED)]),
-    rank=st.sampled_from([1, 4, 9]),
+    kept=st.lists(st.sampled_from([Q, V, DOWN, EMBED, HEAD]), unique=True),
+    rank=st.sampled_from([1, 4, 8, 9]),
 )
 def test_fuzzed_tensors(world, fuzzed, tensors, kept, rank):
     """Well-formed files of tensors that fit nothing, or only by chance."""

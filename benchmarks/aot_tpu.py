@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu [--chips v5e tpu7x] [--out benchmarks/results/aot_tpu.json]
 
-What it proves is in the compiled program: that Mosaic accepts the kernel, how much VMEM it takes, that the base output is
-written in place, and that no slot's weights are moved but by the kernel. Needs the `libtpu` wheel (extra `test`).
+What it proves is in the compiled program: that Mosaic accepts the kernel, how much VMEM it takes, that the base output
+is written in place, and that no slot's weights are moved but by the kernel. Needs the `libtpu` wheel (extra `test`).
 """
 
 import argparse
@@ -16,6 +16,7 @@ from functools import lru_cache
 from importlib.metadata import version
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is used as a compiler: there is no machine to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp

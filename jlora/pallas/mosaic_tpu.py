@@ -135,7 +135,9 @@ def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
         fixed = 2 * tile_k * (len(slices) * width * a_size + tile_m * x_size) + 2 * tile_m * LANES * 4
         fixed += tile_n * (2 * width * b_size + tile_m * (4 * base_size + 8) + width * 4)
         per_tile = len(slices) * tile_m * lanes * 4
-        chunk = min((_VMEM_BYTES - fixed) // per_tile, -(-rows // tile_m))
+        row_tiles = -(-rows // tile_m)
+        even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks, for chips of two cores (v5p)
+        chunk = min((_VMEM_BYTES - fixed) // per_tile, even)
         if chunk >= 1:
             s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=False)
             return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)

@@ -139,7 +139,9 @@ def call(
             ],
         ),
         input_output_aliases={9: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=_VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
+        ),
         interpret=interpret,
         name="jlora_add_lora",
     )(tile, active, fresh, ranks.ravel(), group, x, *weights, base)
@@ -149,7 +151,7 @@ def call(
 def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem):
     """A grid step: one K tile of the shrink, or one N tile of the expand, for one visit.
 
-        grid (chunk c, phase j, visit v), v fastest
+        grid (chunk c, phase j, visit v), v fastest; chunks know nothing of each other
 
                     v0    v1    v2
             j  k0 |  h  |  h  |  h  |    h[tile] = own group's (x[tile, k] @ a[bundle, :, k]ᵀ), summed over k
@@ -162,7 +164,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base,
     visit = c * s.max_visits + v
     place = partial(_place, s, active, ranks, visit)
 
-    @pl.when((c == 0) & (j == 0) & (v == 0))
+    @pl.when((j == 0) & (v == 0))
     def _():
         state[0] = 1
         b_buf[...] = jnp.zeros_like(b_buf)  # h is zero wherever nothing is copied, and 0 * NaN would not be
@@ -199,26 +201,26 @@ def _place(s: Sizes, active, ranks, visit, p, i):
 
 
 def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
-    """Waits for this step's weights, which the step before asked for, and asks for the next step's."""
+    """Waits for this step's weights, which the step before asked for, and asks for the next step's of this chunk."""
     active, ranks, fresh = schedule
-    step = [pl.program_id(i) for i in range(3)]
-    chunks, phases, visits = (pl.num_programs(i) for i in range(3))
-    last_visit, last_phase = step[2] == visits - 1, step[1] == phases - 1
-    v = jnp.where(last_visit, 0, step[2] + 1)
-    j = jnp.where(last_visit, jnp.where(last_phase, 0, step[1] + 1), step[1])
-    c = jnp.where(last_visit & last_phase, step[0] + 1, step[0])
+    c, j, v = (pl.program_id(i) for i in range(3))
+    phases, visits = pl.num_programs(1), pl.num_programs(2)
 
-    def copies(step, slot, verb):
-        c, j, v = step
-        place = partial(_place, s, active, ranks, c * s.max_visits + v)
+    def copies(j, v, slot, verb):
+        visit = c * s.max_visits + v
+        member = partial(
+            _copy_member, s, partial(_place, s, active, ranks, visit), weights, buffers, sem, slot, j, verb
+        )
 
-        @pl.when((v == 0) | (fresh[c * s.max_visits + v] != 0))
+        @pl.when((v == 0) | (fresh[visit] != 0))
         def _():
-            jax.lax.fori_loop(0, s.bundle, partial(_copy_member, s, place, weights, buffers, sem, slot, j, verb), None)
+            jax.lax.fori_loop(0, s.bundle, member, None)
 
-    pl.when((step[0] == 0) & (step[1] == 0) & (step[2] == 0))(lambda: copies(step, slot, "start"))
-    pl.when(c < chunks)(lambda: copies((c, j, v), 1 - slot, "start"))
-    copies(step, slot, "wait")
+    last = v == visits - 1
+    next_j, next_v = jnp.where(last, j + 1, j), jnp.where(last, 0, v + 1)
+    pl.when((j == 0) & (v == 0))(lambda: copies(j, v, slot, "start"))
+    pl.when(next_j < phases)(lambda: copies(next_j, next_v, 1 - slot, "start"))
+    copies(j, v, slot, "wait")
 
 
 def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):

@@ -1,4 +1,4 @@
-"""The TPU kernel through the real compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does in full."""
+"""The TPU kernel through the compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does."""
 
 import pytest
 

@@ -371,14 +371,13 @@ class LoRAManager:
             for variable, array in zip(triple, new, strict=True):
                 variable.set_value(array)
         self._slots = None
-        self._kept.clear()
         self._counts["slot_loads"] += host is not None
 
     def _vacate(self, name: str) -> None:
         if name in self._active:
             self._active.remove(name)
             self._host.unpin(name)
-            self._kept.clear()
+            self._kept.clear()  # a kept batch is right as long as each of its adapters stays in its slot
 
     # --- batches ------------------------------------------------------------------------------------------------
 

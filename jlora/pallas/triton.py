@@ -219,13 +219,16 @@ def _expand_kernel(
             _store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
-        @pl.when(read > 0)
-        def _():
+        def all_blocks():
             ahead = tuple(read_base(first + d) for d in range(tiles.ahead))  # before h, whose loads take as long
             h = tuple(_sum_parts(h_ref, i, rows, r, live, true_rank) for r in blocks)
             stop = jnp.minimum(last, pl.cdiv(end - begin, block_n))
             jax.lax.fori_loop(first, stop, partial(column_block, h=h), ahead)
 
+        if tile_m > 16:
+            pl.when(read > 0)(all_blocks)
+        else:  # few rows: to wait for the rank takes longer than to read what the store's mask then drops
+            all_blocks()
         return carry
 
     _share_out(used * per_tile, unit, jnp.int32(0))

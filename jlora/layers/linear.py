@@ -123,7 +123,7 @@ def describe_einsum(layer: nnx.Einsum) -> LinearLayer | str:
     )
 
 
-def _einsum_rows(layer: nnx.Einsum, x: Array, y: Array, einsum_str: str | None = None, *_, **__):
+def _einsum_rows(layer: Any, x: Array, y: Array, einsum_str: str | None = None, *_, **__):
     own = _einsum_axes(layer.einsum_str)
     axes = _einsum_axes(einsum_str or layer.einsum_str, x.ndim)
     if isinstance(axes, str) or isinstance(own, str) or axes.kernel_in != own.kernel_in:

@@ -120,8 +120,8 @@ class LoRABatch:
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        tracking, num_sequences = static
-        return cls(*children, tracking, num_sequences=num_sequences)
+        (slots, token_slots), (tracking, num_sequences) = children, static
+        return cls(slots, token_slots, tracking, num_sequences=num_sequences)
 
 
 class _Scope:
@@ -272,4 +272,5 @@ def enter_site(site: Site, tracking: Tracking) -> _Scope | None:
 
 def host_batch(slots: np.ndarray, token_slots: np.ndarray | None, tracking: Tracking) -> LoRABatch:
     """Move a batch's int32 arrays to the device in one call. The batch holds no lease."""
-    return LoRABatch(*jax.device_put((slots, token_slots)), tracking)
+    on_device, tokens_on_device = jax.device_put((slots, token_slots))
+    return LoRABatch(on_device, tokens_on_device, tracking)

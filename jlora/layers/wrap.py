@@ -90,7 +90,7 @@ def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModu
     heads = {id(layer) for path, layer in paths if path.rpartition(".")[2] == "lm_head"}
 
     wrapped = WrappedModel(model)
-    plans: list[tuple[nnx.Module, type, LinearLayer | None, list[Site]]] = []
+    plans: list[tuple[Any, type, LinearLayer | None, list[Site]]] = []
     matched: set[str] = set()
     for key, names in aliases.items():
         layer = layers[key]

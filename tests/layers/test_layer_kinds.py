@@ -167,7 +167,7 @@ def test_embedding_and_tied_logits(head_name):
     }
     adapters = [
         Adapter(name="all", modules=modules),
-        Adapter(name="lookup", modules={"embed": modules["embed"]}),
+        Adapter(name="lookup", modules={"embed": make_module(rng, 11, 6, 1, "embedding")}),
         Adapter(name="logits", modules={"lm_head": modules["lm_head"]}),
     ]
     table, kernel, bias = (

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is used as a compiler: there is no machine to ask
@@ -39,7 +39,7 @@ def _sharding(chip: str) -> SingleDeviceSharding:
 def compile_add_lora(
     chip: str, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", groups=SLOTS
 ):
-    """What the compiled program of one `add_lora`, plan included, says of itself.
+    """What the compiled program of one `add_lora`, given a plan, says of itself.
 
     Returns:
       dict: vmem_bytes the kernel takes; temp_bytes of HBM for the whole program; in_place: the result takes the base
@@ -47,20 +47,21 @@ def compile_add_lora(
     """
     n, columns = len(slices), sum(slices)
 
-    def f(base, x, a, b, ids, ranks):
-        plan = make_plan(ids, num_groups=groups, backend="mosaic_tpu")
+    def f(base, x, a, b, ranks, plan):
         return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
 
-    shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns), (tokens,), (groups, n)]
-    dtypes = [dtype] * 4 + ["int32"] * 2
-    operands = [
-        jax.ShapeDtypeStruct(s, jnp.dtype(d), sharding=_sharding(chip)) for s, d in zip(shapes, dtypes, strict=True)
-    ]
-    program = jax.jit(f, donate_argnums=0).lower(*operands).compile()
+    def operand(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=_sharding(chip))
+
+    shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]
+    arrays = [operand(shape, dtype) for shape in shapes]
+    plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
+    plan = jax.tree.map(lambda leaf: operand(leaf.shape, leaf.dtype), plan)
+    program = jax.jit(f, donate_argnums=0).lower(*arrays, operand((groups, n), "int32"), plan).compile()
     (kernel,) = [line for line in program.as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     names = re.search(r"custom-call\(([^)]*)\)", kernel)[1]
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', kernel)
-    sizes = mosaic_tpu._sizes(*operands[:4], slices)
+    sizes = mosaic_tpu._sizes(*arrays, slices)
     return {
         "vmem_bytes": int(used[1]),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,

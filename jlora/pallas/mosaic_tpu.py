@@ -177,30 +177,24 @@ def _visits(s: Sizes, group: Int[jax.Array, "M"]):
       fresh: [chunks * V] 1 where the bundle differs from the visit before it.
     """
     blocks = -(-s.groups // s.bundle)
-    row = jnp.arange(s.rows, dtype=jnp.int32)
-    column = jnp.where(group < 0, blocks * s.bundle, group)
-    present = jnp.zeros((s.chunks * s.chunk, blocks * s.bundle), jnp.int32)
-    present = present.at[row // s.tile_m, column].set(1, mode="drop").reshape(s.chunks, s.chunk, blocks, s.bundle)
+    ids = jnp.arange(blocks * s.bundle, dtype=jnp.int32)
+    rows = jnp.pad(group, (0, s.chunks * s.chunk * s.tile_m - s.rows), constant_values=NOBODY)
+    present = jnp.any(rows.reshape(-1, s.tile_m, 1) == ids[None, None, :], axis=1)  # [chunks * chunk, ids]
+    present = present.astype(jnp.int32).reshape(-1, blocks, s.bundle)
 
     # 1. Groups of a tile that share a place go to consecutive visits.
-    nth = jnp.cumsum(present, axis=2) - present
-    used = jnp.max(jnp.sum(present, axis=2), axis=2)  # [chunks, chunk]
+    nth = jnp.where(present > 0, jnp.cumsum(present, axis=1) - 1, -1)
+    used = jnp.max(jnp.sum(present, axis=1), axis=1).reshape(s.chunks, s.chunk)
     end = jnp.cumsum(used, axis=1)
-    visit = jnp.where(present > 0, nth + (end - used)[:, :, None, None], s.max_visits)
-    chunk, _, block, place = (jnp.arange(d, dtype=jnp.int32).reshape(e) for d, e in _axes(present.shape))
-    active = jnp.full((s.chunks, s.max_visits, s.bundle), VACANT, jnp.int32)
-    active = active.at[chunk, visit, place].set(block * s.bundle + place, mode="drop")
 
-    # 2. Visit v belongs to the first tile whose visits end past v; spare visits go to the last tile.
+    # 2. Visit v belongs to the first tile whose visits end past v; spare visits are without groups, at the last tile.
     v = jnp.arange(s.max_visits, dtype=jnp.int32)
     tile = jnp.sum(v[None, :, None] >= end[:, None, :], axis=2, dtype=jnp.int32)
     tile = jnp.minimum(tile, s.chunk - 1) + s.chunk * jnp.arange(s.chunks, dtype=jnp.int32)[:, None]
-    tile = jnp.minimum(tile, s.row_tiles - 1)
-    fresh = jnp.any(active != jnp.roll(active, 1, axis=1), axis=2).at[:, 0].set(True)
+    here = nth[tile] == (v[None, :] - (end - used).ravel()[tile])[:, :, None, None]  # [chunks, V, blocks, bundle]
+    active = jnp.max(jnp.where(here, ids.reshape(1, 1, blocks, s.bundle), VACANT), axis=2)
+
+    fresh = jnp.any(active != jnp.roll(active, 1, axis=1), axis=2) | (v == 0)[None, :]
     count = jnp.maximum(jnp.max(end[:, -1]), 1)
+    tile = jnp.minimum(tile, s.row_tiles - 1)
     return count, tile.ravel(), active.ravel(), fresh.astype(jnp.int32).ravel()
-
-
-def _axes(shape):
-    """(size, shape that broadcasts) of each axis."""
-    return [(size, [-1 if j == i else 1 for j in range(len(shape))]) for i, size in enumerate(shape)]

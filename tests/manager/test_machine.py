@@ -157,6 +157,10 @@ class ManagerMachine(RuleBasedStateMachine):
             assert got is want
         return got
 
+    def pick(self, data, names):
+        """One of `names`, or one that may be unknown."""
+        return data.draw(st.sampled_from([*names, "a", "b"]))
+
     @rule(name=NAMES, version=VERSIONS)
     def add(self, name, version):
         self.agree(self.books.add(name, version, False), self.manager.add_adapter, make_adapter(name, version))
@@ -166,8 +170,9 @@ class ManagerMachine(RuleBasedStateMachine):
         want = self.books.add(name, version, True)
         self.agree(want, self.manager.add_adapter, make_adapter(name, version), load_inplace=True)
 
-    @rule(name=NAMES)
-    def remove(self, name):
+    @rule(data=st.data())
+    def remove(self, data):
+        name = self.pick(data, self.books.host)
         self.agree(self.books.remove(name), self.manager.remove_adapter, name)
 
     @rule()
@@ -178,20 +183,24 @@ class ManagerMachine(RuleBasedStateMachine):
     def remove_all(self):
         self.agree(self.books.remove_all(), self.manager.remove_all_adapters)
 
-    @rule(name=NAMES)
-    def activate(self, name):
+    @rule(data=st.data())
+    def activate(self, data):
+        name = self.pick(data, self.books.host)
         self.agree(self.books.activate([name]), self.manager.activate_adapter, name)
 
-    @rule(name=NAMES)
-    def deactivate(self, name):
+    @rule(data=st.data())
+    def deactivate(self, data):
+        name = self.pick(data, self.books.host)
         self.agree(self.books.deactivate(name), self.manager.deactivate_adapter, name)
 
-    @rule(name=NAMES)
-    def pin(self, name):
+    @rule(data=st.data())
+    def pin(self, data):
+        name = self.pick(data, self.books.host)
         self.agree(self.books.pin(name), self.manager.pin_adapter, name)
 
-    @rule(name=NAMES)
-    def unpin(self, name):
+    @rule(data=st.data())
+    def unpin(self, data):
+        name = self.pick(data, self.books.pinned)
         self.agree(self.books.unpin(name), self.manager.unpin_adapter, name)
 
     @rule(names=BATCHES)

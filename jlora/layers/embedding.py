@@ -41,7 +41,7 @@ def _add_lookup(
     scope = enter_site(site, layer.jlora_tracking)
     if scope is None or not base.size:
         return base
-    ids, plan = scope.rows(site, base)
+    ids, plan = scope.row_slots(site, base), scope.plan(site, base)
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         # Rows without an adapter read some slot's column here, and `expand` gives them no tile.

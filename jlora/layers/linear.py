@@ -155,7 +155,7 @@ def add_delta(
     scope = enter_site(site, layer.jlora_tracking)
     if scope is None or not base.size:
         return base
-    _, plan = scope.rows(site, base)
+    plan = scope.plan(site, base)
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         out = add_lora(

@@ -74,6 +74,9 @@ class LoRABatch:
     Attributes:
       slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
       token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
+      has_adapters: whether any sequence takes an adapter; known where `prepare` returned the batch, not in a traced
+        function. A step may run its base-only variant where none does, at no cost over the unwrapped model:
+        `forward(model, tokens, batch if batch.has_adapters else None)`.
 
     Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
     sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
@@ -86,12 +89,14 @@ class LoRABatch:
         tracking: Tracking,
         release: Callable[[], None] | None = None,
         num_sequences: int | None = None,
+        has_adapters: bool = True,
     ):
         self.slots = slots
         self.token_slots = token_slots
         self._tracking = tracking
         # Of the whole batch: packed rows of one shard may belong to more sequences than the shard has `slots`.
         self._num_sequences = slots.shape[0] if num_sequences is None else num_sequences
+        self.has_adapters = has_adapters
         self._release = release
         self._closed = False
 
@@ -132,26 +137,37 @@ class _Scope:
         self.called: set[Site] = set()
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
         self.trace = jax.extend.core.get_opaque_trace_state()
-        self.made: dict[tuple[str, int], tuple[jax.Array, Plan]] = {}
+        self.plans: dict[tuple[str, int], Plan] = {}
 
-    def rows(self, site: Site, base: Float[Array, "*lead N"]) -> tuple[Int[jax.Array, "M"], Plan]:
-        """Slot and plan of the rows of `base`, made once and shared by all layers."""
+    def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[jax.Array, "M"]:
+        """The slot of each row of `base`."""
+        ids, repeats = self._runs(self._layout(site, base))
+        return jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
+
+    def plan(self, site: Site, base: Float[Array, "*lead N"]) -> Plan:
+        """The plan of the rows of `base`, made once and shared by all layers."""
         layout = self._layout(site, base)
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep = jax.extend.core.get_opaque_trace_state() == self.trace
-        if keep and layout in self.made:
-            return self.made[layout]
+        if keep and layout in self.plans:
+            return self.plans[layout]
+        assert self.batch is not None
+        ids, repeats = self._runs(layout)
+        plan = make_plan(
+            ids, num_groups=site.slots, max_active=self.batch._num_sequences, repeats=repeats, backend=site.backend
+        )
+        if keep:
+            self.plans[layout] = plan
+        return plan
+
+    def _runs(self, layout: tuple[str, int]) -> tuple[Int[jax.Array, "runs"], int]:
+        """Slot of each run of rows, and the rows of a run."""
         assert self.batch is not None
         kind, repeats = layout
         ids = self.batch.token_slots if kind == "packed" else self.batch.slots.reshape(-1)
         assert ids is not None
-        if repeats != 1:
-            ids = jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
-        made = ids, make_plan(ids, num_groups=site.slots, max_active=self.batch._num_sequences)
-        if keep:
-            self.made[layout] = made
-        return made
+        return ids, repeats
 
     def _layout(self, site: Site, base: Array) -> tuple[str, int]:
         """("packed", 1), or ("sequences", rows of each sequence). Raises where the rows fit no layout."""

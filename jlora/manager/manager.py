@@ -441,7 +441,13 @@ class LoRAManager:
             return self._lease(batch.slots, batch.token_slots, adapters)
 
     def _lease(self, slots: jax.Array, token_slots: jax.Array | None, adapters: tuple[str, ...]) -> LoRABatch:
-        return LoRABatch(slots, token_slots, self._wrapped.tracking, self._leases.open(adapters))
+        return LoRABatch(
+            slots,
+            token_slots,
+            self._wrapped.tracking,
+            self._leases.open(adapters),
+            has_adapters=bool(adapters),
+        )
 
     def _refuse_leased(self, name: str, doing: str) -> None:
         if self._leases.held(name):
@@ -464,8 +470,9 @@ class LoRAManager:
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before traffic.
 
-        The batch uses a zero adapter in a free slot (no adapter where none is free). No adapter that is loaded
-        changes. Call it once for each batch shape that you will serve.
+        `step` runs twice: with a zero adapter in a free slot (no adapter where none is free), and with a batch whose
+        `has_adapters` is False, for steps that have a base-only variant. No adapter that is loaded changes. Call it
+        once for each batch shape that you will serve.
 
         Args:
           step: runs your jitted function: `lambda batch: forward(model, tokens, batch)`.
@@ -484,14 +491,14 @@ class LoRAManager:
                 self._counts["slot_loads"] -= 1
             if step is None:
                 return
-            batch = self.prepare([None] * num_sequences, token_counts, pad_to)
-            if free:
-                slots = np.full(num_sequences, free[0], np.int32)
-                token_slots = None if batch.token_slots is None else np.full(batch.token_slots.shape, free[0], np.int32)
-                batch.close()
-                batch = host_batch(slots, token_slots, self._wrapped.tracking)
-            with batch:
-                jax.block_until_ready(step(batch))
+            with self.prepare([None] * num_sequences, token_counts, pad_to) as base_only:
+                slot = free[0] if free else self.config.max_loras
+                slots = np.full(num_sequences, slot, np.int32)
+                token_slots = (
+                    None if base_only.token_slots is None else np.full(base_only.token_slots.shape, slot, np.int32)
+                )
+                jax.block_until_ready(step(host_batch(slots, token_slots, self._wrapped.tracking)))
+                jax.block_until_ready(step(base_only))
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

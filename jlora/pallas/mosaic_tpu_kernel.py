@@ -167,7 +167,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base,
     @pl.when((j == 0) & (v == 0))
     def _():
         state[0] = 1
-        b_buf[...] = jnp.zeros_like(b_buf)  # h is zero wherever nothing is copied, and 0 * NaN would not be
+        b_buf[...] = jnp.zeros_like(b_buf)  # where nothing is copied, stray NaN would cost us the fast path below
 
     new = (v == 0) | (fresh[visit] != 0)
     slot = jnp.where(new, 1 - state[0], state[0])

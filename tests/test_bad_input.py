@@ -134,14 +134,13 @@ class World:
     def unharmed(self, *, open_batch: bool = True):
         """What happens inside leaves the manager, an open batch and all that is served as they were."""
         names = ["second", "first", None]
-        batch = self.manager.prepare(names)
-        if not open_batch:
-            batch.close()
-        before = self.state()
-        yield
-        assert self.state() == before
-        if open_batch:
-            with batch:
+        with self.manager.prepare(names) as batch:
+            if not open_batch:
+                batch.close()
+            before = self.state()
+            yield
+            assert self.state() == before
+            if open_batch:
                 self.check(names, np.asarray(self.forward(self.model, TOKENS, batch)))
         self.check_all()
 
@@ -477,11 +476,10 @@ def test_tokens_of_another_batch(world, rows):
             return model(tokens)
 
     names = ["first", "second", None]
-    batch = world.manager.prepare(names)
     tokens = np.zeros((rows, 5), np.int32)
-    with pytest.raises(jlora.LoRAError, match=rf"\({rows}, 5\) fit no layout of this batch of 3 sequences"):
-        forward(world.model, tokens, batch)
-    with batch:
+    with world.manager.prepare(names) as batch:
+        with pytest.raises(jlora.LoRAError, match=rf"\({rows}, 5\) fit no layout of this batch of 3 sequences"):
+            forward(world.model, tokens, batch)
         world.check(names, np.asarray(world.forward(world.model, TOKENS, batch)))
     world.check_all()
 

@@ -14,7 +14,8 @@ from jlora.layers.linear import LinearLayer
 from jlora.layers.scope import LoRABatch, use
 from jlora.layers.slots import SlotParam, SlotRanks
 from jlora.layers.wrap import register_layer
-from jlora.manager.manager import AdapterInfo, LoRAManager, Stats
+from jlora.manager.manager import LoRAManager
+from jlora.manager.report import AdapterInfo, Stats
 from jlora.pallas import api as ops
 
 __version__ = "0.1.0"

@@ -81,6 +81,8 @@ def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModu
     Raises:
       LoRAError: a target that matches nothing or a layer that cannot be wrapped; a model that is wrapped already.
     """
+    if config.fully_sharded:
+        raise LoRAError("LoRAConfig.fully_sharded shards the factors over a mesh, and meshes are not served yet")
     packed = packed_modules if packed_modules is not None else getattr(model, "packed_modules", {})
     paths = _paths(model)
     layers = {id(layer): layer for _, layer in paths}

@@ -1,10 +1,8 @@
 """`LoRAManager`: adapters on the host, adapters in slots, and batches that hold their slots."""
 
-import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,54 +21,16 @@ from jlora.errors import (
 from jlora.layers.scope import LoRABatch, host_batch
 from jlora.layers.slots import Site, SlotParam
 from jlora.layers.wrap import PackedModules, wrap_model
+from jlora.manager.batches import Asked, read_arguments, slot_arrays
 from jlora.manager.export import export
 from jlora.manager.leases import Leases
 from jlora.manager.lru import LRU
 from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit, name_rules
+from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.swap import make_layout, make_write, pack
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """One adapter of the host cache, as `list_adapters` shows it. `slot` is None where it is in no slot."""
-
-    name: str
-    rank: int
-    modules: int
-    nbytes: int
-    slot: int | None
-    pinned: bool
-    leased: bool
-    path: str | None
-    base_model_name: str | None
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counts since the manager was made, and what is held now.
-
-    Attributes:
-      host_loads, host_evictions: adapters brought into and pushed out of the host cache.
-      slot_loads, slot_evictions: adapters written into and pushed out of a slot to make room.
-      slot_hits: adapters that a `prepare` or `activate_adapter` found in a slot.
-      compilations: traces of the slot write; stays at 1.
-      registered, active, leased: adapters now on the host, in slots, in open batches.
-      slot_bytes: bytes of one slot over all layers; the pool takes `max_loras` times that.
-    """
-
-    host_loads: int
-    host_evictions: int
-    slot_loads: int
-    slot_evictions: int
-    slot_hits: int
-    compilations: int
-    registered: int
-    active: int
-    leased: int
-    slot_bytes: int
 
 
 class LoRAManager:
@@ -118,7 +78,7 @@ class LoRAManager:
         self._host: LRU[HostAdapter] = LRU()
         self._active: LRU[int] = LRU()
         self._leases = Leases()
-        self._kept: OrderedDict[tuple, tuple[LoRABatch, tuple[str, ...]]] = OrderedDict()
+        self._kept: OrderedDict[Asked, LoRABatch] = OrderedDict()
         self._slots: nnx.State | None = None
         self._lock = threading.RLock()
 
@@ -402,52 +362,31 @@ class LoRAManager:
           NoFreeSlotError: more different adapters than slots can be freed. Nothing changes then.
           LoRAError: the arguments disagree.
         """
-        if isinstance(names, str):
-            raise LoRAError(f"prepare takes one name a sequence in a list, got the string {names!r}")
-        try:
-            counts = None if token_counts is None else tuple(map(operator.index, token_counts))
-            pad_to = None if pad_to is None else operator.index(pad_to)
-        except TypeError as error:
-            raise LoRAError(f"prepare: token_counts and pad_to must be integers ({error})") from None
-        names = tuple(names)
-        for name in names:
-            if name is not None and not isinstance(name, str):
-                raise LoRAError(f"prepare takes adapter names and None, got {name!r}")
-        key = (names, counts, pad_to)
+        asked = read_arguments(names, token_counts, pad_to)
         with self._lock:
             self._check_wrapped()
-            kept = self._kept.get(key)
-            if kept and not _deleted(kept[0]):
-                batch, adapters = kept
-                self._counts["slot_hits"] += len(adapters)
-                for name in adapters:
+            batch = self._kept.get(asked)
+            if batch is not None and not _deleted(batch):
+                self._counts["slot_hits"] += len(asked.adapters)
+                for name in asked.adapters:
                     self._host.touch(name)
                     self._active.touch(name)
-                self._kept.move_to_end(key)
-                return self._lease(batch.slots, batch.token_slots, adapters)
-            rows = _packed_rows(len(names), counts, pad_to)
-            adapters = tuple(dict.fromkeys(name for name in names if name is not None))
-            self._activate(adapters)
-            none = self.config.max_loras
-            slots = np.array([none if name is None else self._active[name] for name in names], np.int32)
-            token_slots = None
-            if counts is not None:
-                token_slots = np.full(rows, none, np.int32)
-                token_slots[: sum(counts)] = np.repeat(slots, counts)
-            batch = host_batch(slots, token_slots, self._wrapped.tracking)
-            self._kept[key] = (batch, adapters)
-            if len(self._kept) > _KEPT_BATCHES:
-                self._kept.popitem(last=False)
-            return self._lease(batch.slots, batch.token_slots, adapters)
-
-    def _lease(self, slots: jax.Array, token_slots: jax.Array | None, adapters: tuple[str, ...]) -> LoRABatch:
-        return LoRABatch(
-            slots,
-            token_slots,
-            self._wrapped.tracking,
-            self._leases.open(adapters),
-            has_adapters=bool(adapters),
-        )
+                self._kept.move_to_end(asked)
+            else:
+                self._activate(asked.adapters)
+                slots, token_slots = slot_arrays(
+                    asked, {name: self._active[name] for name in asked.adapters}, self.config.max_loras
+                )
+                batch = self._kept[asked] = host_batch(slots, token_slots, self._wrapped.tracking)
+                if len(self._kept) > _KEPT_BATCHES:
+                    self._kept.popitem(last=False)
+            return LoRABatch(
+                batch.slots,
+                batch.token_slots,
+                self._wrapped.tracking,
+                self._leases.open(asked.adapters),
+                has_adapters=bool(asked.adapters),
+            )
 
     def _refuse_leased(self, name: str, doing: str) -> None:
         if self._leases.held(name):
@@ -532,27 +471,3 @@ class LoRAManager:
 def _deleted(batch: LoRABatch) -> bool:
     """True if a step donated the arrays of a batch."""
     return batch.slots.is_deleted() or (batch.token_slots is not None and batch.token_slots.is_deleted())
-
-
-def _packed_rows(sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:
-    """Number of packed rows; 0 without counts. Raises where the arguments of `prepare` disagree."""
-    if not sequences:
-        raise LoRAError("prepare needs at least one sequence")
-    if counts is None:
-        if pad_to is not None:
-            raise LoRAError("prepare: pad_to is the number of packed rows; it needs token_counts")
-        return 0
-    if len(counts) != sequences:
-        raise LoRAError(f"prepare: {len(counts)} token_counts for {sequences} sequences")
-    if min(counts) < 0:
-        raise LoRAError(f"prepare: token_counts must not be negative, got {min(counts)}")
-    total = sum(counts)
-    rows = total if pad_to is None else pad_to
-    if rows < total or rows == 0:
-        raise LoRAError(f"prepare: token_counts sum to {total}, and there are {rows} packed rows (pad_to)")
-    if rows == sequences and counts != (1,) * sequences:
-        raise LoRAError(
-            f"prepare: {rows} packed rows for {rows} sequences cannot be told from one row a sequence; choose another "
-            "pad_to"
-        )
-    return rows

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.scope import use
+from jlora.manager.manager import LoRAManager
 from tests.layers.merging import Target, make_adapter, make_manager
 
 
@@ -106,3 +108,10 @@ def test_lookup_alone_leaves_the_logits_alone():
     np.testing.assert_allclose(
         np.asarray(changed)[0, 1], module.scaling * module.b @ module.a[:, 0], rtol=1e-4, atol=1e-5
     )
+
+
+def test_fully_sharded_is_refused_while_no_mesh_is_served():
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(LoRAError, match="fully_sharded"):
+        LoRAManager(model, LoRAConfig(max_loras=1, max_lora_rank=1, fully_sharded=True))
+    assert type(model.layers[0]) is nnx.Linear

@@ -58,15 +58,18 @@ def compile_add_lora(
     plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
     plan = jax.tree.map(lambda leaf: operand(leaf.shape, leaf.dtype), plan)
     program = jax.jit(f, donate_argnums=0).lower(*arrays, operand((groups, n), "int32"), plan).compile()
-    (kernel,) = [line for line in program.as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    names = re.search(r"custom-call\(([^)]*)\)", kernel)[1]
+    text = program.as_text()
+    (kernel,) = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    a, b, _, base = re.findall(r"%([\w.-]+)", re.search(r"custom-call\(([^)]*)\)", kernel)[1])[-4:]
+    entry = re.findall(r"%([\w.-]+) = [^=]* parameter\((\d+)\)", text[text.index("\nENTRY") :])
+    given = {int(number): name for name, number in entry}  # f's arguments, in order
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', kernel)
     sizes = mosaic_tpu._sizes(*arrays, slices)
     return {
         "vmem_bytes": int(used[1]),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-        "in_place": "output_to_operand_aliasing" in kernel and re.search(r"%base\.\d+$", names) is not None,
-        "weights_in_place": all(re.search(rf"%{name}\.\d+,", names) is not None for name in "ab"),
+        "in_place": "output_to_operand_aliasing" in kernel and base == given[0],
+        "weights_in_place": (a, b) == (given[2], given[3]),
         **{name: getattr(sizes, name) for name in ("tile_m", "tile_k", "tile_n", "bundle")},
     }
 

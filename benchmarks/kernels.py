@@ -109,7 +109,7 @@ def measure(projection: Projection, rank: int, ids: np.ndarray, layers, backend:
     tokens, present = len(ids), len(np.unique(ids[ids < SLOTS]))
     error = check(projection, rank, ids, layers[0], backend)
     x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
-    calls = 3 if tokens > 256 else 10
+    calls = 3 if tokens > 256 else 30
 
     def time_of(apply, some_layers):
         base = jnp.ones((tokens, projection.n), jnp.bfloat16)
@@ -151,6 +151,15 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
+def line(row: dict) -> str:
+    """One row of the printed table."""
+    parts = [f"{row['projection']:7s} r{row['rank']:<3d} {row['tokens']:4d}/{row['adapters']:<2d} {row['mix']:8s}"]
+    parts += [f"wall {row['wall_us']:7.2f} ±{row['spread_us']:.2f}  shrink {row['shrink_us']:6.2f}"]
+    parts += [f"expand {row['expand_us']:6.2f}  plan {row['plan_us']:.2f}  floor {100 * row['of_floor']:5.1f}%"]
+    others = [key for key in (*PEERS, *(f"{name}_us" for name in BASELINES)) if row.get(key)]
+    return "  ".join(parts + [f"{key[:-3]} x{row[key] / row['wall_us']:.2f}" for key in others])
+
+
 def wanted(args) -> list[tuple[str, int, int, int, str]]:
     if not args.matrix:
         rows = json.loads(Path(__file__).with_name("peers_h200.json").read_text())["rows"]
@@ -169,7 +178,7 @@ def main():
     parser.add_argument("--projection", nargs="+", default=list(PROJECTIONS))
     parser.add_argument("--rank", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=128, help="as many as a step of Llama-3-8B has projections")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--baselines", action="store_true")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
@@ -187,14 +196,7 @@ def main():
         peer = peers.get((name, rank, tokens, adapters), {}) if mix == "distinct" else {}
         row |= {key: peer.get(key) for key in PEERS}
         rows.append(row)
-        print(
-            f"{name:8s} r{rank:<4d}{tokens:5d}/{adapters:<3d}{mix:9s} wall {row['wall_us']:8.2f} ±{row['spread_us']:.2f}"
-            f"  shrink {row['shrink_us']:7.2f}  expand {row['expand_us']:7.2f}  plan {row['plan_us']:5.2f}"
-            f"  floor {100 * row['of_floor']:5.1f}%"
-            + "".join(f"  {k[:-3]} x{row[k] / row['wall_us']:.2f}" for k in PEERS if row[k])
-            + "".join(f"  {k} x{row[f'{k}_us'] / row['wall_us']:.2f}" for k in BASELINES if f"{k}_us" in row),
-            flush=True,
-        )
+        print(line(row), flush=True)
         if args.out:
             device = jax.devices()[0].device_kind
             result = {

@@ -170,7 +170,8 @@ def _kernels(backend: Backend) -> ModuleType | None:
 def _choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
     """The kernels to run, or None for XLA."""
     if backend == "auto":
-        name: Backend = {"gpu": "triton", "cuda": "triton", "tpu": "mosaic_tpu"}.get(platform(), "xla")
+        where = platform()
+        name: Backend = "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
         return _kernels(name) if unsupported_reason(name, base, x, a, b, slice_sizes=sizes) is None else None
     reason = unsupported_reason(backend, base, x, a, b, slice_sizes=sizes)
     if reason is not None:

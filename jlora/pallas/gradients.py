@@ -38,7 +38,8 @@ def _shrink_forward(run, x, a, plan, ranks):
 
 def _shrink_backward(run, residuals, dh):
     del run
-    return *_shrink_grads(*residuals, dh), None, None
+    x, a, plan, ranks = residuals
+    return *_shrink_grads(x, a, plan, ranks, dh), None, None
 
 
 def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
@@ -48,8 +49,8 @@ def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
 
 def _expand_backward(run, slice_sizes, residuals, dout):
     del run
-    *operands, no_base = residuals
-    return *_expand_grads(*operands, slice_sizes, dout), None, None if no_base else dout, None
+    h, b, plan, ranks, no_base = residuals
+    return *_expand_grads(h, b, plan, ranks, slice_sizes, dout), None, None if no_base else dout, None
 
 
 def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, ranks):

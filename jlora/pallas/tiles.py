@@ -55,7 +55,7 @@ class GPUTiles:
 
 def platform() -> str:
     """The platform that unplaced computations run on: "cpu", "gpu" or "tpu"."""
-    device = jax.config.jax_default_device
+    device = getattr(jax.config, "jax_default_device", None)  # set by `jax.default_device(...)`
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
@@ -76,8 +76,8 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
 
     A tile costs one fetch of its group's weights plus work in proportion to its rows, occupied or not. The XLA path
     fetches by copying, at about the cost of computing 16 rows, and may use tiles of one row. The kernels' matrix units
-    work on at least 16 rows, so fewer would only mean more tiles. The GPU kernels skip empty tiles and read ahead best
-    with 64 rows, which pays once groups have half as many.
+    work on at least 16 rows, so fewer would only mean more tiles. The GPU kernels skip empty tiles, and read ahead best
+    with 64 rows if groups have half as many.
     """
     where = platform() if backend == "auto" else {"triton": "gpu", "mosaic_tpu": "tpu", "xla": "cpu"}[backend]
     if where in ("gpu", "cuda"):

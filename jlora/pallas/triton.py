@@ -145,7 +145,7 @@ def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref
         live = (rows < x_ref.shape[0])[:, None]
 
         def step(j, acc):
-            k = (part * steps + j) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            k = (j * parts + part) * block_k + jnp.arange(block_k, dtype=jnp.int32)
             x_mask, a_mask = live, (r < read)[:, None]
             if parts * steps * block_k != k_size:
                 inside = (k < k_size)[None, :]
@@ -182,32 +182,33 @@ def _expand_kernel(
     """out[rows of a tile, chunk of columns] = base + h @ b[group], column block by column block
 
         units: tiles in use x chunks of columns. A chunk lies within one slice; the fewer tiles are in use, the shorter
-        the chunks, so that all programs have work.
-                 slice 0           | slice 1
-        tile 0  | c0 | c1 | c2 | c3 | c4 | c5 |
-        tile 1  | ...
+        the chunks, so that all programs have work. Chunks of a slice interleave their column blocks.
+                  slice 0             | slice 1
+        tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
+        tile 1   ...
 
     base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = _tiles_used(used_ref, group_ref)
-    starts, per_chunk, per_tile = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
+    counts = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
+    per_tile = sum(counts[1:], counts[0])
 
     def unit(u, carry):
         group, rows = _tile(u // per_tile, group_ref, rows_ref, tile_m)
         live = (rows < base_ref.shape[0])[:, None]
-        i, first, begin, end = _find_chunk(u % per_tile, starts, per_chunk, slice_sizes, block_n)
-        last = first + per_chunk
+        i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
+        steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
         true_rank, read = plt.load(ranks_ref.at[group, i]), _ranks_to_read(ranks_ref, group, i, rank)
         blocks = [r0 + jnp.arange(_rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, _rank_block(rank))]
 
         def columns(j):
-            col = begin + j * block_n + jnp.arange(block_n, dtype=jnp.int32)
+            col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
             return col, (col < end)[None, :]
 
         def read_base(j):
             col, inside = columns(j)
-            return _load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < last))
+            return _load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
 
         def column_block(j, ahead, h):
             base, *ahead = *ahead, read_base(j + tiles.ahead)
@@ -220,10 +221,9 @@ def _expand_kernel(
             return tuple(ahead)
 
         def all_blocks():
-            ahead = tuple(read_base(first + d) for d in range(tiles.ahead))  # before h, whose loads take as long
+            ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
             h = tuple(_sum_parts(h_ref, i, rows, r, live, true_rank) for r in blocks)
-            stop = jnp.minimum(last, pl.cdiv(end - begin, block_n))
-            jax.lax.fori_loop(first, stop, partial(column_block, h=h), ahead)
+            jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16:
             pl.when(read > 0)(all_blocks)
@@ -286,31 +286,27 @@ def _dot(lhs, rhs, dtype, contract: int):
 
 
 def _column_chunks(slice_sizes, block_n: int, used, units: int):
-    """Cuts each slice into chunks of equally many column blocks, about `units` over all tiles in use.
-
-    Returns the first chunk of each slice, the blocks a chunk, and the chunks a tile.
-    """
+    """How many chunks each slice has: of nearly equal length, about `units` over all tiles in use."""
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
-    per_chunk = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
-    starts, total = [], jnp.int32(0)
-    for count in blocks:
-        starts.append(total)
-        total = total + (count + per_chunk - 1) // per_chunk
-    return starts, per_chunk, total
+    length = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
+    return [(count + length - 1) // length for count in blocks]
 
 
-def _find_chunk(chunk, starts, per_chunk, slice_sizes, block_n: int):
-    """Chunk number -> its slice, its first column block there, and the slice's columns [begin, end)."""
+def _find_chunk(chunk, counts, slice_sizes):
+    """Chunk number -> its slice, its first column block there, the step to the next, the columns [begin, end)."""
     offsets = [sum(slice_sizes[:i]) for i in range(len(slice_sizes) + 1)]
-    i, first, begin, end = jnp.int32(0), chunk * per_chunk, jnp.int32(0), jnp.int32(offsets[1])
-    for j in range(1, len(slice_sizes)):
-        here = chunk >= starts[j]
-        i, begin, end = (jnp.where(here, new, old) for new, old in ((j, i), (offsets[j], begin), (offsets[j + 1], end)))
-        first = jnp.where(here, (chunk - starts[j]) * per_chunk, first)
+    found = jnp.int32(0), chunk, counts[0], jnp.int32(0), jnp.int32(offsets[1])
+    start = counts[0]
+    for i in range(1, len(slice_sizes)):
+        here = chunk >= start
+        this = i, chunk - start, counts[i], offsets[i], offsets[i + 1]
+        found = tuple(jnp.where(here, new, old) for new, old in zip(this, found, strict=True))
+        start = start + counts[i]
+    i, first, stride, begin, end = found
     if len(slice_sizes) > 1:
         align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
         begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
-    return i, first, begin, end
+    return i, first, stride, begin, end
 
 
 def _rank_block(rank: int) -> int:

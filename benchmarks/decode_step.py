@@ -64,13 +64,10 @@ def flat_step(model: Decoder, run):
 
 
 def decode(model, tokens, positions, cache, batch):
-    """One decode step; without a batch the model is not wrapped."""
+    """One decode step; without a batch the base alone, wrapped or not."""
     last = jnp.zeros(tokens.shape[:1], jnp.int32)
-    if batch is None:
+    with jlora.use(batch):
         logits, _ = model.extend(tokens, positions, cache, last)
-    else:
-        with jlora.use(batch):
-            logits, _ = model.extend(tokens, positions, cache, last)
     return jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
 
 
@@ -79,8 +76,6 @@ def prefill(model, tokens, batch):
     sequences, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     args = tokens, positions, model.init_cache(sequences, length), jnp.full(sequences, length - 1, jnp.int32)
-    if batch is None:
-        return model.extend(*args)
     with jlora.use(batch):
         return model.extend(*args)
 
@@ -138,6 +133,23 @@ def kernels(call) -> dict[str, float]:
     return total
 
 
+def save(args: argparse.Namespace, rows: list[dict]) -> None:
+    """Write what there is so far."""
+    if args.out is None:
+        return
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "date": datetime.date.today().isoformat(),
+        "model": f"Llama-3-8B shape, {args.layers} layers, bf16, context {CONTEXT}",
+        "rank": args.rank,
+        "slots": SLOTS,
+    }
+    with open(args.out, "w") as file:
+        json.dump({"about": about, "rows": rows}, file, indent=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
@@ -171,14 +183,17 @@ def main() -> None:
         for adapters in (n for n in ADAPTERS if n <= size):
             batch = make_batch(manager, size, adapters)
             calls[adapters] = lambda t=tokens, p=positions, c=cache, b=batch: lora_decode(lora_leaves, t, p, c, b)
+        if size == 64:
+            calls["base only"] = lambda t=tokens, p=positions, c=cache: lora_decode(lora_leaves, t, p, c, None)
         times = timed(calls, args.rounds, 10)
         for adapters in calls:
             if adapters != "base":
                 row = {"step": "decode", "batch": size, "adapters": adapters, "base_ms": times["base"]}
                 row |= {"ms": times[adapters], "overhead": times[adapters] / times["base"] - 1}
-                row["floor_overhead"] = adapters * floor / times["base"]
+                row["floor_overhead"] = 0 if adapters == "base only" else adapters * floor / times["base"]
                 rows.append(row)
                 print(json.dumps(row), flush=True)
+        save(args, rows)
         if args.profile and size == 64:
             for name in ("base", 0, 8, 64):
                 if name in calls:
@@ -200,20 +215,7 @@ def main() -> None:
         for name in ("base", 8):
             top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
             print("profile prefill", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
-
-    if args.out:
-        device = jax.devices()[0].device_kind
-        about = {
-            "device": device,
-            "jax": jax.__version__,
-            "python": sys.version.split()[0],
-            "date": datetime.date.today().isoformat(),
-            "model": f"Llama-3-8B shape, {args.layers} layers, bf16, context {CONTEXT}",
-            "rank": args.rank,
-            "slots": SLOTS,
-        }
-        with open(args.out, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def rows_bucket(num_rows: int) -> int:
 def gpu_tiles(dtype: str, rows: int, tile_m: int, k: int, n: int, rank: int) -> GPUTiles:
     """Tiles of `add_lora` on a GPU: the tuned table's, else a rule of thumb."""
     tuned = tuned_table("nvidia_h200").get(("add_lora", dtype, rows_bucket(rows), k, n, rank))
-    return tuned if tuned is not None else _gpu_rule(rows, tile_m, k, rank)
+    return tuned if tuned is not None else _gpu_rule(dtype, rows, tile_m, k, rank)
 
 
 @functools.cache
@@ -109,12 +109,17 @@ def tuned_table(device: str) -> dict[tuple[str, str, int, int, int, int], GPUTil
     return table
 
 
-def _gpu_rule(rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
+def _gpu_rule(dtype: str, rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
+    """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
     wide = rank > 64 or tile_m > 64
+    expand = {"block_n": 64 if wide else 128, "warps": 8 if wide else 4, "stages": 2, "chunks": 528, "programs": 528}
     if rows <= 512:
-        split_k = max(1, min(16, k // 256))
-        return GPUTiles(block_k=128, split_k=split_k, shrink_stages=3, shrink_programs=528, warps=8 if wide else 4)
+        split_k = max(1, min(28, k // 256))
+        return GPUTiles(
+            block_k=128, split_k=split_k, block_r=32, shrink_warps=2, shrink_stages=4, shrink_programs=792, **expand
+        )
+    block_k = 64 if dtype == "float32" else 128  # shared memory
     return GPUTiles(
-        block_k=64, shrink_warps=8 if wide else 4, shrink_programs=528,
-        block_n=64 if wide else 128, chunks=1056, warps=8 if wide else 4, stages=2, programs=1056,
+        block_k=block_k, split_k=max(1, min(2, k // 256)), shrink_stages=3, shrink_programs=396,
+        shrink_warps=8 if wide else 4, **expand,
     )  # fmt: skip

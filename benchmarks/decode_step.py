@@ -26,7 +26,7 @@ from jlora.models import Decoder, DecoderConfig
 
 CONTEXT = 128
 SLOTS = 64
-BATCHES = (1, 8, 32, 64, 256)
+BATCHES = (64, 1, 8, 32, 256)
 ADAPTERS = (0, 1, 8, 32, 64)
 BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy
 
@@ -175,6 +175,23 @@ def main() -> None:
     floor = adapter_bytes(config, args.rank) / BANDWIDTH * 1e3
 
     rows = []
+    tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
+    calls = {"base": lambda: base_prefill(base_leaves, tokens, None)}
+    for adapters in (0, 1, 8):
+        batch = make_batch(manager, 8, adapters)
+        calls[adapters] = lambda b=batch: lora_prefill(lora_leaves, tokens, b)
+    times = timed(calls, args.rounds, 3)
+    for adapters in (0, 1, 8):
+        row = {"step": "prefill", "batch": 8, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
+        row["overhead"] = times[adapters] / times["base"] - 1
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.profile:
+        for name in ("base", 8):
+            top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
+            print("profile prefill", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
+    save(args, rows)
+
     for size in args.batches:
         cache = model.init_cache(size, CONTEXT)
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
@@ -199,23 +216,6 @@ def main() -> None:
                 if name in calls:
                     top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
                     print("profile", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
-
-    tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
-    calls = {"base": lambda: base_prefill(base_leaves, tokens, None)}
-    for adapters in (0, 1, 8):
-        batch = make_batch(manager, 8, adapters)
-        calls[adapters] = lambda b=batch: lora_prefill(lora_leaves, tokens, b)
-    times = timed(calls, args.rounds, 3)
-    for adapters in (0, 1, 8):
-        row = {"step": "prefill", "batch": 8, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
-        row["overhead"] = times[adapters] / times["base"] - 1
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    if args.profile:
-        for name in ("base", 8):
-            top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
-            print("profile prefill", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
-    save(args, rows)
 
 
 if __name__ == "__main__":

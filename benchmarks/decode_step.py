@@ -81,16 +81,16 @@ def prefill(model, tokens, batch):
 
 
 def timed(calls: dict, rounds: int, enqueue: int) -> dict:
-    """Milliseconds a call of each name: the median over rounds in which all names take turns."""
-    for call in calls.values():
-        jax.block_until_ready(call())
-        jax.block_until_ready(call())
+    """Milliseconds a call (function, *arguments) of each name: the median over rounds in which all take turns."""
+    for call, *args in calls.values():
+        jax.block_until_ready(call(*args))
+        jax.block_until_ready(call(*args))
     times = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name, (call, *args) in calls.items():
             start = time.perf_counter()
             for _ in range(enqueue):
-                out = call()
+                out = call(*args)
             jax.block_until_ready(out)
             times[name].append((time.perf_counter() - start) * 1e3 / enqueue)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -122,11 +122,11 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     return host_batch(slots, None, manager._wrapped.tracking)
 
 
-def kernels(call) -> dict[str, float]:
-    """Milliseconds of each GPU kernel in one call, from the profiler; alike kernels summed."""
+def kernels(step, *args) -> dict[str, float]:
+    """Milliseconds of each GPU kernel in one step, from the profiler; alike kernels summed."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(lambda: call(), aggregate=False)()
+    _, times = profiler.measure(step, aggregate=False)(*args)
     total: dict[str, float] = {}
     for name, ms in times:
         total[name] = total.get(name, 0.0) + ms
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--steps", nargs="*", default=["prefill", "decode"])
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
 
@@ -175,47 +176,41 @@ def main() -> None:
     floor = adapter_bytes(config, args.rank) / BANDWIDTH * 1e3
 
     rows = []
-    tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
-    calls = {"base": lambda: base_prefill(base_leaves, tokens, None)}
-    for adapters in (0, 1, 8):
-        batch = make_batch(manager, 8, adapters)
-        calls[adapters] = lambda b=batch: lora_prefill(lora_leaves, tokens, b)
-    times = timed(calls, args.rounds, 3)
-    for adapters in (0, 1, 8):
-        row = {"step": "prefill", "batch": 8, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
+    if "prefill" in args.steps:
+        tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
+        calls = {"base": (base_prefill, base_leaves, tokens, None)}
+        calls |= {n: (lora_prefill, lora_leaves, tokens, make_batch(manager, 8, n)) for n in (0, 1, 8)}
+        measure("prefill", 8, calls, 3, floor, args, rows)
+    for size in args.batches if "decode" in args.steps else ():
+        tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
+        step = tokens, jnp.full((size, 1), CONTEXT - 1, jnp.int32), model.init_cache(size, CONTEXT)
+        calls = {"base": (base_decode, base_leaves, *step, None)}
+        for adapters in (n for n in ADAPTERS if n <= size):
+            calls[adapters] = (lora_decode, lora_leaves, *step, make_batch(manager, size, adapters))
+        if size == 64:
+            calls["base only"] = (lora_decode, lora_leaves, *step, None)
+        measure("decode", size, calls, 10, floor, args, rows)
+
+
+def measure(
+    step: str, size: int, calls: dict, enqueue: int, floor: float, args: argparse.Namespace, rows: list
+) -> None:
+    """Time the calls of one shape, print a row each, and keep them."""
+    times = timed(calls, args.rounds, enqueue)
+    for adapters in calls:
+        if adapters == "base":
+            continue
+        row = {"step": step, "batch": size, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
         row["overhead"] = times[adapters] / times["base"] - 1
+        if step == "decode":
+            row["floor_overhead"] = 0 if adapters == "base only" else adapters * floor / times["base"]
         rows.append(row)
         print(json.dumps(row), flush=True)
-    if args.profile:
-        for name in ("base", 8):
-            top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
-            print("profile prefill", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
     save(args, rows)
-
-    for size in args.batches:
-        cache = model.init_cache(size, CONTEXT)
-        tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
-        positions = jnp.full((size, 1), CONTEXT - 1, jnp.int32)
-        calls = {"base": lambda t=tokens, p=positions, c=cache: base_decode(base_leaves, t, p, c, None)}
-        for adapters in (n for n in ADAPTERS if n <= size):
-            batch = make_batch(manager, size, adapters)
-            calls[adapters] = lambda t=tokens, p=positions, c=cache, b=batch: lora_decode(lora_leaves, t, p, c, b)
-        if size == 64:
-            calls["base only"] = lambda t=tokens, p=positions, c=cache: lora_decode(lora_leaves, t, p, c, None)
-        times = timed(calls, args.rounds, 10)
-        for adapters in calls:
-            if adapters != "base":
-                row = {"step": "decode", "batch": size, "adapters": adapters, "base_ms": times["base"]}
-                row |= {"ms": times[adapters], "overhead": times[adapters] / times["base"] - 1}
-                row["floor_overhead"] = 0 if adapters == "base only" else adapters * floor / times["base"]
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-        save(args, rows)
-        if args.profile and size == 64:
-            for name in ("base", 0, 8, 64):
-                if name in calls:
-                    top = sorted(kernels(calls[name]).items(), key=lambda item: -item[1])
-                    print("profile", name, f"{sum(ms for _, ms in top):.3f} ms", top[:14], flush=True)
+    if args.profile and size in (8, 64):
+        for name in (n for n in ("base", 8, 64) if n in calls):
+            top = sorted(kernels(*calls[name]).items(), key=lambda item: -item[1])
+            print("profile", step, size, name, f"{sum(ms for _, ms in top):.3f} ms", top[:12], flush=True)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 
-def run_demo(_: argparse.Namespace) -> int:
+def run_demo(args: argparse.Namespace) -> int:
     """One batch with four adapters and the base; then 64 held-out prompts over two slots."""
     from jlora.manager.manager import LoRAManager
     from jlora.models import generation

@@ -106,7 +106,7 @@ def generate(
 
 def compiled_variants() -> int:
     """How many variants of the generation step this process has compiled: one a combination of static sizes."""
-    return _run._cache_size()
+    return _run._cache_size()  # pyright: ignore[reportAttributeAccessIssue]  # on every jitted function, but untyped
 
 
 class _State(NamedTuple):

@@ -1,4 +1,4 @@
-"""The dimension glossary and array aliases used in annotations.
+"""The dimension glossary of the annotations, and two aliases.
 
 B  sequences in a batch              K  in-features of a projection
 L  tokens a sequence                 N  out-features of a projection (all slices together)
@@ -10,14 +10,7 @@ V  vocabulary                        E  experts
 
 from typing import Literal, TypeAlias
 
-import jax
 import numpy as np
-from jaxtyping import Float, Int
 
 Backend: TypeAlias = Literal["auto", "xla", "mosaic_tpu", "triton"]
 DType: TypeAlias = np.dtype | type | str
-
-SlotIds: TypeAlias = Int[jax.Array, "B"]
-SlotA: TypeAlias = Float[jax.Array, "S n R K"]
-SlotB: TypeAlias = Float[jax.Array, "S R N"]
-SlotRanks: TypeAlias = Int[jax.Array, "S n"]

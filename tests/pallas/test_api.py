@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients, triton
+from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
+from jlora.pallas.plan import make_plan
+from tests import oracle
 from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close, problem
 
@@ -135,3 +137,31 @@ def test_a_nan_stays_out_of_other_groups_gradients(grouped):
     )(a, b)
     assert np.isfinite(np.asarray(da)[np.array([0, 2, 3])]).all()
     assert np.isfinite(np.asarray(db)[np.array([0, 2, 3])]).all()
+
+
+def _backend_run(backend):
+    """add_lora of one backend on the CPU: the kernels in interpret mode."""
+    if backend == "xla":
+        return partial(xla.add_lora, slice_sizes=(24, 8))
+    if backend == "triton":
+        return partial(triton.add_lora, slice_sizes=(24, 8), tiles=TILES, interpret=True)
+    return partial(mosaic_tpu.add_lora, slice_sizes=(24, 8), interpret=True)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu"])
+def test_one_compilation_serves_every_mix(backend):
+    rows, groups = 12, 4
+    base, x, a, b, _, ranks = problem(0, rows, 40, [24, 8], 8, groups)
+    add = _backend_run(backend)
+
+    @jax.jit
+    def run(base, x, a, b, ids, ranks):
+        return add(base, x, a, b, make_plan(ids, num_groups=groups, tile_m=4), ranks=ranks)
+
+    rng = np.random.default_rng(0)
+    mixes = [np.full(rows, groups), np.zeros(rows), np.arange(rows) % groups, np.arange(rows) % 2 * groups]
+    mixes += [rng.integers(0, groups + 1, rows) for _ in range(4)]
+    for ids in mixes:
+        got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), ranks)
+        close(got, oracle.add_lora(base, x, ids.astype(int), a, b, [24, 8]), 1e-5)
+    assert run._cache_size() == 1

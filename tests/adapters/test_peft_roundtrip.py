@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from jlora.adapters import Adapter  # noqa: E402
-from jlora.errors import AdapterMismatchError  # noqa: E402
+from jlora.adapters import Adapter
+from jlora.errors import AdapterMismatchError
 
 # PEFT announces through warnings what it saves beside LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]

@@ -48,7 +48,7 @@ class GemmaAttention(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    packed_modules = {"kv_einsum": ("k_proj", "v_proj")}  # noqa: RUF012
+    packed_modules = {"kv_einsum": ("k_proj", "v_proj")}
 
     def __init__(self):
         rngs = nnx.Rngs(0)

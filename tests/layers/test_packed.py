@@ -12,7 +12,7 @@ from tests.layers.merging import Target, check_against_merged, make_adapter, mak
 class Merged(nnx.Module):
     """q, k, v of 6, 4 and 2 outputs in one kernel."""
 
-    packed_modules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # noqa: RUF012
+    packed_modules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def __init__(self, sizes: tuple[int, ...] | None = (6, 4, 2)):
         self.qkv_proj = nnx.Linear(5, 12, rngs=nnx.Rngs(0))

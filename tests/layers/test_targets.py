@@ -20,7 +20,7 @@ class Attention(nnx.Module):
 
 
 class Model(nnx.Module):
-    packed_modules = {"qkv_proj": ("query", "key", "value")}  # noqa: RUF012
+    packed_modules = {"qkv_proj": ("query", "key", "value")}
 
     def __init__(self):
         rngs = nnx.Rngs(0)

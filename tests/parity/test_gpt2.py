@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-import jlora  # noqa: E402
-from tests.parity import cases  # noqa: E402
-from tests.parity.test_logits import assert_close, counted_forward  # noqa: E402
+import jlora
+from tests.parity import cases
+from tests.parity.test_logits import assert_close, counted_forward
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-import jlora  # noqa: E402
-import jlora.models  # noqa: E402
-from jlora.models.decoder import _attend  # noqa: E402
-from jlora.models.rope import rotate, rotations  # noqa: E402
-from tests.parity import cases  # noqa: E402
+import jlora
+import jlora.models
+from jlora.models.decoder import _attend
+from jlora.models.rope import rotate, rotations
+from tests.parity import cases
 
 # transformers and PEFT announce deprecations of their own, and what they save beside LoRA, through warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]

@@ -11,6 +11,7 @@ from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
 from jlora.pallas.plan import make_plan
 from tests import oracle
+from tests.pallas.lowering import lowered_text
 from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close, problem
 
@@ -22,7 +23,7 @@ def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):
         plan = api.make_plan(ids, num_groups=4, tile_m=16)
         return api.add_lora(base, x, a, b, plan, ranks=ranks, backend=backend)
 
-    return jax.jit(run).trace(base, x, a, b, ids, ranks).lower(lowering_platforms=(platform,)).as_text()
+    return lowered_text(run, (base, x, a, b, ids, ranks), platform)
 
 
 @pytest.mark.parametrize(

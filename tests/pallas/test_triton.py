@@ -10,6 +10,7 @@ import pytest
 from jlora.pallas import api, triton
 from jlora.pallas.tiles import GPUTiles
 from tests import oracle
+from tests.pallas.lowering import lowered_text
 from tests.pallas.test_xla import close, problem
 
 TILES = GPUTiles(
@@ -146,7 +147,7 @@ def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
         plan = api.make_plan(ids, num_groups=8, backend="triton")
         return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend="triton")
 
-    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_text(run, args, "cuda")
     assert text.count("lora_shrink") > 0
     assert text.count("lora_expand") > 0
     assert text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi") == 2

@@ -38,7 +38,7 @@ def make_adapter(name: str, targets: Sequence[Target], rank: int, seed: int = 0)
 def make_module(rng, k: int, n: int, rank: int, kind: str = "linear") -> ModuleLoRA:
     a = rng.normal(size=(rank, k)).astype(np.float32)
     b = rng.normal(size=(n, rank)).astype(np.float32)
-    return ModuleLoRA(a=a, b=b, kind=kind, alpha=0.75 * rank, scaling=0.75)  # type: ignore[arg-type]
+    return ModuleLoRA(a=a, b=b, kind=kind, alpha=0.75 * rank, scaling=0.75)  # type: ignore[arg-type]  # kind is a plain str here
 
 
 def delta(module: ModuleLoRA) -> np.ndarray:

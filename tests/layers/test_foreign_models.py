@@ -63,7 +63,7 @@ class Gemma(nnx.Module):
 
 
 def test_gemma_style_einsum_attention():
-    heads = lambda n: lambda d: d.T.reshape(6, n, 3).swapaxes(0, 1)  # noqa: E731
+    heads = lambda n: lambda d: d.T.reshape(6, n, 3).swapaxes(0, 1)  # noqa: E731 - two axes orders, read best as one line
     path = "layers.0"
     targets = [
         Target(f"{path}.q_einsum", 6, 12, f"{path}.q_einsum.kernel", heads(4)),

@@ -300,7 +300,7 @@ def test_registered_layer_says_why_not(registered):
     with pytest.raises(LoRAError, match=r"\['proj'\] match 'proj' \(Dense\), but it is quantised to 4 bits"):
         make_manager(model, target_modules=["proj"])
     with pytest.raises(LoRAError, match=r"takes a subclass of nnx\.Module"):
-        register_layer(int, lambda layer: "no")  # type: ignore[type-var]
+        register_layer(int, lambda layer: "no")  # type: ignore[type-var]  # the point of the test
 
 
 class Doubled(nnx.Linear):

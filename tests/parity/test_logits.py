@@ -41,11 +41,11 @@ class World:
     def peft_model(self, adapter: str):
         return cases.peft_model(torch, peft, self.theirs, adapter, self.fields[adapter])
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as long-lived as the fixture, too
     def path(self, adapter: str) -> str:
         return str(cases.save_adapter(torch, self.peft_model(adapter), adapter, self.folder))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as long-lived as the fixture, too
     def logits(self, adapter: str | None) -> np.ndarray:
         """PEFT's float32 logits [ROWS, LENGTH, V] of every sequence with one adapter."""
         model = self.theirs if adapter is None else self.peft_model(adapter)

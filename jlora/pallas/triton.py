@@ -5,6 +5,7 @@ tiles in use, while every sum is made in an order that only static sizes decide:
 what else is in the batch, never changes it. There are no atomics.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles, gpu_tiles
 
 MAX_RANK = 512
+WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the true rank takes longer than it saves
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
@@ -43,6 +45,7 @@ def shrink(
     tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, a.shape[3], a.shape[3], a.shape[2])
     ranks = _all_ranks(a.shape[0], a.shape[1], a.shape[2]) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
+    h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
     rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group].T, 0)  # [n, M]
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.int32)[None, None] < rank[..., None], h, 0)
@@ -64,7 +67,8 @@ def expand(
     if base is None:
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     tiles = tiles or gpu_tiles(b.dtype.name, plan.num_rows, plan.tile_m, b.shape[2], b.shape[2], b.shape[1])
-    return _expand(base, h[None], b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
+    h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
+    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
 
 
 def add_lora(
@@ -94,20 +98,20 @@ def _all_ranks(groups: int, n: int, rank: int):
 
 
 def _shrink(x, a, plan: Plan, ranks, tiles: GPUTiles, h_dtype, interpret: bool):
-    """Partial sums [split_k, n, M, R]; rows without a group and entries past the rank are not written."""
-    _, n, rank, _ = a.shape
+    """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
+    groups, n, rank, k = a.shape
     return pl.pallas_call(
-        partial(_shrink_kernel, tile_m=plan.tile_m, tiles=tiles),
+        partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
         grid=(tiles.shrink_programs,),
-        out_shape=jax.ShapeDtypeStruct((tiles.split_k, n, x.shape[0], rank), h_dtype),
+        out_shape=jax.ShapeDtypeStruct((tiles.split_k, x.shape[0], n * rank), h_dtype),
         compiler_params=plt.CompilerParams(num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages),
         interpret=interpret,
         name="lora_shrink",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a)
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k))
 
 
 def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
-    """base + the delta of h [split_k, n, M, R], written over base."""
+    """base + the delta of h [split_k, M, n * R], written over base."""
     return pl.pallas_call(
         partial(_expand_kernel, tile_m=plan.tile_m, slice_sizes=slice_sizes, tiles=tiles, dtype=dtype),
         grid=(tiles.programs,),
@@ -119,17 +123,21 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base)
 
 
-def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref, *, tile_m: int, tiles: GPUTiles):
-    """h[part, slice, rows of a tile, rank block] = x[rows, K part] @ a[group, slice, rank block, K part]ᵀ
+def _shrink_kernel(
+    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref, *, rank: int, tile_m: int, tiles: GPUTiles
+):
+    """h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ
+
+    The ranks of all slices stand side by side, and a block may span slices, so that x is read once for all of them.
 
     units (one an iteration; program p takes p, p + programs, ...), innermost last:
-    tiles in use x rank blocks x slices x parts of K
+    tiles in use x blocks of ranks x parts of K
              K part 0   K part 1
     tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, added in order by whoever reads h
     """
-    _, n, rank, k_size = a_ref.shape
-    block_r, block_k, parts = min(tiles.block_r, _rank_block(rank)), tiles.block_k, tiles.split_k
-    per_tile = pl.cdiv(rank, block_r) * n * parts
+    _, width, k_size = a_ref.shape
+    block_r, block_k, parts = tiles.block_r, tiles.block_k, tiles.split_k
+    per_tile = pl.cdiv(width, block_r) * parts
     steps = pl.cdiv(pl.cdiv(k_size, block_k), parts)
 
     def look_up(u):
@@ -138,26 +146,28 @@ def _shrink_kernel(used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref
     def unit(u, found):
         group, rows = found
         ahead = look_up(u + pl.num_programs(0))
-        rest = u % per_tile
-        r0, i, part = rest // (n * parts) * block_r, rest // parts % n, rest % parts
-        r = r0 + jnp.arange(block_r, dtype=jnp.int32)
-        read = _ranks_to_read(ranks_ref, group, i, rank)
+        r0, part = u % per_tile // parts * block_r, u % parts
+        cuts = [(r0 + first, size) for first, size in _dots(min(block_r, width))]
+        columns = [first + jnp.arange(size, dtype=jnp.int32) for first, size in cuts]
+        read, busy = zip(*(_columns_to_read(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
         live = (rows < x_ref.shape[0])[:, None]
 
-        def step(j, acc):
+        def step(j, sums):
             k = (j * parts + part) * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            x_mask, a_mask = live, (r < read)[:, None]
-            if parts * steps * block_k != k_size:
-                inside = (k < k_size)[None, :]
-                x_mask, a_mask = x_mask & inside, a_mask & inside
-            x = _load(x_ref, (rows[:, None], k[None, :]), x_mask)
-            a = _load(a_ref, (group, i, r[:, None], k[None, :]), a_mask)
-            return acc + _dot(x, a, jnp.promote_types(x.dtype, a.dtype), 1)
+            inside = None if parts * steps * block_k == k_size else (k < k_size)[None, :]
+            x = _load(x_ref, (rows[:, None], k[None, :]), _both(live, inside))
+            loaded = [
+                _load(a_ref, (group, r[:, None], k[None, :]), _both(m[:, None], inside))
+                for r, m in zip(columns, read, strict=True)
+            ]
+            dtype = jnp.promote_types(x.dtype, a_ref.dtype)
+            return tuple(total + _dot(x, a, dtype, 1) for total, a in zip(sums, loaded, strict=True))
 
-        @pl.when(r0 < read)
+        @pl.when(functools.reduce(jnp.logical_or, busy))
         def _():
-            h = jax.lax.fori_loop(0, steps, step, jnp.zeros((len(rows), block_r), jnp.float32))
-            _store(h_ref, (part, i, rows[:, None], r[None, :]), h, live & (r < rank)[None, :])
+            zeros = tuple(jnp.zeros((len(rows), len(r)), jnp.float32) for r in columns)
+            for r, h in zip(columns, jax.lax.fori_loop(0, steps, step, zeros), strict=True):
+                _store(h_ref, (part, rows[:, None], r[None, :]), h, live & (r < width)[None, :])
 
         return ahead
 
@@ -199,7 +209,8 @@ def _expand_kernel(
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
-        true_rank, read = plt.load(ranks_ref.at[group, i]), _ranks_to_read(ranks_ref, group, i, rank)
+        true_rank = plt.load(ranks_ref.at[group, i])
+        read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
         blocks = [r0 + jnp.arange(_rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, _rank_block(rank))]
 
         def columns(j):
@@ -222,7 +233,7 @@ def _expand_kernel(
 
         def all_blocks():
             ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
-            h = tuple(_sum_parts(h_ref, i, rows, r, live, true_rank) for r in blocks)
+            h = tuple(_sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16:
@@ -252,18 +263,41 @@ def _tile(tile, group_ref, rows_ref, tile_m: int):
     return plt.load(group_ref.at[tile]), rows
 
 
-def _ranks_to_read(ranks_ref, group, i, rank: int):
-    """How many ranks of a and b to read. All up to 16: to wait for the true rank takes longer than it saves."""
-    return jnp.int32(rank) if rank <= 16 else plt.load(ranks_ref.at[group, i])
+def _dots(width: int) -> list[tuple[int, int]]:
+    """Cuts a number of ranks into (first, size) that a dot takes: powers of two from 16 on, the largest first."""
+    cuts, first, left = [], 0, pl.cdiv(width, 16) * 16
+    while left:
+        size = 1 << (left.bit_length() - 1)
+        cuts.append((first, size))
+        first, left = first + size, left - size
+    return cuts
 
 
-def _sum_parts(h_ref, i, rows, r, live, true_rank):
+def _columns_to_read(ranks_ref, group, first, size: int, rank: int):
+    """Which of `size` ranks from `first` on (of all slices side by side) to read, and whether there is one to read."""
+    n = ranks_ref.shape[1]
+    r = first + jnp.arange(size, dtype=jnp.int32)
+    if rank <= WAIT_FOR_RANK:
+        return r < n * rank, True
+    if rank % size == 0:  # within one slice
+        end = first // rank * rank + plt.load(ranks_ref.at[group, first // rank])
+        return r < end, first < end
+    read = (r % rank < plt.load(ranks_ref.at[group, jnp.minimum(r // rank, n - 1)])) & (r < n * rank)
+    return read, jnp.max(read.astype(jnp.int32)) > 0
+
+
+def _both(mask, other):
+    return mask if other is None else mask & other
+
+
+def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     """The partial sums of h, added in order -> [tile_m, block_r] float32, zero from the true rank on.
 
     What lies there was never written. It is dropped after the load: a mask on the load would forbid wide loads.
     """
-    mask = live & (r < h_ref.shape[3])[None, :] if h_ref.shape[3] % len(r) else live
-    parts = [_load(h_ref, (jnp.int32(p), i, rows[:, None], r[None, :]), mask) for p in range(h_ref.shape[0])]
+    mask = live & (r < rank)[None, :] if rank % len(r) else live
+    columns = (first + r)[None, :]
+    parts = [_load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
         total += part.astype(jnp.float32)

@@ -1,7 +1,9 @@
 """Timing on an accelerator: a jitted chain of layers with distinct weights, timed by the wall and by the profiler."""
 
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -24,42 +26,60 @@ def random_layers(projection: Projection, rank: int, layers: int, slots: int = S
     return [pair(key) for key in jax.random.split(jax.random.key(0), layers)]
 
 
-def chain(apply, *, slots: int = SLOTS, max_active: int | None = None, tile_m: int | None = None):
-    """Jits base -> layer after layer added to base, one plan for all: f(base, x, layers, ids). base is donated.
+def chain(apply, *, slots: int = SLOTS, donate: bool = True):
+    """Jits base -> layer after layer added to base, one plan for all: f(base, x, layers, ids, ranks).
 
-    `apply(base, x, a, b, plan)` is one layer; identical layers compile once.
+    `apply(base, x, a, b, plan, ranks)` is one layer; identical layers compile once. The wall time wants base donated,
+    lest each call copy it; the profiler, which calls twice with the same arguments, wants it kept.
     """
     layer = jax.jit(apply)
 
-    def run(base, x, layers, ids):
-        plan = make_plan(ids, num_groups=slots, max_active=max_active, tile_m=tile_m)
+    def run(base, x, layers, ids, ranks):
+        plan = make_plan(ids, num_groups=slots)
         for a, b in layers:
-            base = layer(base, x, a, b, plan)
+            base = layer(base, x, a, b, plan, ranks)
         return base
 
-    return jax.jit(run, donate_argnums=0)
+    return jax.jit(run, donate_argnums=0 if donate else ())
 
 
-def wall_us(run, base, x, layers, ids, repeats: int = 5, calls: int = 10) -> tuple[float, float]:
-    """Microseconds a layer, plan included: the median of `repeats` means of `calls` enqueued together; their spread."""
-    base = run(base, x, layers, ids)
-    base = jax.block_until_ready(run(base, x, layers, ids))
+def compile_all(jobs: list[tuple]) -> list:
+    """Compiles each (jitted function, arguments), side by side; an error is returned in its place."""
+
+    def compiled(job):
+        run, args = job
+        try:
+            return run.lower(*args).compile()
+        except Exception as error:  # handed to the caller, who knows whether it may happen
+            return error
+
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 2)) as pool:
+        return list(pool.map(compiled, jobs))
+
+
+def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float, float]:
+    """Microseconds of a call: the median of `repeats` means of `calls` enqueued together; their spread."""
+    base = run(base, *args)
+    base = jax.block_until_ready(run(base, *args))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(calls):
-            base = run(base, x, layers, ids)
+            base = run(base, *args)
         base.block_until_ready()
-        times.append((time.perf_counter() - start) * 1e6 / calls / len(layers))
+        times.append((time.perf_counter() - start) * 1e6 / calls)
     return statistics.median(times), max(times) - min(times)
 
 
-def kernel_us(run, base, x, layers, ids) -> dict[str, float]:
-    """Microseconds a layer spent in each kind of GPU kernel, from the profiler; of the whole chain, plan included."""
+def kernel_us(run, *args, detach: bool = True) -> dict[str, float]:
+    """Microseconds that one call of a compiled function spends in each kind of GPU kernel, from the profiler.
+
+    An attached profiler slows later calls down a little; to attach it anew takes longer than a short measurement.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(lambda base, *rest: run(jnp.copy(base), *rest), aggregate=False)(base, x, layers, ids)
+    _, times = profiler.Cupti(finalize=detach).measure(run, aggregate=False)(*args)
     total: dict[str, float] = {}
     for name, ms in times:
-        total[name] = total.get(name, 0.0) + ms * 1e3 / len(layers)
+        total[name] = total.get(name, 0.0) + ms * 1e3
     return total

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tune --out jlora/pallas/tuned/nvidia_h200.json
 
-Shrink and expand are searched side by side by their kernel times: each trial pairs a candidate of either. A second
-round tries the best expands again with the chosen shrink, whose number of partial sums they have to read. One choice
-serves every mix of adapters at a number of tokens, so candidates are ranked by their geometric mean over mixes.
+First the shrinks, by their kernel times; then the expands with the best shrink, for many tokens the two best, whose
+partial sums it has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by their
+geometric mean over mixes.
 """
 
 import argparse
@@ -16,92 +16,93 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.specs import PROJECTIONS, Projection, group_ids
-from benchmarks.timing import chain, kernel_us, random_layers
+from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, Projection, group_ids
+from benchmarks.timing import chain, compile_all, kernel_us, random_layers
 from jlora.pallas import triton
 from jlora.pallas.tiles import GPUTiles, rows_bucket
 
 SHRINK_FIELDS = ("block_k", "split_k", "block_r", "shrink_warps", "shrink_stages", "shrink_programs")
 EXPAND_FIELDS = ("block_n", "warps", "stages", "ahead", "programs", "chunks")
-MIXES = {1: (1,), 8: (8,), 32: (1, 32), 64: (8, 32), 256: (32,), 2048: (8,), 8192: (8,)}  # adapters
+MIXES = {1: (1,), 8: (1, 8), 32: (1, 32), 64: (8, 64), 256: (8, 64), 2048: (1, 8), 8192: (8, 32)}  # adapters
+LAYERS = 16
 
 # block_k, steps of block_k a part (None: one part), block_r, warps, stages, programs
 FEW_SHRINKS = [
     (128, 2, 32, 2, 4, 792), (128, 4, 32, 2, 4, 792), (256, 1, 64, 2, 2, 528), (256, 1, 16, 2, 2, 1056),
     (128, 4, 16, 1, 3, 1056), (256, 4, 16, 2, 3, 792), (128, 8, 16, 2, 4, 1056), (512, 2, 16, 4, 2, 528),
+    (128, 2, 64, 4, 4, 528), (128, 4, 64, 4, 4, 528), (128, 2, 16, 2, 4, 1056), (256, 2, 32, 4, 2, 792),
+    (128, 2, 128, 4, 3, 528), (128, 4, 256, 4, 2, 264), (256, 2, 16, 4, 2, 1056), (128, 1, 32, 2, 1, 1056),
 ]  # fmt: skip
 MANY_SHRINKS = [
     (128, 16, 64, 4, 3, 396), (128, 8, 64, 4, 3, 396), (128, None, 64, 4, 4, 528), (64, None, 64, 4, 6, 528),
-    (128, 28, 64, 4, 4, 396), (128, None, 16, 4, 4, 528), (128, None, 32, 4, 4, 528), (128, 16, 32, 4, 4, 396),
+    (128, 28, 64, 4, 5, 396), (128, None, 16, 4, 4, 528), (128, None, 32, 4, 4, 528), (128, 16, 32, 4, 4, 396),
+    (64, 32, 256, 4, 3, 264), (64, 16, 256, 4, 4, 264), (64, None, 256, 8, 4, 264), (64, 28, 64, 4, 4, 264),
+    (64, None, 128, 4, 4, 264), (64, 32, 128, 4, 4, 264), (256, None, 64, 4, 3, 264), (128, 16, 64, 4, 4, 264),
 ]  # fmt: skip
 # block_n, warps, stages, ahead, programs, chunks
 FEW_EXPANDS = [
     (128, 4, 2, 1, 528, 528), (256, 8, 2, 1, 528, 528), (64, 4, 2, 1, 1056, 1056), (128, 4, 2, 1, 1056, 1056),
     (128, 4, 4, 3, 264, 264), (128, 4, 2, 1, 264, 264), (256, 4, 2, 1, 264, 264), (128, 4, 1, 1, 1056, 2112),
+    (128, 8, 2, 1, 528, 528), (64, 4, 2, 1, 528, 528), (64, 2, 2, 1, 1056, 1056), (128, 8, 2, 1, 264, 264),
+    (128, 4, 2, 1, 1584, 1584), (64, 2, 2, 1, 1584, 1584), (256, 8, 1, 1, 528, 528), (128, 4, 1, 1, 528, 528),
 ]  # fmt: skip
 MANY_EXPANDS = [
     (128, 4, 2, 1, 528, 528), (128, 4, 1, 1, 1056, 1056), (64, 4, 2, 1, 1056, 1056), (128, 4, 3, 1, 660, 1320),
     (128, 4, 2, 1, 1056, 1056), (128, 4, 2, 1, 264, 264), (256, 8, 2, 1, 264, 528), (128, 4, 2, 2, 528, 528),
+    (64, 4, 2, 1, 512, 512), (64, 4, 2, 1, 1584, 1584), (64, 4, 2, 1, 2112, 2112), (128, 8, 2, 1, 256, 256),
+    (128, 8, 2, 1, 528, 528), (128, 8, 2, 1, 1056, 1056), (64, 8, 2, 1, 528, 528), (64, 4, 2, 1, 528, 1056),
 ]  # fmt: skip
 
 
-def candidates(tokens: int, k: int) -> list[GPUTiles]:
-    """Pairs of a shrink and an expand to try."""
-    few = tokens <= 512
-    pairs = []
-    for shrink, expand in zip(FEW_SHRINKS if few else MANY_SHRINKS, FEW_EXPANDS if few else MANY_EXPANDS, strict=True):
-        block_k, steps, *rest = shrink
-        if few and k > 8192 and steps is not None:
+def shrinks(tokens: int, k: int) -> list[GPUTiles]:
+    """Candidates for the shrink, each with the default expand."""
+    few, found = tokens <= 512, []
+    for block_k, steps, *rest in FEW_SHRINKS if few else MANY_SHRINKS:
+        if few and k > 8192:
             steps *= 2  # as many parts again would only mean more partial sums
-        split_k = 1 if steps is None else -(-k // (block_k * steps))
-        fields = dict(zip(SHRINK_FIELDS, (block_k, split_k, *rest), strict=True))
-        pairs.append(GPUTiles(**fields, **dict(zip(EXPAND_FIELDS, expand, strict=True))))
-    return pairs
+        split_k = 1 if steps is None else max(1, -(-k // (block_k * steps)))
+        found.append(GPUTiles(**dict(zip(SHRINK_FIELDS, (block_k, split_k, *rest), strict=True))))
+    return list(dict.fromkeys(found))
 
 
-def measure(
-    projection: Projection, rank: int, tokens: int, adapters: int, tiles: GPUTiles, layers
-) -> tuple[float, float]:
-    """Microseconds a layer of the shrink's and the expand's kernel."""
-
-    def apply(base, x, a, b, plan):
-        return triton.add_lora(base, x, a, b, plan, slice_sizes=projection.slices, ranks=None, tiles=tiles)
-
-    x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
-    base = jnp.ones((tokens, projection.n), jnp.bfloat16)
-    ids = jnp.asarray(group_ids(tokens, adapters))
-    times = kernel_us(chain(apply), base, x, layers, ids)
-    return times["lora_shrink"], times["lora_expand"]
-
-
-def mixed(tiles: GPUTiles, expand_of: GPUTiles) -> GPUTiles:
-    return dataclasses.replace(tiles, **{name: getattr(expand_of, name) for name in EXPAND_FIELDS})
+def with_expands(shrink: GPUTiles, tokens: int) -> list[GPUTiles]:
+    """The shrink with each candidate for the expand."""
+    expands = FEW_EXPANDS if tokens <= 512 else MANY_EXPANDS
+    return [dataclasses.replace(shrink, **dict(zip(EXPAND_FIELDS, e, strict=True))) for e in expands]
 
 
 def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
     """The best tiles of one shape over its mixes."""
-    mixes = MIXES[tokens]
+    x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
+    base = jnp.ones((tokens, projection.n), jnp.bfloat16)
+    ranks = jnp.full((SLOTS, len(projection.slices)), rank, jnp.int32)
+    ids = [jnp.asarray(group_ids(tokens, adapters)) for adapters in MIXES[tokens]]
 
-    def trial(tiles):
-        try:
-            return [measure(projection, rank, tokens, adapters, tiles, layers) for adapters in mixes]
-        except Exception as error:  # a candidate that asks for too much shared memory is no candidate
-            print(f"  {tiles}: {str(error)[:100]}", flush=True)
-            return [(math.inf, math.inf)] * len(mixes)
+    def trial(tiles: GPUTiles):
+        def apply(base, x, a, b, plan, ranks):
+            return triton.add_lora(base, x, a, b, plan, slice_sizes=projection.slices, ranks=ranks, tiles=tiles)
 
-    def score(times):
-        return sum(math.log(t) for t in times)
+        return chain(apply, donate=False), (base, x, layers, ids[0], ranks)
 
-    tried = [(tiles, trial(tiles)) for tiles in candidates(tokens, projection.k)]
-    best_expand = [min(times[m][1] for _, times in tried) for m in range(len(mixes))]
-    by_shrink = sorted(tried, key=lambda c: score([t[0] + e for t, e in zip(c[1], best_expand, strict=True)]))
-    best_shrink = [times[0] for times in by_shrink[0][1]]
-    by_expand = sorted(tried, key=lambda c: score([t[1] + s for t, s in zip(c[1], best_shrink, strict=True)]))
-    finals = {mixed(s, e): None for s, _ in by_shrink[:2] for e, _ in by_expand[:3]}
-    for tiles in finals:
-        finals[tiles] = trial(tiles)
-    tiles, times = min(finals.items(), key=lambda c: score([sum(t) for t in c[1]]))
-    shown = [(n, round(s, 2), round(e, 2)) for n, (s, e) in zip(mixes, times, strict=True)]
+    def times(candidates: list[GPUTiles]) -> dict[GPUTiles, list[tuple[float, float]]]:
+        """Microseconds a layer of (shrink, expand) in each mix, the faster of two runs."""
+        found = {}
+        for tiles, run in zip(candidates, compile_all([trial(tiles) for tiles in candidates]), strict=True):
+            if isinstance(run, Exception):  # asks for too much shared memory, say
+                print(f"  {tiles}: {str(run)[:100]}", flush=True)
+                continue
+            found[tiles] = []
+            for some in ids:
+                runs = [kernel_us(run, base, x, layers, some, ranks, detach=False) for _ in range(2)]
+                found[tiles].append([min(t[name] for t in runs) / LAYERS for name in ("lora_shrink", "lora_expand")])
+        return found
+
+    first = times(shrinks(tokens, projection.k))
+    best = sorted(first, key=lambda tiles: sum(math.log(shrink) for shrink, _ in first[tiles]))
+    best = best[: 1 if tokens <= 512 else 2]
+    second = times([tiles for shrink in best for tiles in with_expands(shrink, tokens)])
+    tiles = min(second, key=lambda tiles: sum(math.log(sum(pair)) for pair in second[tiles]))
+    shown = [(n, round(s, 2), round(e, 2)) for n, (s, e) in zip(MIXES[tokens], second[tiles], strict=True)]
     print(projection.name, rank, tokens, shown, tiles, flush=True)
     return tiles
 
@@ -109,7 +110,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=sorted(MIXES))
     parser.add_argument("--projections", nargs="+", default=sorted(PROJECTIONS))
     args = parser.parse_args()
@@ -118,7 +119,7 @@ def main():
     for rank in args.ranks:
         for name in args.projections:
             projection = PROJECTIONS[name]
-            layers = random_layers(projection, rank, layers=16)
+            layers = random_layers(projection, rank, LAYERS)
             for tokens in args.tokens:
                 tiles = tune(projection, rank, tokens, layers)
                 key = ("add_lora", "bfloat16", rows_bucket(tokens), projection.k, projection.n, rank)

@@ -93,7 +93,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
                 continue
             found[tiles] = []
             for some in ids:
-                runs = [kernel_us(run, base, x, layers, some, ranks, detach=False) for _ in range(2)]
+                runs = [kernel_us(run, base, x, layers, some, ranks) for _ in range(2)]
                 found[tiles].append([min(t[name] for t in runs) / LAYERS for name in ("lora_shrink", "lora_expand")])
         return found
 

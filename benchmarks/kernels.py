@@ -1,16 +1,20 @@
 """Times the LoRA of single projections beside the roofline, other ways to write it in JAX, and other serving stacks.
 
     python -m benchmarks.kernels                      # every row of peers_h200.json
-    python -m benchmarks.kernels --baselines          # and, at up to 256 tokens, XLA, one-hot einsum, ragged_dot
-    python -m benchmarks.kernels --matrix --rank 8 16 # every row of the matrix in specs.py
+    python -m benchmarks.kernels --baselines          # and, beside them, XLA, one-hot einsum, ragged_dot
+    python -m benchmarks.kernels --matrix --layers 32 # every row of the matrix in specs.py
 
 A time is microseconds a layer: `wall` in a jitted chain of layers with distinct weights, the plan included; `shrink`
-and `expand` of their kernels alone. Before a shape is timed, its result on random data is checked against the NumPy
-oracle, twice over and with the rows permuted, which must change no bit.
+and `expand` of their kernels alone; `predicted` is the floor and two launches that do next to nothing. One compilation
+serves all rows of a projection, rank and number of tokens. Before a row is timed, its result on fresh random data is
+checked against the NumPy oracle, and must be the same bits twice over and with the batch permuted.
 """
 
 import argparse
+import datetime
+import functools
 import json
+import platform
 import statistics
 from pathlib import Path
 
@@ -20,19 +24,22 @@ import numpy as np
 
 from benchmarks.roofline import floor_us
 from benchmarks.specs import ADAPTERS, MIXES, PROJECTIONS, RANKS, SLOTS, TOKENS, Projection, group_ids
-from benchmarks.timing import chain, kernel_us, random_layers, wall_us
+from benchmarks.specs import ranks as true_ranks
+from benchmarks.timing import chain, compile_all, kernel_us, random_layers, wall_us
 from jlora import ops
 from tests import oracle
 
 PEERS = ("best_peer_us", "vllm_default_us")
+BASELINE_LAYERS = 8
+SAMPLE = 8  # rows that are compared with the oracle
+TWO_LAUNCHES = 4.0  # microseconds, of kernels that find next to nothing to do
 TOLERANCE = 5e-3  # of bfloat16 results, relative to the norm of the float64 delta
 
 
 def product(projection: Projection, backend: str):
-    """One layer through jlora, as f(base, x, a, b, plan)."""
+    """One layer through jlora, as f(base, x, a, b, plan, ranks)."""
 
-    def apply(base, x, a, b, plan):
-        ranks = jnp.full(a.shape[:2], a.shape[2], jnp.int32)
+    def apply(base, x, a, b, plan, ranks):
         return ops.add_lora(base, x, a, b, plan, slice_sizes=projection.slices, ranks=ranks, backend=backend)
 
     return apply
@@ -46,7 +53,8 @@ def columns(projection: Projection):
 def one_hot_einsum(projection: Projection):
     """Every slot's product for every row, and a one-hot mask that keeps one of them: how it is commonly written."""
 
-    def apply(base, x, a, b, plan):
+    def apply(base, x, a, b, plan, ranks):
+        del ranks
         slot = jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
         group = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, plan.tile_group[slot], SLOTS)
         mask = jax.nn.one_hot(group, SLOTS, dtype=x.dtype)
@@ -60,7 +68,8 @@ def one_hot_einsum(projection: Projection):
 def ragged_dot(projection: Projection):
     """Rows sorted by slot, then `jax.lax.ragged_dot` for shrink and, slice by slice, expand."""
 
-    def apply(base, x, a, b, plan):
+    def apply(base, x, a, b, plan, ranks):
+        del ranks
         count = plan.tile_end - plan.tile_start
         sizes = jnp.zeros(SLOTS, jnp.int32).at[plan.tile_group].add(count)
         _, n, rank, k = a.shape
@@ -75,60 +84,106 @@ def ragged_dot(projection: Projection):
 BASELINES = {"xla": lambda p: product(p, "xla"), "one_hot": one_hot_einsum, "ragged_dot": ragged_dot}
 
 
-def check(projection: Projection, rank: int, ids: np.ndarray, layer, backend: str) -> float:
-    """Relative error of a sample of rows on fresh random data; raises if it or a repeat or a permutation is off."""
-    a, b = layer
-    rng = np.random.default_rng()
-    x = jnp.asarray(rng.normal(size=(len(ids), projection.k)), jnp.bfloat16)
-    run = jax.jit(product(projection, backend))
+class Shape:
+    """The compiled programs of one projection, rank and number of tokens; they serve every mix."""
 
-    def once(order):
-        plan = ops.make_plan(jnp.asarray(ids[order]), num_groups=SLOTS, backend=backend)
-        return np.asarray(run(jnp.zeros((len(ids), projection.n), jnp.bfloat16), x[order], a, b, plan))
+    def __init__(self, projection: Projection, rank: int, tokens: int, layers, backend: str, baselines: bool):
+        self.projection, self.rank, self.tokens, self.layers = projection, rank, tokens, layers
+        self.name = f"{projection.name} rank {rank} tokens {tokens}"
+        x, base = self.x(jax.random.key(1)), self.base()
+        args = (base, x, layers, *self.batch(1, "distinct"))
+        few = (base, x, layers[:BASELINE_LAYERS], *args[3:])
+        apply = product(projection, backend)
+        self.jobs = [(chain(apply), args), (chain(apply, donate=False), args), (self._once(apply), self._args(args))]
+        if baselines:
+            self.jobs += [(chain(make(projection)), few) for make in BASELINES.values()]
+        self.x1 = x
 
-    straight, order = np.arange(len(ids)), rng.permutation(len(ids))
-    got = once(straight)
-    bits = got.view(np.uint16)
-    name = f"{projection.name} rank {rank} tokens {len(ids)}"
-    if (once(straight).view(np.uint16) != bits).any():
-        raise AssertionError(f"{name}: two runs differ")
-    if (once(order).view(np.uint16) != bits[order]).any():
-        raise AssertionError(f"{name}: permuted rows differ")
-    rows = rng.permutation(len(ids))[:32]
-    present = np.unique(ids[rows][ids[rows] < SLOTS])
-    local = np.where(ids[rows] < SLOTS, np.searchsorted(present, ids[rows]), len(present))
-    want = oracle.lora_delta(x[rows], local, a[present], b[present], projection.slices)
-    error = float(np.linalg.norm(got[rows].astype(np.float64) - want) / np.linalg.norm(want))
-    if not error <= TOLERANCE:
-        raise AssertionError(f"{name}: relative error {error:.2e} is above {TOLERANCE:.0e}")
-    return error
+    def x(self, key):
+        return jax.random.normal(key, (self.tokens, self.projection.k), jnp.bfloat16)
+
+    def base(self):
+        return jnp.ones((self.tokens, self.projection.n), jnp.bfloat16)
+
+    def batch(self, adapters: int, mix: str):
+        ids = group_ids(self.tokens, adapters, mix=mix)
+        return jnp.asarray(ids), jnp.asarray(true_ranks(self.projection, self.rank, mix=mix))
+
+    def _args(self, args):
+        base, x, layers, ids, ranks = args
+        return base, x, *layers[0], ids, ranks, jnp.arange(self.tokens), jnp.zeros(SAMPLE, jnp.int32)
+
+    def _once(self, apply):
+        def once(base, x, a, b, ids, ranks, order, sample):
+            """The rows `order` of the batch; back in their own order, as bits, and some of them as numbers."""
+            plan = ops.make_plan(ids[order], num_groups=SLOTS)
+            out = jnp.zeros_like(base).at[order].set(apply(base * 0, x[order], a, b, plan, ranks))
+            return jax.lax.bitcast_convert_type(out, jnp.uint16), out[sample]
+
+        return jax.jit(once)
+
+    def compiled(self, programs: list) -> None:
+        """Takes what `compile_all` made of `jobs`."""
+        for program in programs:
+            if isinstance(program, Exception):
+                raise program
+        self.wall, self.kernels, self.once, *self.others = programs
+
+    def check(self, adapters: int, mix: str) -> float:
+        """Relative error of a sample of rows on fresh random data; raises if it or a repeat or a permutation is off."""
+        rng = np.random.default_rng()
+        ids, ranks = self.batch(adapters, mix)
+        x, (a, b) = self.x(jax.random.key(rng.integers(2**32))), self.layers[0]
+        host_ids = np.asarray(ids)
+        rows = np.concatenate([rng.permutation(np.flatnonzero(host_ids < SLOTS)), np.flatnonzero(host_ids >= SLOTS)])
+        sample = np.resize(rows[np.r_[: SAMPLE // 2, -SAMPLE // 2 : 0] % len(rows)], SAMPLE)
+        straight, order = jnp.arange(self.tokens), jnp.asarray(rng.permutation(self.tokens))
+        run = functools.partial(self.once, self.base(), x, a, b, ids, ranks)
+        (bits, got), (again, _), (permuted, _) = (
+            run(o, jnp.asarray(sample, jnp.int32)) for o in (straight, straight, order)
+        )
+        if not bool(_same(bits, again)):
+            raise AssertionError(f"{self.name}, {adapters} adapters, {mix}: two runs differ")
+        if not bool(_same(bits, permuted)):
+            raise AssertionError(f"{self.name}, {adapters} adapters, {mix}: permuted rows differ")
+        present = np.unique(host_ids[sample][host_ids[sample] < SLOTS])
+        local = np.where(host_ids[sample] < SLOTS, np.searchsorted(present, host_ids[sample]), len(present) + SAMPLE)
+        present = np.resize(present, SAMPLE)  # one shape, so that taking them compiles once
+        inside = np.arange(self.rank) < np.asarray(ranks)[present][..., None]  # [G, n, R]
+        a_present = np.where(inside[..., None], np.asarray(a[present]), 0)
+        want = oracle.lora_delta(x[sample], local, a_present, b[present], self.projection.slices)
+        error = float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{self.name}, {adapters} adapters, {mix}: relative error {error:.2e}")
+        return error
+
+    def measure(self, adapters: int, mix: str, calls: int) -> dict:
+        """All the figures of one row."""
+        error = self.check(adapters, mix)
+        ids, ranks = self.batch(adapters, mix)
+        wall, spread = wall_us(self.wall, self.base(), self.x1, self.layers, ids, ranks, calls=calls)
+        count = len(self.layers)
+        kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
+        shrink, expand = kernels.get("lora_shrink", 0.0) / count, kernels.get("lora_expand", 0.0) / count
+        plan = sum(us for name, us in kernels.items() if "lora_" not in name and "copy" not in name) / count
+        has = np.asarray(ids) < SLOTS
+        mean_rank = float(np.asarray(ranks)[np.unique(np.asarray(ids)[has])].mean())
+        floor = floor_us(self.projection, mean_rank, int(has.sum()), adapters)
+        row = {
+            "projection": self.projection.name, "rank": self.rank, "tokens": self.tokens, "adapters": adapters,
+            "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,
+            "spread_us": spread / count, "shrink_us": shrink, "expand_us": expand, "plan_us": plan,
+            "of_floor": floor / wall * count, "error": error,
+        }  # fmt: skip
+        few = self.layers[:BASELINE_LAYERS]
+        for name, run in zip(BASELINES, self.others, strict=False):
+            row[f"{name}_us"] = wall_us(run, self.base(), self.x1, few, ids, ranks, calls=3)[0] / len(few)
+        return row
 
 
-def measure(projection: Projection, rank: int, ids: np.ndarray, layers, backend: str, baselines: bool) -> dict:
-    """All the figures of one row."""
-    tokens, present = len(ids), len(np.unique(ids[ids < SLOTS]))
-    error = check(projection, rank, ids, layers[0], backend)
-    x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
-    calls = 3 if tokens > 256 else 30
-
-    def time_of(apply, some_layers):
-        base = jnp.ones((tokens, projection.n), jnp.bfloat16)
-        return wall_us(chain(apply), base, x, some_layers, jnp.asarray(ids), calls=calls)
-
-    wall, spread = time_of(product(projection, backend), layers)
-    base = jnp.ones((tokens, projection.n), jnp.bfloat16)
-    kernels = kernel_us(chain(product(projection, backend)), base, x, layers, jnp.asarray(ids))
-    shrink, expand = kernels.get("lora_shrink", 0.0), kernels.get("lora_expand", 0.0)
-    floor = floor_us(projection, rank, int((ids < SLOTS).sum()), present)
-    row = {
-        "projection": projection.name, "rank": rank, "tokens": tokens, "adapters": present, "floor_us": floor,
-        "wall_us": wall, "spread_us": spread, "shrink_us": shrink, "expand_us": expand,
-        "plan_us": sum(kernels.values()) - shrink - expand, "of_floor": floor / wall, "error": error,
-    }  # fmt: skip
-    if baselines and tokens <= 256:
-        for name, make in BASELINES.items():
-            row[f"{name}_us"] = time_of(make(projection), layers[:8])[0]
-    return row
+@jax.jit
+def _same(bits, others):
+    return (bits == others).all()
 
 
 def geometric_mean(ratios: list[float]) -> float:
@@ -169,7 +224,9 @@ def wanted(args) -> list[tuple[str, int, int, int, str]]:
             (p, r, t, n, mix) for p in PROJECTIONS for r in RANKS for t in TOKENS for n in ADAPTERS for mix in MIXES
             if n <= t and not (mix == "half" and t < 2 * n)
         ]  # fmt: skip
-    return [k for k in keys if k[0] in args.projection and k[1] in args.rank and k[2] in args.tokens]
+    return [
+        k for k in keys if k[0] in args.projection and k[1] in args.rank and k[2] in args.tokens and k[4] in args.mix
+    ]
 
 
 def main():
@@ -178,6 +235,7 @@ def main():
     parser.add_argument("--projection", nargs="+", default=list(PROJECTIONS))
     parser.add_argument("--rank", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--mix", nargs="+", default=list(MIXES))
     parser.add_argument("--layers", type=int, default=128, help="as many as a step of Llama-3-8B has projections")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--baselines", action="store_true")
@@ -185,28 +243,32 @@ def main():
     args = parser.parse_args()
     file = Path(__file__).with_name("peers_h200.json")
     peers = {(r["projection"], r["rank"], r["tokens"], r["adapters"]): r for r in json.loads(file.read_text())["rows"]}
-    rows, held, layers = [], None, []
-    for name, rank, tokens, adapters, mix in wanted(args):
-        projection = PROJECTIONS[name]
-        if held != (name, rank):
-            held, layers = (name, rank), []
-            layers = random_layers(projection, rank, args.layers)
-        row = measure(projection, rank, group_ids(tokens, adapters, mix=mix), layers, args.backend, args.baselines)
-        row["mix"] = mix
-        peer = peers.get((name, rank, tokens, adapters), {}) if mix == "distinct" else {}
-        row |= {key: peer.get(key) for key in PEERS}
-        rows.append(row)
-        print(line(row), flush=True)
+    rows, todo = [], wanted(args)
+    for name, rank in dict.fromkeys((key[0], key[1]) for key in todo):
+        layers = random_layers(PROJECTIONS[name], rank, args.layers)
+        here = [key[2:] for key in todo if key[:2] == (name, rank)]
+        shapes = {
+            tokens: Shape(PROJECTIONS[name], rank, tokens, layers, args.backend, args.baselines)
+            for tokens in dict.fromkeys(tokens for tokens, _, _ in here)
+        }
+        programs = iter(compile_all([job for shape in shapes.values() for job in shape.jobs]))
+        for shape in shapes.values():
+            shape.compiled([next(programs) for _ in shape.jobs])
+        for tokens, adapters, mix in here:
+            row = shapes[tokens].measure(adapters, mix, calls=3 if tokens > 256 else 30)
+            peer = peers.get((name, rank, tokens, adapters), {}) if mix == "distinct" else {}
+            row |= {key: peer.get(key) for key in PEERS}
+            rows.append(row)
+            print(line(row), flush=True)
         if args.out:
-            device = jax.devices()[0].device_kind
-            result = {
-                "device": device,
+            about = {
+                "device": jax.devices()[0].device_kind,
                 "jax": jax.__version__,
-                "layers": args.layers,
-                "summary": summary(rows),
-                "rows": rows,
+                "python": platform.python_version(),
             }
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            about |= {"date": str(datetime.date.today()), "layers": args.layers, "summary": summary(rows)}
+            lines = ",\n".join(json.dumps(row) for row in rows)
+            args.out.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
     for key, value in summary(rows).items():
         print(f"{key}: {value if isinstance(value, int) or value is None else format(value, '.4g')}")
 

@@ -3,8 +3,8 @@
     python -m benchmarks.tune --out jlora/pallas/tuned/nvidia_h200.json
 
 First the shrinks, by their kernel times; then the expands with the best shrink, for many tokens the two best, whose
-partial sums it has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by their
-geometric mean over mixes.
+partial sums it has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by
+their geometric mean over mixes.
 """
 
 import argparse

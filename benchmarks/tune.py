@@ -2,8 +2,8 @@
 
     python -m benchmarks.tune --out jlora/pallas/tuned/nvidia_h200.json
 
-First the shrinks, by their kernel times; then the expands with the best shrink, for many tokens the two best, whose
-partial sums it has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by
+First the shrinks, by their kernel times; then the expands, with the best shrinks of two numbers of partial sums, which
+the expand has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by
 their geometric mean over mixes.
 """
 
@@ -85,7 +85,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
         return chain(apply, donate=False), (base, x, layers, ids[0], ranks)
 
     def times(candidates: list[GPUTiles]) -> dict[GPUTiles, list[tuple[float, float]]]:
-        """Microseconds a layer of (shrink, expand) in each mix, the faster of two runs."""
+        """Microseconds a layer of (shrink, expand) in each mix."""
         found = {}
         for tiles, run in zip(candidates, compile_all([trial(tiles) for tiles in candidates]), strict=True):
             if isinstance(run, Exception):  # asks for too much shared memory, say
@@ -93,14 +93,15 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
                 continue
             found[tiles] = []
             for some in ids:
-                runs = [kernel_us(run, base, x, layers, some, ranks) for _ in range(2)]
-                found[tiles].append([min(t[name] for t in runs) / LAYERS for name in ("lora_shrink", "lora_expand")])
+                us = kernel_us(run, base, x, layers, some, ranks)
+                found[tiles].append((us["lora_shrink"] / LAYERS, us["lora_expand"] / LAYERS))
         return found
 
     first = times(shrinks(tokens, projection.k))
-    best = sorted(first, key=lambda tiles: sum(math.log(shrink) for shrink, _ in first[tiles]))
-    best = best[: 1 if tokens <= 512 else 2]
-    second = times([tiles for shrink in best for tiles in with_expands(shrink, tokens)])
+    best = {}  # the fastest shrink of each number of partial sums
+    for tiles in sorted(first, key=lambda tiles: sum(math.log(shrink) for shrink, _ in first[tiles])):
+        best.setdefault(tiles.split_k, tiles)
+    second = times([tiles for shrink in list(best.values())[:2] for tiles in with_expands(shrink, tokens)])
     tiles = min(second, key=lambda tiles: sum(math.log(sum(pair)) for pair in second[tiles]))
     shown = [(n, round(s, 2), round(e, 2)) for n, (s, e) in zip(MIXES[tokens], second[tiles], strict=True)]
     print(projection.name, rank, tokens, shown, tiles, flush=True)

@@ -20,7 +20,7 @@ class GPUTiles:
     Attributes:
       block_k: columns of x and A that a step of the shrink reads.
       split_k: parts of K that are summed apart, then together in order.
-      block_r: ranks that a unit of the shrink computes.
+      block_r: ranks that a unit of the shrink computes, those of all slices counted one after the other.
       shrink_warps, shrink_stages, shrink_programs: warps a program, blocks of A and x in flight, size of the grid.
       block_n: columns of B and the output that a step of the expand handles.
       chunks: units of work that the expand aims at, over all tiles in use.
@@ -93,9 +93,14 @@ def rows_bucket(num_rows: int) -> int:
 
 
 def gpu_tiles(dtype: str, rows: int, tile_m: int, k: int, n: int, rank: int) -> GPUTiles:
-    """Tiles of `add_lora` on a GPU: the tuned table's, else a rule of thumb."""
-    tuned = tuned_table("nvidia_h200").get(("add_lora", dtype, rows_bucket(rows), k, n, rank))
-    return tuned if tuned is not None else _gpu_rule(dtype, rows, tile_m, k, rank)
+    """Tiles of `add_lora` on a GPU: the tuned table's for this or the next tuned rank, else a rule of thumb.
+
+    What was tuned for a larger rank fits into shared memory with a smaller one, but not the other way round.
+    """
+    shape = ("add_lora", dtype, rows_bucket(rows), k, n)
+    table = tuned_table("nvidia_h200")
+    tuned = min((key[5] for key in table if key[:5] == shape and key[5] >= rank), default=None)
+    return _gpu_rule(dtype, rows, tile_m, k, rank) if tuned is None else table[(*shape, tuned)]
 
 
 @functools.cache
@@ -112,14 +117,15 @@ def tuned_table(device: str) -> dict[tuple[str, str, int, int, int, int], GPUTil
 def _gpu_rule(dtype: str, rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
     """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
     wide = rank > 64 or tile_m > 64
-    expand = {"block_n": 64 if wide else 128, "warps": 8 if wide else 4, "stages": 2, "chunks": 528, "programs": 528}
     if rows <= 512:
         split_k = max(1, min(28, k // 256))
         return GPUTiles(
-            block_k=128, split_k=split_k, block_r=32, shrink_warps=2, shrink_stages=4, shrink_programs=792, **expand
-        )
+            block_k=128, split_k=split_k, block_r=32, shrink_warps=2, shrink_stages=4, shrink_programs=792,
+            block_n=64 if wide else 128, warps=8 if wide else 4, stages=2, chunks=528, programs=528,
+        )  # fmt: skip
     block_k = 64 if dtype == "float32" else 128  # shared memory
     return GPUTiles(
-        block_k=block_k, split_k=max(1, min(2, k // 256)), shrink_stages=3, shrink_programs=396,
-        shrink_warps=8 if wide else 4, **expand,
+        block_k=block_k, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64, shrink_warps=8 if wide else 4,
+        shrink_stages=3, shrink_programs=396,
+        block_n=64 if wide else 128, warps=8, stages=2, chunks=264, programs=264,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -80,10 +81,14 @@ def kernel_us(run, *args) -> dict[str, float]:
     from jax.experimental.mosaic.gpu import profiler
 
     for _ in range(10):
-        _, times = profiler.Cupti().measure(run, aggregate=False)(*args)
-        total, count = collections.Counter(), collections.Counter(name for name, _ in times or ())
-        for name, ms in times or ():
-            total[name] += ms * 1e3
-        if times and count["lora_shrink"] == count["lora_expand"]:
-            return dict(total)
-    raise RuntimeError(f"the profiler lost records ten times over: {dict(count)}")
+        measured = profiler.Cupti().measure(run, aggregate=False)(*args)[1]
+        records = cast(list[tuple[str, float]], measured or [])  # (kernel, milliseconds)
+        count = collections.Counter(name for name, _ in records)
+        if records and count["lora_shrink"] == count["lora_expand"]:
+            break
+    else:
+        raise RuntimeError("the profiler lost records ten times over")
+    total: dict[str, float] = {}
+    for name, ms in records:
+        total[name] = total.get(name, 0.0) + ms * 1e3
+    return total

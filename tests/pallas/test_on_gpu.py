@@ -1,0 +1,79 @@
+"""The Triton kernels compiled and run on a GPU; skipped elsewhere. Run with JAX_PLATFORMS=cuda.
+
+Interpret mode cannot show what the compiler makes of a shape: shared memory, masked tails, wide loads.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.pallas import api
+from jlora.pallas.tiles import platform
+from tests import oracle
+from tests.pallas.test_xla import close, problem
+
+pytestmark = pytest.mark.skipif(platform() != "gpu", reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
+
+add_lora = jax.jit(api.add_lora, static_argnames=("slice_sizes", "backend"))
+
+SHAPES = [  # rows, K, slices, R, groups
+    (1, 5, (3,), 1, 1),
+    (7, 129, (65, 1, 33), 8, 3),
+    (19, 1000, (333, 20), 24, 5),
+    (64, 4096, (1024, 512), 40, 8),
+    (70, 500, (300,), 64, 4),
+    (300, 257, (129, 64), 100, 3),
+    (1030, 640, (320, 64), 16, 2),
+    (700, 512, (256, 128, 128), 200, 3),
+    (33, 384, (256,), 512, 2),
+    (600, 384, (256,), 512, 2),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups"), SHAPES)
+def test_values(rows, k, sizes, rank, groups, dtype):
+    base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups, dtype=dtype)
+    a = a * jnp.asarray(k**-0.5, dtype)  # h within float16's range of exact values
+    plan = api.make_plan(ids, num_groups=groups)
+    run = dict(slice_sizes=sizes, ranks=ranks, backend="triton")
+    got = add_lora(base * 0, x, a, b, plan, **run)
+    want = oracle.lora_delta(x, ids, a, b, sizes)
+    tolerance = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-6}[dtype]
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) <= tolerance * np.linalg.norm(want) + 1e-30
+    order = np.random.default_rng(rows).permutation(rows)
+    again = add_lora(base[order], x[order], a, b, api.make_plan(ids[order], num_groups=groups), **run)
+    straight = add_lora(base, x, a, b, plan, **run)
+    np.testing.assert_array_equal(np.asarray(again, np.float64), np.asarray(straight, np.float64)[order])
+    untouched = np.asarray((ids < 0) | (ids >= groups))
+    np.testing.assert_array_equal(
+        np.asarray(straight, np.float64)[untouched], np.asarray(base, np.float64)[untouched], strict=True
+    )
+
+
+def test_gradients():
+    sizes = (40, 24)
+    base, x, a, b, ids, ranks = problem(3, 50, 96, sizes, 16, 4)
+    plan = api.make_plan(ids, num_groups=4)
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=base.shape), jnp.float32)
+
+    def loss(arrays, backend):
+        base, x, a, b = arrays
+        return (api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend) * weight).sum()
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)((base, x, a, b), name) for name in ("triton", "xla"))
+    for g, w in zip(got, want, strict=True):
+        close(g, np.asarray(w, np.float64), 1e-5)
+
+
+def test_vmap():
+    base, x, a, b, ids, ranks = problem(4, 20, 64, (48,), 16, 3)
+    plan = api.make_plan(ids, num_groups=3)
+    bases, xs = jnp.stack([base, base + 1]), jnp.stack([x, 2 * x])
+
+    def run(base, x):
+        return api.add_lora(base, x, a, b, plan, ranks=ranks, backend="triton")
+
+    for got, one_base, one_x in zip(jax.jit(jax.vmap(run))(bases, xs), bases, xs, strict=True):
+        close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)

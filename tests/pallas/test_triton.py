@@ -30,14 +30,17 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
     (40, 100, (19,), 40, 3, 32, 2),
     (23, 64, (32,), 64, 2, 5, 3),  # a part of K that is empty
     (17, 40, (24,), 100, 3, 16, 1),
+    (20, 40, (24, 8, 30), 24, 3, 16, 1),  # blocks of ranks that begin within a slice
+    (20, 40, (24, 8, 30), 32, 3, 16, 2),
 ]
 
 
+@pytest.mark.parametrize("block_r", [16, 64, 256])  # up to all slices at once
 @pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "split_k"), SHAPES)
-def test_values(rows, k, sizes, rank, groups, tile_m, split_k):
+def test_values(rows, k, sizes, rank, groups, tile_m, split_k, block_r):
     base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
     plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m)
-    got = add_lora(base, x, a, b, plan, sizes, ranks, dataclasses.replace(TILES, split_k=split_k))
+    got = add_lora(base, x, a, b, plan, sizes, ranks, dataclasses.replace(TILES, split_k=split_k, block_r=block_r))
     close(got, oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
 
 
@@ -88,6 +91,29 @@ def test_what_lies_past_the_true_rank_is_never_used(rank):
         base, x, a.at[0, :, rank // 2 :].set(jnp.nan), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks
     )
     np.testing.assert_array_equal(clean, dirty)
+
+
+@pytest.mark.parametrize("rank", [8, 24, 40])
+@pytest.mark.parametrize("block_r", [16, 128])
+def test_a_slice_is_cut_at_its_own_rank(rank, block_r):
+    """Slices of one block have ranks of their own; NaN past one of them, or in a slice of rank 0, goes nowhere."""
+    sizes = (20, 9, 13)
+    base, x, a, b, ids, _ = problem(6, 9, 40, sizes, rank, 2, ids=[0, 1, 0, 2, 1, 1, 0, 0, 1])
+    ranks = jnp.array([[rank // 2, 0, rank], [3, rank, 1]])
+    past = (np.arange(rank) >= np.asarray(ranks)[..., None])[..., None]  # [G, n, R, 1]
+    cut = np.concatenate([past[:, i].repeat(size, 2) for i, size in enumerate(sizes)], axis=2)
+    tiles, b = dataclasses.replace(TILES, block_r=block_r), jnp.where(cut, 0, b)
+    got = add_lora(base, x, jnp.where(past, jnp.nan, a), b, plan9(ids), sizes, ranks, tiles)
+    close(got, oracle.add_lora(base, x, ids, jnp.where(past, 0, a), b, sizes), 2e-6)
+
+
+def test_vmap():
+    base, x, a, b, ids, ranks = problem(4, 20, 64, (48,), 16, 3)
+    plan = api.make_plan(ids, num_groups=3, tile_m=16)
+    bases, xs = jnp.stack([base, base + 1]), jnp.stack([x, 2 * x])
+    outs = jax.jit(jax.vmap(lambda base, x: add_lora(base, x, a, b, plan, (48,), ranks)))(bases, xs)
+    for got, one_base, one_x in zip(outs, bases, xs, strict=True):
+        close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
 
 
 def plan9(ids):

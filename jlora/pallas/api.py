@@ -119,8 +119,9 @@ def add_lora(
       backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
 
     Returns:
-      [M, N] in base.dtype: accumulated and added in float32, rounded once. Rows without a group, and slices of rank 0,
-      are bitwise the base.
+      [M, N] in base.dtype. Products are summed in float32. Where x, a and b are bfloat16, the kernels round a @ x to
+      bfloat16 before b, on a GPU in parts; base + delta is made in float32 and rounded once. Rows without a group, and
+      slices of rank 0, are bitwise the base.
 
     Raises:
       LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.

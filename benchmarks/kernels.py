@@ -95,7 +95,8 @@ class Shape:
         args = (base, x, layers, *self.batch(1, "distinct"))
         few = (base, x, layers[:BASELINE_LAYERS], *args[3:])
         apply = product(projection, backend)
-        self.jobs = [(chain(apply), args), (chain(apply, donate=False), args), (self._once(apply), self._args(args))]
+        once = (base, x, *layers[0], *args[3:], jnp.arange(tokens), jnp.zeros(SAMPLE, jnp.int32))
+        self.jobs = [(chain(apply), args), (chain(apply, donate=False), args), (self._once(apply), once)]
         if baselines:
             self.jobs += [(chain(make(projection)), few) for make in BASELINES.values()]
         self.x1 = x
@@ -109,10 +110,6 @@ class Shape:
     def batch(self, adapters: int, mix: str):
         ids = group_ids(self.tokens, adapters, mix=mix)
         return jnp.asarray(ids), jnp.asarray(true_ranks(self.projection, self.rank, mix=mix))
-
-    def _args(self, args):
-        base, x, layers, ids, ranks = args
-        return base, x, *layers[0], ids, ranks, jnp.arange(self.tokens), jnp.zeros(SAMPLE, jnp.int32)
 
     def _once(self, apply):
         def once(base, x, a, b, ids, ranks, order, sample):
@@ -164,21 +161,19 @@ class Shape:
         ids, ranks = self.batch(adapters, mix)
         wall, spread = wall_us(self.wall, self.base(), self.x1, self.layers, ids, ranks, repeats=3, calls=calls)
         count = len(self.layers)
-        kernels = {}
-        if mix == "distinct":  # the profiler takes longer than all the rest
-            kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
-        shrink, expand = kernels.get("lora_shrink", 0.0) / count, kernels.get("lora_expand", 0.0) / count
-        plan = sum(us for name, us in kernels.items() if "lora_" not in name and "copy" not in name) / count
-        has = np.asarray(ids) < SLOTS
-        mean_rank = float(np.asarray(ranks)[np.unique(np.asarray(ids)[has])].mean())
-        floor = floor_us(self.projection, mean_rank, int(has.sum()), adapters)
+        used = np.asarray(ids)[np.asarray(ids) < SLOTS]
+        present = np.unique(used)  # in a half-empty batch not all of the adapters
+        floor = floor_us(self.projection, float(np.asarray(ranks)[present].mean()), len(used), len(present))
         row = {
             "projection": self.projection.name, "rank": self.rank, "tokens": self.tokens, "adapters": adapters,
             "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,
             "spread_us": spread / count, "of_floor": floor / wall * count, "error": error,
         }  # fmt: skip
-        if kernels:
-            row |= {"shrink_us": shrink, "expand_us": expand, "plan_us": plan}
+        if mix == "distinct":  # the profiler takes longer than all the rest
+            kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
+            row["shrink_us"] = kernels.get("lora_shrink", 0.0) / count
+            row["expand_us"] = kernels.get("lora_expand", 0.0) / count
+            row["plan_us"] = sum(us for n, us in kernels.items() if "lora_" not in n and "copy" not in n) / count
         few = self.layers[:BASELINE_LAYERS]
         for name, run in zip(BASELINES, self.others, strict=False):
             row[f"{name}_us"] = wall_us(run, self.base(), self.x1, few, ids, ranks, calls=3)[0] / len(few)

@@ -30,18 +30,18 @@ def test_every_entry_parses_and_fits():
         assert rows == rows_bucket(rows)
         assert 1 <= rank <= 512
         assert tiles.split_k * tiles.block_k <= k  # no part is empty
-        assert (
-            needs(tiles, plan_tile_m(rows, 64, "triton"), slices[k, n], rank, 4 if dtype == "float32" else 2)
-            <= SHARED_MEMORY
-        )
+        assert (k, n) in slices
+        tile_m, size = 64, 4 if dtype == "float32" else 2  # few rows fill such tiles, too, if there are few slots
+        assert needs(tiles, tile_m, slices[k, n], rank, size) <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_chosen_for_any_shape_fits(dtype):
+@pytest.mark.parametrize("slots", [1, 4, 64])
+def test_what_is_chosen_for_any_shape_fits(dtype, slots):
     for rank in (1, 8, 16, 17, 40, 64, 100, 128, 200, 256, 300, 512):
         for rows in (1, 8, 64, 256, 600, 2048, 8192):
             for k, n, slices in ((4096, 6144, 3), (300, 500, 2), (14336, 4096, 1)):
-                tile_m = plan_tile_m(rows, min(rows, 64), "triton")
+                tile_m = plan_tile_m(rows, min(rows, slots), "triton")
                 tiles = gpu_tiles(dtype, rows, tile_m, k, n, rank)
                 assert needs(tiles, tile_m, slices, rank, 4 if dtype == "float32" else 2) <= SHARED_MEMORY, (rank, rows)
 

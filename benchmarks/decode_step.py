@@ -1,6 +1,6 @@
 """What adapters cost a whole model: step time of a Llama-3-8B-shaped decoder over the unwrapped model's.
 
-    python benchmarks/decode_step.py [--out results.json] [--layers 32] [--rank 16] [--profile]
+    python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
 
 Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a cache of `CONTEXT` positions, as
 `generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
@@ -21,6 +21,8 @@ import numpy as np
 from flax import nnx
 
 import jlora
+from benchmarks.roofline import BANDWIDTH
+from benchmarks.timing import kernel_us
 from jlora.layers.scope import host_batch
 from jlora.models import Decoder, DecoderConfig
 
@@ -28,7 +30,6 @@ CONTEXT = 128
 SLOTS = 64
 BATCHES = (64, 1, 8, 32, 256)
 ADAPTERS = (0, 1, 8, 32, 64)
-BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy
 
 
 def llama_3_8b(layers: int) -> DecoderConfig:
@@ -122,17 +123,6 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     return host_batch(slots, None, manager._wrapped.tracking)
 
 
-def kernels(step, *args) -> dict[str, float]:
-    """Milliseconds of each GPU kernel in one step, from the profiler; alike kernels summed."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, times = profiler.measure(step, aggregate=False)(*args)
-    total: dict[str, float] = {}
-    for name, ms in times:
-        total[name] = total.get(name, 0.0) + ms
-    return total
-
-
 def save(args: argparse.Namespace, rows: list[dict]) -> None:
     """Write what there is so far."""
     if args.out is None:
@@ -209,8 +199,8 @@ def measure(
     save(args, rows)
     if args.profile and size in (8, 64):
         for name in (n for n in ("base", 8, 64) if n in calls):
-            top = sorted(kernels(*calls[name]).items(), key=lambda item: -item[1])
-            print("profile", step, size, name, f"{sum(ms for _, ms in top):.3f} ms", top[:12], flush=True)
+            top = sorted(kernel_us(*calls[name]).items(), key=lambda item: -item[1])
+            print("profile", step, size, name, f"{sum(us for _, us in top):.0f} us", top[:12], flush=True)
 
 
 if __name__ == "__main__":

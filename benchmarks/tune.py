@@ -60,7 +60,7 @@ def shrinks(tokens: int, k: int) -> list[GPUTiles]:
     for block_k, steps, *rest in FEW_SHRINKS if few else MANY_SHRINKS:
         if few and k > 8192:
             steps *= 2  # as many parts again would only mean more partial sums
-        split_k = 1 if steps is None else max(1, -(-k // (block_k * steps)))
+        split_k = 1 if steps is None else -(-k // (block_k * steps))
         found.append(GPUTiles(**dict(zip(SHRINK_FIELDS, (block_k, split_k, *rest), strict=True))))
     return list(dict.fromkeys(found))
 

@@ -117,15 +117,20 @@ def tuned_table(device: str) -> dict[tuple[str, str, int, int, int, int], GPUTil
 def _gpu_rule(dtype: str, rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
     """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
     wide = rank > 64 or tile_m > 64
+    few = rows <= 512
     size = 4 if dtype == "float32" else 2
-    narrow = wide and 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
-    expand = {"block_n": 32 if narrow else 64 if wide else 128, "warps": 8, "stages": 2}
-    if rows <= 512:
+    narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
+    programs = 528 if few else 264
+    expand = {
+        "block_n": 32 if narrow else 64 if wide else 128, "warps": 8 if wide or not few else 4, "stages": 2,
+        "chunks": programs, "programs": programs,
+    }  # fmt: skip
+    if few:
         return GPUTiles(
             block_k=128, split_k=max(1, min(28, k // 256)), block_r=32, shrink_warps=2, shrink_stages=4,
-            shrink_programs=792, chunks=528, programs=528, **expand | {"warps": 8 if wide else 4},
+            shrink_programs=792, **expand,
         )  # fmt: skip
     return GPUTiles(
         block_k=64 if size == 4 else 128, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64,
-        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=396, chunks=264, programs=264, **expand,
+        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=396, **expand,
     )  # fmt: skip

@@ -5,8 +5,7 @@ tiles in use, while every sum is made in an order that only static sizes decide:
 what else is in the batch, never changes it. There are no atomics.
 """
 
-import functools
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -150,8 +149,7 @@ def _shrink_kernel(
         ahead = look_up(u + pl.num_programs(0))
         r0, part = u % per_tile // parts * block_r, u % parts
         cuts = [(r0 + first, size) for first, size in _dots(min(block_r, width))]
-        columns = [first + jnp.arange(size, dtype=jnp.int32) for first, size in cuts]
-        read, busy = zip(*(_columns_to_read(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
+        columns, read, busy = zip(*(_columns(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
         live = (rows < x_ref.shape[0])[:, None]
 
         def step(j, sums):
@@ -165,7 +163,7 @@ def _shrink_kernel(
             dtype = jnp.promote_types(x.dtype, a_ref.dtype)
             return tuple(total + _dot(x, a, dtype, 1) for total, a in zip(sums, loaded, strict=True))
 
-        @pl.when(functools.reduce(jnp.logical_or, busy))
+        @pl.when(reduce(jnp.logical_or, busy))
         def _():
             zeros = tuple(jnp.zeros((len(rows), len(r)), jnp.float32) for r in columns)
             for r, h in zip(columns, jax.lax.fori_loop(0, steps, step, zeros), strict=True):
@@ -275,17 +273,17 @@ def _dots(width: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def _columns_to_read(ranks_ref, group, first, size: int, rank: int):
-    """Which of `size` ranks from `first` on (of all slices side by side) to read, and whether there is one to read."""
+def _columns(ranks_ref, group, first, size: int, rank: int):
+    """`size` ranks from `first` on (of all slices side by side), which of them to read, and whether there is one."""
     n = ranks_ref.shape[1]
     r = first + jnp.arange(size, dtype=jnp.int32)
     if rank <= WAIT_FOR_RANK:
-        return r < n * rank, True
+        return r, r < n * rank, True
     if rank % size == 0:  # within one slice
         end = first // rank * rank + plt.load(ranks_ref.at[group, first // rank])
-        return r < end, first < end
+        return r, r < end, first < end
     read = (r % rank < plt.load(ranks_ref.at[group, jnp.minimum(r // rank, n - 1)])) & (r < n * rank)
-    return read, jnp.max(read.astype(jnp.int32)) > 0
+    return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 
 def _both(mask, other):

@@ -8,6 +8,7 @@ from jlora.errors import (
     AdapterMismatchError,
     AdapterNotFoundError,
     LoRAError,
+    LoRAUsageError,
     NoFreeSlotError,
 )
 from jlora.layers.linear import LinearLayer
@@ -33,6 +34,7 @@ __all__ = [
     "LoRAError",
     "LoRAManager",
     "LoRARequest",
+    "LoRAUsageError",
     "ModuleLoRA",
     "NoFreeSlotError",
     "SlotParam",

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 
 from jlora._typing import Backend, DType
-from jlora.errors import LoRAError
+from jlora.errors import LoRAUsageError
 
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -31,7 +31,7 @@ class LoRAConfig:
       dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
-        matches nothing, or a layer that cannot be wrapped, raises `LoRAError` when the manager is made.
+        matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
       fully_sharded: shard both LoRA factors over the tensor axis of a mesh.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
@@ -50,27 +50,27 @@ class LoRAConfig:
         for field in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LoRAError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
+                raise LoRAUsageError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
         if (self.max_cpu_loras or 0) < self.max_loras:
-            raise LoRAError(
+            raise LoRAUsageError(
                 f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "every adapter in a slot also lives in the host cache"
             )
         if isinstance(self.target_modules, str):
-            raise LoRAError(
+            raise LoRAUsageError(
                 f"LoRAConfig.target_modules must be a list of names, got the string {self.target_modules!r}; "
                 f"write [{self.target_modules!r}]"
             )
         if self.target_modules is not None:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
             if not self.target_modules or not all(isinstance(name, str) and name for name in self.target_modules):
-                raise LoRAError(
+                raise LoRAUsageError(
                     f"LoRAConfig.target_modules must be None or a list of at least one name, got {self.target_modules}"
                 )
         if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
-            raise LoRAError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
+            raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):
-            raise LoRAError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")
+            raise LoRAUsageError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LoRARequest:
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
-            raise LoRAError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
+            raise LoRAUsageError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
         if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
-            raise LoRAError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
+            raise LoRAUsageError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
         object.__setattr__(self, "path", str(self.path))

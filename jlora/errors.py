@@ -2,8 +2,12 @@
 
 
 class LoRAError(Exception):
-    """Base of all jlora errors. Also raised itself for misuse: a layer called outside `jlora.use`, rows that fit no
-    layout of the batch, a batch baked into a compiled function."""
+    """Base of all jlora errors. Raised itself where no narrower class says more: a layer called outside `jlora.use`, a
+    batch baked into a compiled function, a model that cannot be wrapped."""
+
+
+class LoRAUsageError(LoRAError, ValueError):
+    """A mistake in a call: arguments of the wrong kind, or that disagree."""
 
 
 class AdapterFormatError(LoRAError):

@@ -13,7 +13,7 @@ from jlora.errors import (
 )
 from jlora.layers.linear import LinearLayer
 from jlora.layers.scope import LoRABatch, use
-from jlora.layers.slots import SlotParam, SlotRanks
+from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.wrap import register_layer
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo, Stats

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jlora.layers.linear import add_delta, slot_arrays
 from jlora.layers.scope import enter_site
-from jlora.layers.slots import Site
+from jlora.layers.site import Site
 from jlora.pallas.api import expand
 
 
@@ -45,13 +45,13 @@ def _add_lookup(
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         # Rows without an adapter read some slot's column here, and `expand` gives them no tile.
-        h = a.at[ids.clip(0, site.slots - 1), 0, :, tokens.reshape(-1)].get(mode="clip")  # [M, R]
+        h = a.at[ids.clip(0, site.spec.num_slots - 1), 0, :, tokens.reshape(-1)].get(mode="clip")  # [M, R]
         out = expand(
             h[None].astype(jnp.float32),
             b,
             plan,
-            slice_sizes=site.out_sizes,
-            base=base.reshape(-1, site.out_features),
+            slice_sizes=site.spec.out_sizes,
+            base=base.reshape(-1, site.spec.out_features),
             ranks=ranks,
             backend=site.backend,
         )

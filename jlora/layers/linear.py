@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jlora.errors import LoRAError
 from jlora.layers.scope import check_slots_fresh, enter_site
-from jlora.layers.slots import Site
+from jlora.layers.site import Site
 from jlora.pallas.api import add_lora
 
 Restore = Callable[[Array], Array]
@@ -159,13 +159,13 @@ def add_delta(
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         out = add_lora(
-            base.reshape(-1, site.out_features),
+            base.reshape(-1, site.spec.out_features),
             # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-            x.reshape(-1, site.in_features).astype(a.dtype),
+            x.reshape(-1, site.spec.in_features).astype(a.dtype),
             a,
             b,
             plan,
-            slice_sizes=site.out_sizes,
+            slice_sizes=site.spec.out_sizes,
             ranks=ranks,
             backend=site.backend,
         )
@@ -178,8 +178,8 @@ def slot_arrays(layer: Any, site: Site) -> tuple[Array, Array, Array]:
     check_slots_fresh(site.path, a)
     if a.ndim != 4:
         raise LoRAError(
-            f"{site.path}: this layer is one of a stack of {site.layers}, but its slot arrays still have the stack "
-            "axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
+            f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
+            "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     return a, b, ranks
 

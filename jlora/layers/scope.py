@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.slots import Site
+from jlora.layers.site import Site
 from jlora.pallas.plan import Plan, make_plan
 
 _OUTSIDE = (
@@ -155,7 +155,11 @@ class _Scope:
         assert self.batch is not None
         ids, repeats = self._runs(layout)
         plan = make_plan(
-            ids, num_groups=site.slots, max_active=self.batch._num_sequences, repeats=repeats, backend=site.backend
+            ids,
+            num_groups=site.spec.num_slots,
+            max_active=self.batch._num_sequences,
+            repeats=repeats,
+            backend=site.backend,
         )
         if keep:
             self.plans[layout] = plan

@@ -12,7 +12,7 @@ from jlora.errors import LoRAError
 from jlora.layers.embedding import embed_methods
 from jlora.layers.linear import LinearLayer, describe_einsum, describe_general, describe_linear, linear_methods
 from jlora.layers.scope import Tracking
-from jlora.layers.slots import Site, attach, detach
+from jlora.layers.site import Site, SlotSpec, attach, detach
 
 # "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
 PackedModules = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
@@ -201,27 +201,26 @@ def _sites(
     dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
-    common = {
-        "layers": param.shape[0] if stack else None,
-        "slots": config.max_loras,
-        "max_rank": config.max_lora_rank,
-        "dtype": dtype,
-        "backend": config.backend,
-    }
+    layers = param.shape[0] if stack else None
+
+    def slot_spec(in_features: int, out_sizes: tuple[int, ...]) -> SlotSpec:
+        return SlotSpec(layers, config.max_loras, in_features, out_sizes, config.max_lora_rank, dtype.name)
+
     if spec is None:
         rows, features = layer.num_embeddings, layer.features  # type: ignore[attr-defined]  # an nnx.Embed
         whole = dict.fromkeys(aliases, (0, 1))
-        sites = [Site(aliases[0], aliases, "embedding", rows, (features,), whole, **common)]
+        sites = [Site(aliases[0], aliases, "embedding", slot_spec(rows, (features,)), whole, config.backend)]
         if tied:
             # No layer is called lm_head, so the table may serve as one; PEFT calls those weights "lm_head".
             names = tuple(f"{alias}.attend" for alias in aliases)
             parts = dict.fromkeys((*aliases, *names, "lm_head"), (0, 1))
+            head = slot_spec(features, (rows,))
             sites.append(
-                Site(names[0], (*names, "lm_head"), "linear", features, (rows,), parts, prefix="jlora_attend", **common)
+                Site(names[0], (*names, "lm_head"), "linear", head, parts, config.backend, prefix="jlora_attend")
             )
         return None, sites
     sizes, parts = _slices(layer, aliases, spec.out_features, packed)
-    return spec, [Site(aliases[0], aliases, "linear", spec.in_features, sizes, parts, **common)]
+    return spec, [Site(aliases[0], aliases, "linear", slot_spec(spec.in_features, sizes), parts, config.backend)]
 
 
 def _slices(

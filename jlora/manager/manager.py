@@ -19,7 +19,7 @@ from jlora.errors import (
     NoFreeSlotError,
 )
 from jlora.layers.scope import LoRABatch, host_batch
-from jlora.layers.slots import Site, SlotParam
+from jlora.layers.site import Site, SlotParam
 from jlora.layers.wrap import PackedModules, wrap_model
 from jlora.manager.batches import Asked, read_arguments, slot_arrays
 from jlora.manager.export import export

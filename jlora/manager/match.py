@@ -8,7 +8,7 @@ import numpy as np
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.slots import Site
+from jlora.layers.site import Site
 from jlora.layers.wrap import WrappedModel, kernel_of
 
 NameMap = Mapping[str, str]
@@ -94,14 +94,14 @@ class SiteIndex:
     def find(self, kind: str, name: str) -> tuple[Site, int, int, int] | str:
         """(site, layer, first slice, slices) that a checkpoint name fills, or why there is none."""
         mapped = self.model_name(name)
-        hits = [(site, 0, mapped) for site in self._sites.get((kind, mapped), ()) if site.layers is None]
+        hits = [(site, 0, mapped) for site in self._sites.get((kind, mapped), ()) if site.spec.layers is None]
         # A stack of layers is one module, so its checkpoint names have one integer component more than its path.
         parts = mapped.split(".")
         for i, part in enumerate(parts):
             if part.isdecimal():
                 short = ".".join(parts[:i] + parts[i + 1 :])
                 for site in self._sites.get((kind, short), ()):
-                    if site.layers is not None and int(part) < site.layers:
+                    if site.spec.layers is not None and int(part) < site.spec.layers:
                         hits.append((site, int(part), short))
         if len(hits) == 1:
             site, layer, key = hits[0]
@@ -119,7 +119,7 @@ class SiteIndex:
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"
         if stacked := self._sites.get((kind, name)):
-            return f"{name!r} is a stack of {stacked[0].layers} layers, and the name has no layer index below that"
+            return f"{name!r} is a stack of {stacked[0].spec.layers} layers, and the name has no layer index below that"
         return f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths)"
 
 
@@ -165,12 +165,12 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
 
 
 def _misfit(site: Site, module: ModuleLoRA, first: int, count: int) -> str | None:
-    if module.rank > site.max_rank:
-        return f"rank {module.rank} is above max_lora_rank={site.max_rank}"
+    if module.rank > site.spec.max_rank:
+        return f"rank {module.rank} is above max_lora_rank={site.spec.max_rank}"
     if not abs(module.scaling) <= _LARGEST:  # NaN is not
         return f"scaling must be a finite float32, found {module.scaling}"
-    outputs = sum(site.out_sizes[first : first + count])
-    expected = ((module.rank, site.in_features), (outputs, module.rank))
+    outputs = sum(site.spec.out_sizes[first : first + count])
+    expected = ((module.rank, site.spec.in_features), (outputs, module.rank))
     found = (tuple(module.a.shape), tuple(module.b.shape))
     if found != expected:
         return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
@@ -181,13 +181,13 @@ def _place(where: str, name: str, site: Site, layer: int, first: int, count: int
     # The scaling is folded into B in float32, before the one rounding to slot dtype.
     with np.errstate(over="ignore", invalid="ignore"):
         b = np.multiply(module.b.T, np.float32(module.scaling), dtype=np.float32)
-        a, cast = module.a.astype(site.dtype), b.astype(site.dtype)
+        a, cast = module.a.astype(site.spec.dtype), b.astype(site.spec.dtype)
     for factor, original, label in ((a, module.a, "A"), (cast, module.b.T, "scaling * B")):
         if (overflow := np.isinf(factor) & np.isfinite(original)).any():
             largest = float(np.abs(original[overflow]).max()) * (1 if factor is a else abs(module.scaling))
             raise AdapterMismatchError(
-                f"{where}: {name}: {label} must be finite in the slots' dtype {site.dtype}, and reaches {largest:.3g}; "
-                "set LoRAConfig.dtype to a wider one"
+                f"{where}: {name}: {label} must be finite in the slots' dtype {site.spec.dtype}, and reaches "
+                f"{largest:.3g}; set LoRAConfig.dtype to a wider one"
             )
     return Placement(
         name,
@@ -214,12 +214,12 @@ def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: S
     site, layer, first, count = found
     param, spec = kernel_of(wrapped.modules[site])
     own = np.asarray(param[...])
-    if site.layers is not None:
+    if site.spec.layers is not None:
         own = own[layer]
     if spec is not None:
         own = own.transpose(*spec.in_axes, *spec.out_axes).reshape(spec.in_features, spec.out_features).T
-        start = sum(site.out_sizes[:first])
-        own = own[start : start + sum(site.out_sizes[first : first + count])]
+        start = sum(site.spec.out_sizes[:first])
+        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
     with np.errstate(over="ignore", invalid="ignore"):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jlora.layers.slots import Site
+from jlora.layers.site import Site
 from jlora.manager.match import Placement
 
 # A, B and ranks of every site, in site order.
@@ -32,16 +32,24 @@ def make_layout(sites: Sequence[Site]) -> Layout:
     sizes: dict[str, int] = {"int32": 0}
     starts = {}
     for site in sites:
-        a = sizes.setdefault(site.dtype.name, 0)
-        b = a + _size(site, site.a_shape)
+        a = sizes.setdefault(site.spec.dtype, 0)
+        b = a + _size(site, _a_shape(site))
         starts[site] = (a, b, sizes["int32"])
-        sizes[site.dtype.name] = b + _size(site, site.b_shape)
-        sizes["int32"] += _size(site, (len(site.out_sizes),))
+        sizes[site.spec.dtype] = b + _size(site, _b_shape(site))
+        sizes["int32"] += _size(site, (len(site.spec.out_sizes),))
     return Layout(tuple(sites), starts, sizes)
 
 
+def _a_shape(site: Site) -> tuple[int, ...]:
+    return (site.spec.slices, site.spec.max_rank, site.spec.in_features)
+
+
+def _b_shape(site: Site) -> tuple[int, ...]:
+    return (site.spec.max_rank, site.spec.out_features)
+
+
 def _size(site: Site, shape: tuple[int, ...]) -> int:
-    return int(np.prod((*site.stack, *shape)))
+    return int(np.prod((*site.spec.stack, *shape)))
 
 
 def pack(layout: Layout, placements: Sequence[Placement]) -> dict[str, np.ndarray]:
@@ -50,13 +58,13 @@ def pack(layout: Layout, placements: Sequence[Placement]) -> dict[str, np.ndarra
     for p in placements:
         site = p.site
         start_a, start_b, start_ranks = layout.starts[site]
-        flat = buffers[site.dtype.name]
-        a = flat[start_a : start_a + _size(site, site.a_shape)].reshape(-1, *site.a_shape)
-        b = flat[start_b : start_b + _size(site, site.b_shape)].reshape(-1, *site.b_shape)
-        n = len(site.out_sizes)
+        flat = buffers[site.spec.dtype]
+        a = flat[start_a : start_a + _size(site, _a_shape(site))].reshape(-1, *_a_shape(site))
+        b = flat[start_b : start_b + _size(site, _b_shape(site))].reshape(-1, *_b_shape(site))
+        n = len(site.spec.out_sizes)
         ranks = buffers["int32"][start_ranks : start_ranks + _size(site, (n,))].reshape(-1, n)
         rank, covered = p.a.shape[0], slice(p.first, p.first + p.count)
-        first = sum(site.out_sizes[: p.first])
+        first = sum(site.spec.out_sizes[: p.first])
         a[p.layer, covered, :rank] = p.a
         b[p.layer, :rank, first : first + p.b.shape[1]] = p.b
         ranks[p.layer, covered] = rank
@@ -70,13 +78,13 @@ def make_write(layout: Layout, on_trace: Callable[[], None]) -> Callable[..., Sl
         on_trace()
         written = []
         for site, arrays in zip(layout.sites, slots, strict=True):
-            shapes = (site.a_shape, site.b_shape, (len(site.out_sizes),))
-            dtypes = (site.dtype.name, site.dtype.name, "int32")
+            shapes = (_a_shape(site), _b_shape(site), (len(site.spec.out_sizes),))
+            dtypes = (site.spec.dtype, site.spec.dtype, "int32")
             new = []
             for array, start, shape, dtype in zip(arrays, layout.starts[site], shapes, dtypes, strict=True):
                 block = lax.slice(buffers[dtype], (start,), (start + _size(site, shape),))
-                block = block.reshape(*site.stack, *shape)
-                new.append(lax.dynamic_update_index_in_dim(array, block, slot, axis=len(site.stack)))
+                block = block.reshape(*site.spec.stack, *shape)
+                new.append(lax.dynamic_update_index_in_dim(array, block, slot, axis=len(site.spec.stack)))
             written.append(tuple(new))
         return written
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.scope import use
-from jlora.layers.slots import SlotParam
+from jlora.layers.site import SlotParam
 from tests.layers.merging import (
     Target,
     assert_close,

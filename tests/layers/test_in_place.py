@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.slots import SlotParam, SlotRanks
+from jlora.layers.site import SlotParam, SlotRanks
 from tests.layers.merging import (
     Target,
     assert_close,

@@ -1,0 +1,112 @@
+"""What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jlora._typing import Backend
+
+
+class SlotParam(nnx.Variable):
+    """Every slot array: the filter for `nnx.split`, donation and sharding. Never an `nnx.Param` of the base model."""
+
+
+class SlotRanks(SlotParam):
+    """The int32 true ranks beside the slots, apart so that training can differentiate the other slot arrays."""
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """Shapes and dtype of the slot arrays of a site. Sites of equal specs are staged and written together.
+
+    A [(layers,) S, n, R, K]; B [(layers,) S, R, N]; ranks [(layers,) S, n], int32.
+
+    Attributes:
+      layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
+      num_slots: S.
+      in_features: K, for an embedding the number of table rows.
+      out_sizes: sizes of the n output slices; their sum is N.
+      max_rank: R.
+      dtype: of A and B, by name: "bfloat16", "float16" or "float32".
+    """
+
+    layers: int | None
+    num_slots: int
+    in_features: int
+    out_sizes: tuple[int, ...]
+    max_rank: int
+    dtype: str
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.out_sizes)
+
+    @property
+    def slices(self) -> int:
+        return len(self.out_sizes)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return () if self.layers is None else (self.layers,)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A, B and the ranks."""
+        lead = (*self.stack, self.num_slots)
+        return (
+            (*lead, self.slices, self.max_rank, self.in_features),
+            (*lead, self.max_rank, self.out_features),
+            (*lead, self.slices),
+        )
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot: A, B and ranks."""
+        values = self.max_rank * (self.slices * self.in_features + self.out_features)
+        return (self.layers or 1) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place where LoRA is added. Compared by identity, so a layer can hold it as a static attribute.
+
+    Attributes:
+      path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.
+      aliases: every dotted path that reaches the same layer, `path` first.
+      kind: "linear" (delta of a projection) or "embedding" (delta of a table lookup).
+      spec: shapes and dtype of its slot arrays.
+      parts: checkpoint name -> (first slice, number of slices) it fills, for each alias.
+      backend: as configured.
+      prefix: attribute prefix of this site's arrays on the layer.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    kind: Literal["linear", "embedding"]
+    spec: SlotSpec
+    parts: Mapping[str, tuple[int, int]] = field(repr=False)
+    backend: Backend
+    prefix: str = "jlora"
+
+    @property
+    def attributes(self) -> tuple[str, str, str]:
+        """Names of the layer attributes that hold A, B and the ranks."""
+        return f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks"
+
+
+def attach(layer: nnx.Module, site: Site) -> None:
+    """Add the zero slot arrays of `site` to `layer`."""
+    a, b, ranks = site.attributes
+    shape_a, shape_b, shape_ranks = site.spec.shapes
+    setattr(layer, a, SlotParam(jnp.zeros(shape_a, site.spec.dtype)))
+    setattr(layer, b, SlotParam(jnp.zeros(shape_b, site.spec.dtype)))
+    setattr(layer, ranks, SlotRanks(jnp.zeros(shape_ranks, jnp.int32)))
+    setattr(layer, f"{site.prefix}_site", site)
+
+
+def detach(layer: nnx.Module, site: Site) -> None:
+    for name in (*site.attributes, f"{site.prefix}_site"):
+        delattr(layer, name)

@@ -7,27 +7,33 @@ from jlora.errors import (
     AdapterInUseError,
     AdapterMismatchError,
     AdapterNotFoundError,
+    LoadTimeoutError,
     LoRAError,
     LoRAUsageError,
     NoFreeSlotError,
 )
+from jlora.layers.batch import LoRABatch
 from jlora.layers.linear import LinearLayer
-from jlora.layers.scope import LoRABatch, use
+from jlora.layers.rows import RowMap, rows
+from jlora.layers.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.wrap import register_layer
+from jlora.manager.leases import AdapterHandle, LeaseInfo
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.pallas import api as ops
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adapter",
     "AdapterFormatError",
+    "AdapterHandle",
     "AdapterInUseError",
     "AdapterInfo",
     "AdapterMismatchError",
     "AdapterNotFoundError",
+    "LeaseInfo",
     "LinearLayer",
     "LoRABatch",
     "LoRAConfig",
@@ -35,12 +41,15 @@ __all__ = [
     "LoRAManager",
     "LoRARequest",
     "LoRAUsageError",
+    "LoadTimeoutError",
     "ModuleLoRA",
     "NoFreeSlotError",
+    "RowMap",
     "SlotParam",
     "SlotRanks",
     "Stats",
     "ops",
     "register_layer",
+    "rows",
     "use",
 ]

@@ -32,6 +32,10 @@ class LoRAConfig:
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
         matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
+      max_cpu_bytes: bytes of the host cache; None sets no limit beside `max_cpu_loras`.
+      max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
+      allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
+      trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
       fully_sharded: shard both LoRA factors over the tensor axis of a mesh.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
@@ -41,14 +45,20 @@ class LoRAConfig:
     max_cpu_loras: int | None = None
     dtype: DType | None = None
     target_modules: Sequence[str] | None = None
+    max_cpu_bytes: int | None = None
+    max_staging_bytes: int = 256 * 2**20
+    allow_nonfinite: bool = False
+    trace_leases: bool = False
     fully_sharded: bool = False
     backend: Backend = "auto"
 
     def __post_init__(self):
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        for field in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+        for field in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_bytes", "max_staging_bytes"):
             value = getattr(self, field)
+            if field == "max_cpu_bytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAUsageError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
         if (self.max_cpu_loras or 0) < self.max_loras:

@@ -24,7 +24,11 @@ class AdapterNotFoundError(LoRAError):
 
 
 class AdapterInUseError(LoRAError):
-    """The adapter is held by an open batch, so it cannot be removed, deactivated or replaced now."""
+    """Open batches held an adapter for longer than a call that removes, deactivates, replaces or updates it waits."""
+
+
+class LoadTimeoutError(LoRAError, TimeoutError):
+    """Loading an adapter took longer than the call waits for it."""
 
 
 class NoFreeSlotError(LoRAError):

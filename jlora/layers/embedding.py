@@ -41,7 +41,10 @@ def _add_lookup(
     scope = enter_site(site, layer.jlora_tracking)
     if scope is None or not base.size:
         return base
-    ids, plan = scope.row_slots(site, base), scope.plan(site, base)
+    plan = scope.plan(site, base)
+    if plan is None:  # its rows fit no layout: the scope refuses adapters that bring weights for it
+        return base
+    ids = scope.row_slots(site, base)
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         # Rows without an adapter read some slot's column here, and `expand` gives them no tile.

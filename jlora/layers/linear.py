@@ -156,6 +156,8 @@ def add_delta(
     if scope is None or not base.size:
         return base
     plan = scope.plan(site, base)
+    if plan is None:  # its rows fit no layout: the scope refuses adapters that bring weights for it
+        return base
     a, b, ranks = slot_arrays(layer, site)
     with jax.named_scope("lora"):
         out = add_lora(

@@ -2,18 +2,21 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.batch import LoRABatch, check_batch
+from jlora.layers.coverage import NOT_CALLED, Coverage
+from jlora.layers.rows import RowMap, current_rows
 from jlora.layers.site import Site
 from jlora.pallas.plan import Plan, make_plan
 
@@ -35,177 +38,112 @@ _STALE_SLOTS = (
 )
 
 
-class Tracking:
-    """Which sites of one wrapped model the traced forward really calls. One a manager; compared by identity."""
-
-    def __init__(self):
-        self.sites: tuple[Site, ...] = ()
-        self.uncalled: dict[Site, None] = {}
-        self.claims: Callable[[Site], Sequence[str]] = lambda site: ()
-
-    def __deepcopy__(self, memo):
-        raise LoRAError(
-            "a wrapped model cannot be deep-copied: no manager would write the slots of the copy. Copy the model "
-            "before it is wrapped"
-        )
-
-    def finish(self, called: set[Site]) -> None:
-        """Record one whole forward. Raises if an adapter brought weights for a layer that was not called."""
-        self.uncalled.update((site, None) for site in self.sites if site not in called)
-        for site in self.uncalled:
-            if names := self.claims(site):
-                raise AdapterMismatchError(f"adapter {names[0]!r}: {self.reason(site)}")
-
-    @staticmethod
-    def reason(site: Site) -> str:
-        return (
-            f"brings weights for {site.path!r}, but the forward never calls that layer (its parameters are read "
-            "directly, or the step runs only a part of the model), so they would do nothing. Call the layer, or, if "
-            "several functions make up one forward, open `jlora.use(batch, partial=True)` in each of them."
-        )
-
-
-@jax.tree_util.register_pytree_node_class
-class LoRABatch:
-    """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small int32 arrays.
-
-    Also a context manager: the slots it names stay loaded and untouched until it closes.
-
-    Attributes:
-      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
-      token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
-      has_adapters: whether any sequence takes an adapter; known where `prepare` returned the batch, not in a traced
-        function. A step may run its base-only variant where none does, at no cost over the unwrapped model:
-        `forward(model, tokens, batch if batch.has_adapters else None)`.
-
-    Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
-    sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
-    """
-
-    def __init__(
-        self,
-        slots: Int[jax.Array, "B"],
-        token_slots: Int[jax.Array, "T"] | None,
-        tracking: Tracking,
-        release: Callable[[], None] | None = None,
-        num_sequences: int | None = None,
-        has_adapters: bool = True,
-    ):
-        self.slots = slots
-        self.token_slots = token_slots
-        self._tracking = tracking
-        # Of the whole batch: packed rows of one shard may belong to more sequences than the shard has `slots`.
-        self._num_sequences = slots.shape[0] if num_sequences is None else num_sequences
-        self.has_adapters = has_adapters
-        self._release = release
-        self._closed = False
-
-    def close(self) -> None:
-        """Give the slots back. Closing twice is harmless."""
-        self._closed = True
-        if self._release is not None:
-            self._release()
-            self._release = None
-
-    def __enter__(self) -> "LoRABatch":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def __del__(self):
-        # A batch that was never closed must not hold its slots for ever.
-        if getattr(self, "_release", None) is not None:
-            self.close()
-
-    def tree_flatten(self):
-        if self._closed:
-            raise LoRAError("this LoRABatch is closed: its slots may hold other adapters now; prepare a new one")
-        return (self.slots, self.token_slots), (self._tracking, self._num_sequences)
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        (slots, token_slots), (tracking, num_sequences) = children, static
-        return cls(slots, token_slots, tracking, num_sequences=num_sequences)
-
-
 class _Scope:
     """One open `use`: the batch, the plans made so far, and the sites called so far."""
 
     def __init__(self, batch: LoRABatch | None):
         self.batch = batch
         self.called: set[Site] = set()
+        self.unserved: dict[Site, str] = {}  # called with rows that fit no layout
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
         self.trace = jax.extend.core.get_opaque_trace_state()
-        self.plans: dict[tuple[str, int], Plan] = {}
+        self.plans: dict[Any, Plan] = {}
 
-    def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[jax.Array, "M"]:
-        """The slot of each row of `base`."""
-        ids, repeats = self._runs(self._layout(site, base))
+    def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "M"]:
+        """The slot of each row of `base`, where `plan` found a layout for them."""
+        layout = self._layout(site, base)
+        assert not isinstance(layout, str)
+        ids, repeats = self._runs(layout, site)
         return jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
 
-    def plan(self, site: Site, base: Float[Array, "*lead N"]) -> Plan:
-        """The plan of the rows of `base`, made once and shared by all layers."""
+    def plan(self, site: Site, base: Float[Array, "*lead N"]) -> Plan | None:
+        """The plan of the rows of `base`, made once and shared by all layers. None where they fit no layout.
+
+        A layer without a plan gives its base output. An adapter that brings weights for it is refused when the scope
+        closes, and every other is served.
+        """
         layout = self._layout(site, base)
+        if isinstance(layout, str):
+            self.unserved.setdefault(site, layout)
+            return None
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep = jax.extend.core.get_opaque_trace_state() == self.trace
-        if keep and layout in self.plans:
-            return self.plans[layout]
+        key = (layout, site.spec.num_slots, site.backend)
+        if keep and key in self.plans:
+            return self.plans[key]
         assert self.batch is not None
-        ids, repeats = self._runs(layout)
+        ids, repeats = self._runs(layout, site)
         plan = make_plan(
             ids,
             num_groups=site.spec.num_slots,
-            max_active=self.batch._num_sequences,
+            max_active=self.batch.layout.num_sequences,
             repeats=repeats,
             backend=site.backend,
         )
         if keep:
-            self.plans[layout] = plan
+            self.plans[key] = plan
         return plan
 
-    def _runs(self, layout: tuple[str, int]) -> tuple[Int[jax.Array, "runs"], int]:
+    def _runs(self, layout: tuple[Any, int], site: Site) -> tuple[Int[Array, "runs"], int]:
         """Slot of each run of rows, and the rows of a run."""
         assert self.batch is not None
         kind, repeats = layout
-        ids = self.batch.token_slots if kind == "packed" else self.batch.slots.reshape(-1)
-        assert ids is not None
+        sequences = self.batch.slots.reshape(-1)
+        if isinstance(kind, RowMap):
+            lengths = {length for _, length in self.lengths}
+            if self.batch.layout.length is not None:
+                lengths = {self.batch.layout.length}
+            ids = kind.slots(sequences, self.batch.token_slots, frozenset(lengths), site.spec.num_slots)
+        elif kind == "packed":
+            ids = self.batch.token_slots
+            assert ids is not None
+        else:
+            ids = sequences
         return ids, repeats
 
-    def _layout(self, site: Site, base: Array) -> tuple[str, int]:
-        """("packed", 1), or ("sequences", rows of each sequence). Raises where the rows fit no layout."""
+    def _layout(self, site: Site, base: Float[Array, "*lead N"]) -> tuple[Any, int] | str:
+        """(a RowMap or "packed", 1), or ("sequences", rows of each sequence); or why the rows fit no layout."""
         assert self.batch is not None
         lead = base.shape[:-1]
+        if (row_map := current_rows()) is not None:
+            if math.prod(lead) != row_map.source.shape[0]:
+                raise LoRAUsageError(
+                    f"{site.path}: {math.prod(lead)} rows of shape {lead} inside jlora.rows of a RowMap of "
+                    f"{row_map.source.shape[0]} rows"
+                )
+            return row_map, 1
         mapped = _mapped(base) and not _mapped(self.batch.slots)
+        declared = self.batch.layout.length
         lengths = {length for under_vmap, length in self.lengths if under_vmap == mapped}
+        if declared is not None:
+            lengths.add(declared)
         sequences = self.batch.slots.size
         packed = None if self.batch.token_slots is None else self.batch.token_slots.shape[0]
+        if self.batch.slots.ndim == 0:  # mapped over its sequences: every row is of this one
+            return "sequences", math.prod(lead)
         match lead:
-            case (batch, length) if batch == sequences:
-                self.lengths.add((mapped, length))
-                return "sequences", length
             case (rows,) if mapped and not lengths:
-                raise LoRAError(
+                raise LoRAUsageError(
                     f"{site.path}: under jax.vmap, {rows} rows may be those of one sequence or of the whole batch. If "
                     "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
                     "batch), with `with jlora.use(batch):` inside f"
                 )
-            case (rows,) if rows == packed:
+            case (rows,) | (1, rows) if rows == packed:
                 return "packed", 1
+            case (batch, *between) if between and batch == sequences:
+                if len(between) == 1:
+                    self.lengths.add((mapped, between[0]))
+                return "sequences", math.prod(between)
             case (rows,) if rows == sequences:
                 return "sequences", 1
             case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
                 return "sequences", rows // sequences
-            case (rows,) if packed is None and not lengths and rows % sequences == 0:
-                return "sequences", rows // sequences
-            case () if self.batch.slots.ndim == 0:
-                return "sequences", 1
-        tokens = f"{packed} packed tokens" if packed is not None else f"{sequences} x length flattened rows"
-        raise LoRAError(
-            f"{site.path}: rows of shape {lead} fit no layout of this batch of {sequences} sequences; expected "
-            f"[{sequences}, length, features], {tokens}, or one row a sequence [{sequences}, features]. A layer whose "
-            "rows are not the batch's (a position table, say) is left out by LoRAConfig.target_modules"
+        tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
+        return (
+            f"its rows of shape {lead} fit no layout of this batch of {sequences} sequences: expected "
+            f"[{sequences}, ..., features], one row a sequence [{sequences}, features], or {tokens} (declare flattened "
+            "rows with prepare(..., length=), or say what they are with jlora.rows)"
         )
 
 
@@ -224,19 +162,19 @@ def _mapped(value: Any) -> bool:
     return False
 
 
-def _staged() -> bool:
+def staged() -> bool:
     """True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
     return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
 
 
 def check_slots_fresh(path: str, slots: jax.Array) -> None:
     """Raises where slot arrays that are no argument of the traced function would become constants of it."""
-    if not isinstance(slots, jax.core.Tracer) and _staged():
+    if not isinstance(slots, jax.core.Tracer) and staged():
         raise LoRAError(_STALE_SLOTS.format(path=path))
 
 
 def _check_fresh(batch: LoRABatch) -> None:
-    if not isinstance(batch.slots, jax.core.Tracer) and _staged():
+    if not isinstance(batch.slots, jax.core.Tracer) and staged():
         raise LoRAError(_STALE)
 
 
@@ -248,20 +186,22 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Iterator[None]:
       batch: what `LoRAManager.prepare` returned, passed to your jitted function as an argument; None serves the base
         model alone, in a compiled variant of its own.
       partial: set it when the code inside runs only a part of the model (an embedding step, a pipeline stage).
-        Without it, a wrapped layer that is not called inside is known not to serve LoRA, and an adapter that brings
-        weights for it is refused.
+        Without it, a batch is refused if one of its adapters brings weights for a wrapped layer that is not called
+        inside. With it, nobody checks that the parts together call every layer.
 
     Raises:
-      LoRAError: the batch is closed, or it is a constant inside `jax.jit`.
-      AdapterMismatchError: on leaving, if a loaded adapter brings weights for a layer that was never called.
+      LoRAError: the batch is closed, came out of a traced function, lacks adapters that were not ready, or is a
+        constant inside `jax.jit`.
+      LoRAUsageError: it is no batch.
+      AdapterMismatchError: on leaving, if an adapter of the batch brings weights for a layer that was not called, or
+        that saw rows which fit no layout of the batch.
     """
     if batch is not None:
         if not isinstance(batch, LoRABatch):
-            raise LoRAError(
+            raise LoRAUsageError(
                 f"jlora.use takes a LoRABatch from manager.prepare(...) or None, got {type(batch).__name__}"
             )
-        if batch._closed:
-            raise LoRAError("this LoRABatch is closed: its slots may hold other adapters now; prepare a new one")
+        check_batch(batch)
         _check_fresh(batch)
     scope = _Scope(batch)
     token = _current.set(scope)
@@ -272,25 +212,24 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
-    if batch is not None and not partial:
-        batch._tracking.finish(scope.called)
+    if batch is not None:
+        coverage, unserved = batch.layout.coverage, scope.unserved
+        if not partial:
+            skipped = (site for site in coverage.sites if site not in scope.called)
+            unserved = {**dict.fromkeys(skipped, NOT_CALLED), **unserved}
+        lease = batch.lease or (batch.layout.lease() if batch.layout.lease is not None else None)
+        coverage.finish(unserved, batch.layout.unsure, None if lease is None or lease.closed else lease)
 
 
-def enter_site(site: Site, tracking: Tracking) -> _Scope | None:
+def enter_site(site: Site, coverage: Coverage) -> _Scope | None:
     """Called by a wrapped layer: the open scope, or None for the base model. Raises outside any scope."""
     scope = _current.get()
     if scope is None:
         raise LoRAError(_OUTSIDE.format(path=site.path))
     if scope.batch is None:
         return None
-    if scope.batch._tracking is not tracking:
+    if scope.batch.layout.coverage is not coverage:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
     scope.called.add(site)
     return scope
-
-
-def host_batch(slots: np.ndarray, token_slots: np.ndarray | None, tracking: Tracking) -> LoRABatch:
-    """Move a batch's int32 arrays to the device in one call. The batch holds no lease."""
-    on_device, tokens_on_device = jax.device_put((slots, token_slots))
-    return LoRABatch(on_device, tokens_on_device, tracking)

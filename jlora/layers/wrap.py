@@ -9,9 +9,9 @@ from flax import nnx
 
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
+from jlora.layers.coverage import Coverage
 from jlora.layers.embedding import embed_methods
 from jlora.layers.linear import LinearLayer, describe_einsum, describe_general, describe_linear, linear_methods
-from jlora.layers.scope import Tracking
 from jlora.layers.site import Site, SlotSpec, attach, detach
 
 # "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
@@ -53,9 +53,14 @@ class WrappedModel:
     def __init__(self, model: nnx.Module):
         self.model = model
         self.modules: dict[Site, nnx.Module] = {}
-        self.tracking = Tracking()
+        self.tracking = Coverage()
         self.unwrapped: dict[str, str] = {}
         self._classes: list[tuple[nnx.Module, type]] = []
+
+    def check(self) -> None:
+        """Raises `LoRAError` once the model was given back."""
+        if not self.modules:
+            raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 
     def unwrap(self) -> None:
         """Give the model back as it was: classes restored, slot arrays gone."""

@@ -1,39 +1,104 @@
-"""Which adapters open batches hold."""
+"""Which adapters open batches hold, and handles on one generation of an adapter."""
 
-import itertools
-from collections import Counter, deque
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jlora.layers.batch import Lease, Served
+from jlora.manager.content import Content
+
+
+@dataclass(frozen=True)
+class LeaseInfo:
+    """An open lease, as `LoRAManager.leases` shows it.
+
+    Attributes:
+      adapters: names of the adapters that it holds.
+      age: seconds since it was opened.
+      thread: identifier of the thread that opened it.
+      where: the stack at which it was opened, with `LoRAConfig.trace_leases`.
+    """
+
+    adapters: tuple[str, ...]
+    age: float
+    thread: int
+    where: str | None
+
+
+class AdapterHandle:
+    """One generation of an adapter: `prepare` takes it in the place of a name, whatever the name means by then.
+
+    The content stays on the host while the handle is open; it ends when it is closed, or when it is gone.
+
+    Attributes:
+      name, generation: what it stands for.
+    """
+
+    def __init__(self, content: Content):
+        self._content: Content | None = content
+        self.name = content.name
+        self.generation = content.generation
+
+    @property
+    def content(self) -> Content | None:
+        """The content; None once the handle is closed."""
+        return self._content
+
+    def close(self) -> None:
+        """Let the generation go. Closing twice is harmless."""
+        self._content = None
+
+    def __enter__(self) -> "AdapterHandle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"AdapterHandle({self.name!r}, generation={self.generation})"
 
 
 class Leases:
-    """Counts, for each adapter, the open batches that hold it. `open` and `held` are called under the manager's lock.
+    """The open leases and handles, by weak references: what nobody holds any more is closed.
 
-    Closing a lease only queues it. A batch may be closed by the garbage collector, in any thread and between any two
-    steps of the manager itself: taking the lock there could deadlock, and changing the counts could upset a loop over
-    them. It may also be closed twice at once by two threads: a lease counts once.
+    An object may be collected in any thread and between any two steps of the manager, so collecting one changes nothing
+    here but a dictionary, by one call of C, and every question looks at the objects that are alive now.
     """
 
-    def __init__(self):
-        self._open: dict[int, tuple[str, ...]] = {}
-        self._counts: Counter[str] = Counter()
-        self._closed: deque[int] = deque()
-        self._ids = itertools.count()
+    def __init__(self) -> None:
+        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._handles: dict[int, weakref.ref[AdapterHandle]] = {}
 
-    def open(self, adapters: tuple[str, ...]) -> Callable[[], None]:
-        """Hold `adapters` (distinct names). Returns the function that closes the lease."""
-        self._settle()
-        lease = next(self._ids)
-        self._open[lease] = adapters
-        self._counts.update(adapters)
-        return lambda: self._closed.append(lease)
+    def add(self, lease: Lease) -> None:
+        key = id(lease)
+        self._leases[key] = weakref.ref(lease, lambda _: self._leases.pop(key, None))
 
-    def held(self, name: str) -> bool:
-        self._settle()
-        return self._counts[name] > 0
+    def add_handle(self, handle: AdapterHandle) -> None:
+        key = id(handle)
+        self._handles[key] = weakref.ref(handle, lambda _: self._handles.pop(key, None))
 
-    def _settle(self) -> None:
-        while self._closed:
-            for adapter in self._open.pop(self._closed.popleft(), ()):
-                self._counts[adapter] -= 1
-                if not self._counts[adapter]:
-                    del self._counts[adapter]
+    def open(self) -> Iterator[Lease]:
+        for ref in list(self._leases.values()):
+            if (lease := ref()) is not None and not lease.closed:
+                yield lease
+
+    def leased(self) -> set[Served]:
+        """The contents that open batches hold in their slots."""
+        return {adapter for lease in self.open() for adapter in lease.adapters}
+
+    def handled(self) -> set[Content]:
+        """The contents that handles hold on the host."""
+        handles = [ref() for ref in list(self._handles.values())]
+        return {handle.content for handle in handles if handle is not None and handle.content is not None}
+
+    def threads(self, content: Content | None = None) -> set[int]:
+        """The threads that opened a lease (on `content`) which is still open."""
+        return {lease.thread for lease in self.open() if content is None or content in lease.adapters}
+
+    def infos(self) -> tuple[LeaseInfo, ...]:
+        now = time.monotonic()
+        return tuple(
+            LeaseInfo(tuple(adapter.name for adapter in lease.adapters), now - lease.opened, lease.thread, lease.where)
+            for lease in self.open()
+        )

@@ -10,7 +10,7 @@ V = TypeVar("V")
 class LRU(Generic[V]):
     """Named entries, oldest use first. Pinned entries keep their place and are never offered for eviction."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._entries: OrderedDict[str, V] = OrderedDict()
         self._pinned: set[str] = set()
 
@@ -42,9 +42,9 @@ class LRU(Generic[V]):
 
     def remove(self, name: str) -> V:
         """Take an entry out, pinned or not. Raises KeyError for an unknown name."""
-        value = self._entries.pop(name)
-        self._pinned.discard(name)
-        return value
+        if name in self._entries:
+            self._pinned.discard(name)  # first: a pin without an entry would wait for the next of that name
+        return self._entries.pop(name)
 
     def pin(self, name: str) -> None:
         if name not in self._entries:
@@ -60,6 +60,6 @@ class LRU(Generic[V]):
     def pinned(self, name: str) -> bool:
         return name in self._pinned
 
-    def evictable(self, busy: Callable[[str], bool]) -> list[str]:
-        """Names that may be evicted, the first to go first: neither pinned nor busy."""
-        return [name for name in self._entries if name not in self._pinned and not busy(name)]
+    def evictable(self, busy: Callable[[str], bool]) -> Iterator[str]:
+        """Names that may be evicted, the first to go first: neither pinned nor busy. The entries must not change."""
+        return (name for name in self._entries if name not in self._pinned and not busy(name))

@@ -1,36 +1,43 @@
 """`LoRAManager`: adapters on the host, adapters in slots, and batches that hold their slots."""
 
+import contextlib
+import logging
+import operator
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jlora._compat import trace_state_clean
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import (
-    AdapterInUseError,
-    AdapterMismatchError,
-    AdapterNotFoundError,
-    LoRAError,
-    NoFreeSlotError,
-)
-from jlora.layers.scope import LoRABatch, host_batch
-from jlora.layers.site import Site, SlotParam
+from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
+from jlora.layers.batch import Lease, LoRABatch, make_batch
+from jlora.layers.scope import staged
+from jlora.layers.site import SlotParam
 from jlora.layers.wrap import PackedModules, wrap_model
-from jlora.manager.batches import Asked, read_arguments, slot_arrays
+from jlora.manager.batches import Name, read_arguments
+from jlora.manager.content import Content
 from jlora.manager.export import export
-from jlora.manager.leases import Leases
-from jlora.manager.lru import LRU
-from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit, name_rules
+from jlora.manager.fit import rank_vector
+from jlora.manager.host import Host
+from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
+from jlora.manager.loader import Patience
+from jlora.manager.names import NameMap, SiteIndex, name_rules
+from jlora.manager.pool import Pool
+from jlora.manager.prepare import Batches
+from jlora.manager.registry import Registry
 from jlora.manager.report import AdapterInfo, Stats
-from jlora.manager.swap import make_layout, make_write, pack
+from jlora.manager.slots import Slots
 
-# Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
-_KEPT_BATCHES = 8
+_log = logging.getLogger("jlora")
 
 
 class LoRAManager:
@@ -38,11 +45,17 @@ class LoRAManager:
 
     Wraps the eligible layers of `model` in place. Adapters live in a host cache (`max_cpu_loras`) and are written into
     device slots (`max_loras`) when a batch needs them; both evict the least recently used one that is neither pinned
-    nor held by an open batch.
+    nor held by an open batch. What was loaded from a request and evicted is loaded again when it is asked for.
 
-    All methods may be called from several threads. A write replaces (and donates) the slot arrays of the model, so a
-    step that another thread is just dispatching may find them deleted, which JAX reports: prepare and dispatch in one
-    thread, or under one lock of yours.
+    Threads: every method may be called from any thread. Loads run on threads of their own and touch no slot array;
+    slots are written inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup` alone. If one
+    thread steps while another may write, run the steps through `run`, which takes turns with the writes. A thread that
+    calls its step directly, with an open batch of its own, is safe too, but then a write in another thread copies the
+    slot arrays instead of updating them in place.
+
+    Interrupts: an exception at any point, KeyboardInterrupt included, leaves the books and the slots in agreement; a
+    slot whose writing was cut short is written again by the next `prepare`. So are slot arrays that a step donated or
+    that were replaced from outside (`nnx.update` with an older state): what is in the slots is the host cache's.
 
     Args:
       model: any `nnx.Module`.
@@ -52,6 +65,8 @@ class LoRAManager:
         takes its sizes from the layer's `output_sizes`, else it splits evenly. None reads `model.packed_modules`.
       name_map: regex -> replacement from checkpoint module names to the model's own dotted paths, for models whose
         paths differ; the first pattern found in a name is substituted.
+      resolve: request -> local folder, for stores that are neither a folder nor the Hugging Face hub. Called on the
+        loading thread.
 
     Raises:
       LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, or `name_map` is not
@@ -65,140 +80,151 @@ class LoRAManager:
         *,
         packed_modules: PackedModules | None = None,
         name_map: NameMap | None = None,
+        resolve: Callable[[LoRARequest], str] | None = None,
     ):
         self.model = model
         self.config = config
         rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
         self._wrapped = wrap_model(model, config, packed_modules)
-        self._wrapped.tracking.claims = self._claims
-        self._index = SiteIndex(self._wrapped, rules)
-        self._layout = make_layout(tuple(self._wrapped.modules))
+        index = SiteIndex(self._wrapped, rules)
+        # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
+        # for moments only, never while anything is read, cast or compiled.
+        self._dispatch, self._books = locks = threading.RLock(), threading.RLock()
         self._counts: Counter[str] = Counter()
-        self._write = make_write(self._layout, lambda: self._counts.update(["compilations"]))
-        self._host: LRU[HostAdapter] = LRU()
-        self._active: LRU[int] = LRU()
         self._leases = Leases()
-        self._kept: OrderedDict[Asked, LoRABatch] = OrderedDict()
-        self._slots: nnx.State | None = None
-        self._lock = threading.RLock()
+        self._registry = Registry(config.max_cpu_loras or config.max_loras, config.max_cpu_bytes)
+        self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
+        self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
+        self._host = Host(
+            config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts, self._books, resolve
+        )
+        self._state: tuple[list[jax.Array], nnx.State] | None = None
+        self._batches = Batches(self._wrapped, config, self._registry, self._leases, self._slots, self._host, locks)
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
-    def add_adapter(self, adapter: LoRARequest | Adapter, *, load_inplace: bool = False) -> bool:
+    def add_adapter(
+        self, adapter: LoRARequest | Adapter, *, load_inplace: bool = False, timeout: float | None = None
+    ) -> bool:
         """Load an adapter into the host cache. True if it was loaded, False if the name was there (then it is touched).
 
-        With `load_inplace` (here or in the request) an adapter of the same name is replaced, also in its slot.
+        With `load_inplace` (here or in the request) an adapter of the same name is replaced, as a new generation. That
+        waits for open batches with the old one, unless handles hold it: then both generations are served.
+
+        Args:
+          adapter: what to load: a folder or repository, or arrays in memory.
+          load_inplace: replace an adapter of the same name.
+          timeout: seconds to wait for the load and for open batches. None: as long as it takes, but not for batches
+            which this very thread has open.
 
         Raises:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`; nothing changes then.
-          AdapterInUseError: the adapter to replace is held by an open batch.
+          AdapterInUseError: open batches held the adapter to replace for too long.
+          LoadTimeoutError: the load took too long; it is given up.
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
-        request = adapter if isinstance(adapter, LoRARequest) else None
-        if request is None and not isinstance(adapter, Adapter):
-            raise LoRAError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
-        replace = load_inplace or (request is not None and request.load_inplace)
-        name = adapter.name
-        if not isinstance(name, str) or not name:
-            raise LoRAError(f"an adapter's name must be a non-empty string, got {name!r}")
-        with self._lock:
-            self._check_wrapped()
-            if name in self._host and not replace:
-                self._host.touch(name)
+        self._check_call("add_adapter")
+        patience = _patience(timeout)
+        if isinstance(adapter, LoRARequest):
+            request = replace(adapter, load_inplace=True) if load_inplace else adapter
+            if not request.load_inplace and self._host.touch(request.name):
                 return False
-            self._refuse_leased(name, "replacing")
-            loaded = adapter if isinstance(adapter, Adapter) else self._load(adapter)
-            host = fit(loaded, self._wrapped, self._index, request.path if request else None)
-            if name in self._active:
-                self._fill(self._active[name], host)  # before the books, so that a failed write changes nothing
-            elif name not in self._host:
-                self._make_host_room()
-            self._host.put(name, host)
-            self._counts["host_loads"] += 1
-            return True
-
-    @staticmethod
-    def _load(request: LoRARequest) -> Adapter:
-        adapter = Adapter.from_pretrained(request.path, name=request.name, revision=request.revision)
-        if request.base_model_name is not None and adapter.base_model_name != request.base_model_name:
-            raise AdapterMismatchError(
-                f"adapter {request.name!r} ({request.path}): base_model_name_or_path is {adapter.base_model_name!r}, "
-                f"and the request asks for {request.base_model_name!r}"
-            )
-        return adapter
-
-    def _make_host_room(self) -> None:
-        if len(self._host) < (self.config.max_cpu_loras or 0):
-            return
-        if not self._evict_host():
-            raise NoFreeSlotError(
-                f"the host cache of {self.config.max_cpu_loras} adapters is full, and each is pinned or held by an "
-                "open batch; unpin or remove one, or raise max_cpu_loras"
-            )
-
-    def _evict_host(self) -> bool:
-        victims = self._host.evictable(self._leases.held)
-        if not victims:
+            return self._host.load(request, patience)
+        if not isinstance(adapter, Adapter):
+            raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
+        if not isinstance(adapter.name, str) or not adapter.name:
+            raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
+        if not load_inplace and self._host.touch(adapter.name):
             return False
-        self._drop(victims[0])
-        self._counts["host_evictions"] += 1
-        return True
+        return self._host.admit(self._host.stage(adapter, None), load_inplace, patience)
 
-    def remove_adapter(self, name: str) -> bool:
-        """Remove an adapter from its slot and from the host, pinned or not. False if the name is unknown.
+    def prefetch(self, request: LoRARequest) -> "Future[bool]":
+        """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.
+
+        Nothing waits for it: not a step, not a `prepare` of other adapters. Cancelling the future gives the load up.
+
+        Returns:
+          A future of what `add_adapter(request)` would return; its exception is what that would raise.
+        """
+        self._check_call("prefetch")
+        if not isinstance(request, LoRARequest):
+            raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
+        return self._host.prefetch(request)
+
+    def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
+        """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
+
+        Waits for open batches with it.
+
+        Args:
+          name: which.
+          timeout: seconds to wait. None: as long as it takes, but not for batches which this very thread has open.
 
         Raises:
-          AdapterInUseError: it is held by an open batch.
+          AdapterInUseError: open batches held it for too long.
         """
-        with self._lock:
-            if name not in self._host:
-                return False
-            self._refuse_leased(name, "removing")
-            self._drop(name)
-            return True
+        patience = _patience(timeout)
+        while True:
+            with self._books:
+                content = self._registry.contents.get(name)
+                if content is None or not self._host.held(content):
+                    found = self._registry.forget(name)
+                    if content is not None:
+                        self._slots.release(content)
+                        _log.info("removed %r", name)
+                    return found
+            self._host.wait_for(content, "removing", patience)
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
-        with self._lock:
-            return self._evict_host()
+        with self._books:
+            return self._host.evict_oldest()
 
-    def remove_all_adapters(self) -> None:
-        """Remove every adapter, pinned ones too.
+    def remove_all_adapters(self, *, timeout: float | None = None) -> None:
+        """Remove every adapter, pinned ones too, and forget those that were evicted.
 
         Raises:
-          AdapterInUseError: one is held by an open batch; then nothing is removed.
+          AdapterInUseError: open batches held one for too long; then nothing is removed.
         """
-        with self._lock:
-            for name in self._host:
-                self._refuse_leased(name, "removing")
-            for name in self._host:
-                self._drop(name)
+        patience = _patience(timeout)
+        while True:
+            with self._books:
+                contents = [self._registry.contents[name] for name in self._registry.contents]
+                held = next((content for content in contents if self._host.held(content)), None)
+                if held is None:
+                    self._registry.known.clear()
+                    for content in contents:
+                        self._registry.forget(content.name)
+                        self._slots.release(content)
+                    return
+            self._host.wait_for(held, "removing", patience)
 
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
-        with self._lock:
-            return {name: self._info(name) for name in self._host}
-
-    def _info(self, name: str) -> AdapterInfo:
-        host = self._host[name]
-        return AdapterInfo(
-            name=name,
-            rank=host.rank,
-            modules=len(host.placements),
-            nbytes=host.nbytes,
-            slot=self._active.get(name),
-            pinned=self._host.pinned(name),
-            leased=self._leases.held(name),
-            path=host.path,
-            base_model_name=host.base_model_name,
-        )
-
-    def _drop(self, name: str) -> None:
-        self._vacate(name)
-        self._host.remove(name)
+        with self._books:
+            leased = self._leases.leased()
+            slots = {content: slot for slot, content in enumerate(self._pool.table) if content is not None}
+            contents = self._registry.contents
+            return {
+                name: AdapterInfo(
+                    name=name,
+                    rank=content.rank,
+                    modules=len(content.placements),
+                    nbytes=content.nbytes,
+                    slot=slots.get(content),
+                    pinned=contents.pinned(name),
+                    leased=content in leased,
+                    path=None if content.request is None else content.request.path,
+                    base_model_name=content.base_model_name,
+                    generation=content.generation,
+                )
+                for name, content in ((name, contents[name]) for name in contents)
+            }
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.
+
+        Export before the next `prepare`: that may write the slots again from the host cache.
 
         Returns:
           An `Adapter` with the loaded one's module names, ranks and alphas, and the slot's values in slot dtype.
@@ -207,11 +233,12 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
           LoRAError: it is in no slot.
         """
-        with self._lock:
-            self._require([name])
-            if name not in self._active:
+        with self._dispatch, self._books:
+            content = self._host.newest(name)
+            slot = self._pool.slot_of(content)
+            if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            return export(self._host[name], self._active[name], self._wrapped.modules)
+            return export(content, slot, self._wrapped.modules)
 
     # --- slots --------------------------------------------------------------------------------------------------
 
@@ -222,21 +249,27 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
-        with self._lock:
-            return bool(self._activate([name]))
+        self._check_call("activate_adapter")
+        with self._found(name) as content:
+            return bool(self._slots.activate([content]))
 
-    def deactivate_adapter(self, name: str) -> bool:
+    def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Take an adapter out of its slot (it stays on the host, unpinned). False if it is in none.
 
         Raises:
-          AdapterInUseError: it is held by an open batch.
+          AdapterInUseError: open batches held it for too long; see `remove_adapter`.
         """
-        with self._lock:
-            if name not in self._active:
-                return False
-            self._refuse_leased(name, "deactivating")
-            self._vacate(name)
-            return True
+        patience = _patience(timeout)
+        while True:
+            with self._books:
+                content = self._registry.contents.get(name)
+                if content is None or content not in self._pool.table:
+                    return False
+                if content not in self._leases.leased():
+                    self._registry.contents.unpin(name)
+                    self._slots.release(content)
+                    return True
+            self._host.wait_for(content, "deactivating", patience)
 
     def pin_adapter(self, name: str) -> bool:
         """Keep an adapter in a slot and on the host, written into one first if need be. Always True.
@@ -244,10 +277,10 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError, NoFreeSlotError: as `activate_adapter`.
         """
-        with self._lock:
-            self._activate([name])
-            self._host.pin(name)
-            self._active.pin(name)
+        self._check_call("pin_adapter")
+        with self._found(name) as content:
+            self._slots.activate([content])
+            self._registry.contents.pin(name)
             return True
 
     def unpin_adapter(self, name: str) -> bool:
@@ -256,19 +289,15 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._lock:
-            self._require([name])
-            self._active.unpin(name)
-            return self._host.unpin(name)
+        with self._books:
+            self._host.newest(name)
+            return self._registry.contents.unpin(name)
 
     @property
     def slot_names(self) -> tuple[str | None, ...]:
-        """What each slot holds; None for a free one."""
-        with self._lock:
-            names: list[str | None] = [None] * self.config.max_loras
-            for name in self._active:
-                names[self._active[name]] = name
-            return tuple(names)
+        """What each slot holds; None for a free one. A free slot is taken lowest first."""
+        with self._books:
+            return self._slots.names()
 
     @property
     def slots(self) -> nnx.State:
@@ -276,126 +305,119 @@ class LoRAManager:
 
         The next write of a slot donates them: read this property anew for each step.
         """
-        with self._lock:
-            if self._slots is None:
-                self._slots = nnx.state(self.model, SlotParam)
-            return self._slots
+        with self._books:
+            arrays = self._pool.arrays()
+            if self._state is None or not all(map(operator.is_, arrays, self._state[0])):
+                self._state = (arrays, nnx.state(self.model, SlotParam))
+            return self._state[1]
 
-    def _require(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._host:
-                known = ", ".join(map(repr, self._host)) or "none"
-                raise AdapterNotFoundError(f"adapter {name!r} is not loaded; add_adapter it first (loaded: {known})")
-
-    def _activate(self, names: Sequence[str]) -> list[str]:
-        """Bring all of `names` into slots. Returns those that were written.
-
-        Raises before anything changes where there is no room. Where the device fails, the adapters written before stay.
-        """
-        self._require(names)
-        missing = [name for name in names if name not in self._active]
-        if missing:
-            held = set(self._active[name] for name in self._active)
-            free = [slot for slot in range(self.config.max_loras) if slot not in held]
-            victims = self._active.evictable(lambda name: self._leases.held(name) or name in names)
-            if len(missing) > len(free) + len(victims):
-                raise NoFreeSlotError(
-                    f"{len(missing)} adapters need a slot ({', '.join(map(repr, missing))}), but of "
-                    f"{self.config.max_loras} slots {len(free)} are free and {len(victims)} can be evicted; the others "
-                    "are pinned, held by an open batch or part of this one. Raise max_loras, or close batches"
-                )
-            for name in missing:
-                victim = None if free else victims.pop(0)
-                slot = free.pop(0) if victim is None else self._active[victim]
-                self._fill(slot, self._host[name])
-                if victim is not None:
-                    self._vacate(victim)
-                    self._counts["slot_evictions"] += 1
-                self._active.put(name, slot)
-        self._counts["slot_hits"] += len(names) - len(missing)
-        for name in names:
-            self._host.touch(name)
-            self._active.touch(name)
-        return missing
-
-    def _fill(self, slot: int, host: HostAdapter | None) -> None:
-        """Write an adapter (None: zeros) into one slot of every layer."""
-        buffers = pack(self._layout, host.placements if host is not None else ())
-        modules = self._wrapped.modules
-        variables = [[getattr(modules[site], attr) for attr in site.attributes] for site in self._layout.sites]
-        arrays = [tuple(variable.get_value() for variable in triple) for triple in variables]
-        # A write still under way holds its adapter's buffers: without this, several would pile up on the device.
-        jax.block_until_ready(arrays[0])
-        written = self._write(arrays, jax.device_put(buffers), np.int32(slot))
-        for triple, new in zip(variables, written, strict=True):
-            for variable, array in zip(triple, new, strict=True):
-                variable.set_value(array)
-        self._slots = None
-        self._counts["slot_loads"] += host is not None
-
-    def _vacate(self, name: str) -> None:
-        if name in self._active:
-            self._active.remove(name)
-            self._host.unpin(name)
-            self._kept.clear()  # a kept batch is right as long as each of its adapters stays in its slot
+    @contextlib.contextmanager
+    def _found(self, name: str) -> Iterator[Content]:
+        """The newest content of a name, loaded again if need be, with both locks held."""
+        self._pool.compile()
+        while True:
+            self._host.recall(name)
+            with self._dispatch, self._books:
+                self._wrapped.check()
+                if name in self._registry.contents:  # not evicted since
+                    yield self._registry.contents[name]
+                    return
 
     # --- batches ------------------------------------------------------------------------------------------------
 
+    @overload
     def prepare(
         self,
-        names: Sequence[str | None],
+        names: Sequence[Name | None],
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
-    ) -> LoRABatch:
+        *,
+        length: int | None = None,
+        wait: Literal[True] = True,
+        timeout: float | None = None,
+    ) -> LoRABatch: ...
+
+    @overload
+    def prepare(
+        self,
+        names: Sequence[Name | None],
+        token_counts: Sequence[int] | None = None,
+        pad_to: int | None = None,
+        *,
+        length: int | None = None,
+        wait: Literal[False],
+        timeout: float | None = None,
+    ) -> tuple[LoRABatch, tuple[bool, ...]]: ...
+
+    def prepare(
+        self,
+        names: Sequence[Name | None],
+        token_counts: Sequence[int] | None = None,
+        pad_to: int | None = None,
+        *,
+        length: int | None = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
         """Bring the adapters of one batch into slots and hold them there until the batch closes.
 
         Args:
-          names: the adapter of each sequence; None takes the base model.
+          names: the adapter of each sequence, as a name (its newest generation), a `LoRARequest` (loaded if it is not)
+            or a handle from `hold`; None takes the base model.
           token_counts: for packed rows [tokens, features]: how many rows each sequence has, in order.
           pad_to: number of packed rows, at least their sum (the default); the rows behind take no adapter.
+          length: for layers that see rows [batch * length, features] before any [batch, length, features].
+          wait: whether to wait for adapters that are being loaded. If not, those that are not ready yet are absent, and
+            `jlora.use` raises until the caller drops their rows (`LoRABatch.drop_absent`).
+          timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None: as long
+            as loads take, and not at all for slots.
 
         Returns:
-          A `LoRABatch`. Use it in `with`, or close() it.
+          A `LoRABatch`. Use it in `with`, or close() it. With wait=False, the batch and whether each sequence is ready.
 
         Raises:
           AdapterNotFoundError: a name was not added.
-          NoFreeSlotError: more different adapters than slots can be freed. Nothing changes then.
-          LoRAError: the arguments disagree.
+          NoFreeSlotError: more different adapters than slots can be freed (in time). Nothing changes then.
+          LoadTimeoutError: a load took longer than `timeout`.
+          LoRAUsageError: the arguments disagree, or it is called inside a traced function.
+          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
-        asked = read_arguments(names, token_counts, pad_to)
-        with self._lock:
-            self._check_wrapped()
-            batch = self._kept.get(asked)
-            if batch is not None and not _deleted(batch):
-                self._counts["slot_hits"] += len(asked.adapters)
-                for name in asked.adapters:
-                    self._host.touch(name)
-                    self._active.touch(name)
-                self._kept.move_to_end(asked)
-            else:
-                self._activate(asked.adapters)
-                slots, token_slots = slot_arrays(
-                    asked, {name: self._active[name] for name in asked.adapters}, self.config.max_loras
-                )
-                batch = self._kept[asked] = host_batch(slots, token_slots, self._wrapped.tracking)
-                if len(self._kept) > _KEPT_BATCHES:
-                    self._kept.popitem(last=False)
-            return LoRABatch(
-                batch.slots,
-                batch.token_slots,
-                self._wrapped.tracking,
-                self._leases.open(asked.adapters),
-                has_adapters=bool(asked.adapters),
-            )
+        self._check_call("prepare")
+        asked = read_arguments(names, token_counts, pad_to, length)
+        batch, ready = self._batches.prepare(asked, wait, _patience(timeout).deadline)
+        return batch if wait else (batch, ready)
 
-    def _refuse_leased(self, name: str, doing: str) -> None:
-        if self._leases.held(name):
-            raise AdapterInUseError(f"adapter {name!r} is held by an open batch; close it before {doing} the adapter")
+    def hold(self, name: str) -> AdapterHandle:
+        """A handle on the newest generation of an adapter, for sequences that must go on with what they began with.
 
-    def _claims(self, site: Site) -> list[str]:
-        # Called while the user's step is traced, so without the lock: two threads that trace one function wait for each
-        # other, and one of them may be in `warmup`, which holds the lock.
-        return [name for name in self._host if (host := self._host.get(name)) is not None and host.serves(site)]
+        `prepare` takes it in the place of the name. While it is open, that generation stays on the host, through
+        `load_inplace`, `update_adapter` and `remove_adapter` of the name.
+
+        Raises:
+          AdapterNotFoundError: the name was not added.
+        """
+        self._wrapped.check()
+        while True:
+            self._host.recall(name)
+            with self._books:
+                if name in self._registry.contents:  # not evicted since
+                    handle = AdapterHandle(self._registry.contents[name])
+                    self._leases.add_handle(handle)
+                    return handle
+
+    def leases(self) -> tuple[LeaseInfo, ...]:
+        """The open leases, with their adapters, ages and threads, and where they were opened if that is recorded."""
+        return self._leases.infos()
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`step(*args, **kwargs)`, taking turns with writes of slots in other threads.
+
+        For programs that step in one thread while another prepares batches. Once it is used, use it for every step that
+        may run beside a `prepare` in another thread.
+        """
+        with self._dispatch:
+            self._slots.takes_turns = True
+            return step(*args, **kwargs)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -406,54 +428,63 @@ class LoRAManager:
         num_sequences: int = 1,
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
+        length: int | None = None,
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before traffic.
 
         `step` runs twice: with a zero adapter in a free slot (no adapter where none is free), and with a batch whose
-        `has_adapters` is False, for steps that have a base-only variant. No adapter that is loaded changes. Call it
-        once for each batch shape that you will serve.
+        `has_adapters` is False, for steps that have a base-only variant. No adapter that is loaded changes, and no lock
+        is held while the step compiles. Call it once for each batch shape that you will serve.
 
         Args:
           step: runs your jitted function: `lambda batch: forward(model, tokens, batch)`.
           num_sequences: B of the batch.
-          token_counts, pad_to: as in `prepare`, for packed rows.
+          token_counts, pad_to, length: as in `prepare`.
         """
-        with self._lock:
-            self._check_wrapped()
-            free = [slot for slot, name in enumerate(self.slot_names) if name is None]
-            if free:
-                self._fill(free[0], None)
-            else:
-                # Every slot is taken: write one adapter over itself.
-                name = next(iter(self._active))
-                self._fill(self._active[name], self._host[name])
-                self._counts["slot_loads"] -= 1
-            if step is None:
-                return
-            with self.prepare([None] * num_sequences, token_counts, pad_to) as base_only:
-                slot = free[0] if free else self.config.max_loras
+        self._check_call("warmup")
+        asked = read_arguments([None] * num_sequences, token_counts, pad_to, length)
+        self._pool.compile()
+        none = self.config.max_loras
+        with self._dispatch, self._books:
+            self._wrapped.check()
+            self._slots.sweep()
+            slot = next((slot for slot, content in enumerate(self._pool.table) if content is None), none)
+            blank = Content("(warm-up)", 0, (), self._pool.blank_blocks(), rank_vector(self._pool.sites, ()), 0)
+            lease = Lease([blank], (0,) * num_sequences, threading.get_ident())
+            self._leases.add(lease)
+            if slot < none:
+                self._slots.write(slot, blank)
+        try:
+            if step is not None:
+                rows = None if asked.counts is None else np.full(asked.rows, slot, np.int32)
                 slots = np.full(num_sequences, slot, np.int32)
-                token_slots = (
-                    None if base_only.token_slots is None else np.full(base_only.token_slots.shape, slot, np.int32)
-                )
-                jax.block_until_ready(step(host_batch(slots, token_slots, self._wrapped.tracking)))
-                jax.block_until_ready(step(base_only))
+                batch = make_batch(slots, rows, self._wrapped.tracking, lease, length=asked.length)
+                jax.block_until_ready(step(batch))
+                with self.prepare([None] * num_sequences, token_counts, pad_to, length=length) as base_only:
+                    jax.block_until_ready(step(base_only))
+        finally:
+            lease.close()
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""
-        with self._lock:
-            names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits", "compilations")
+        with self._books:
+            names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
                 **{name: self._counts[name] for name in names},
-                registered=len(self._host),
-                active=len(self._active),
-                leased=sum(map(self._leases.held, self._host)),
-                slot_bytes=self._layout.nbytes,
+                compilations=self._pool.compilations,
+                registered=len(self._registry.contents),
+                active=sum(name is not None for name in self._slots.names()),
+                leased=len({adapter.name for adapter in self._leases.leased()}),
+                slot_bytes=sum(site.spec.slot_nbytes for site in self._pool.sites),
+                host_bytes=sum(self._registry.contents[name].nbytes for name in self._registry.contents),
             )
 
-    def _check_wrapped(self) -> None:
-        if not self._wrapped.modules:
-            raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
+    def _check_call(self, what: str) -> None:
+        if not trace_state_clean() and staged():
+            raise LoRAUsageError(
+                f"LoRAManager.{what} was called inside jax.jit: it would run once, while the function is traced, and "
+                "its arrays would go stale. Call it outside and pass the batch as an argument"
+            )
 
     def unwrap(self) -> nnx.Module:
         """Give the model back as it was before it was wrapped. The manager is of no use afterwards.
@@ -461,13 +492,23 @@ class LoRAManager:
         Raises:
           AdapterInUseError: a batch is open.
         """
-        with self._lock:
-            self.remove_all_adapters()
+        with self._dispatch, self._books:
+            for lease in self._leases.open():
+                names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
+                if lease.adapters:
+                    raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
+            for name in self._registry.contents:
+                self._registry.contents.remove(name)
+            self._registry.known.clear()
+            self._batches.clear()
+            self._state = None
             self._wrapped.unwrap()
-            self._slots = None
             return self.model
 
 
-def _deleted(batch: LoRABatch) -> bool:
-    """True if a step donated the arrays of a batch."""
-    return batch.slots.is_deleted() or (batch.token_slots is not None and batch.token_slots.is_deleted())
+def _patience(timeout: float | None) -> Patience:
+    if timeout is None:
+        return Patience(None, threading.get_ident())
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
+    return Patience(time.monotonic() + timeout)

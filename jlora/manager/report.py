@@ -1,5 +1,8 @@
-"""What a manager tells about itself: `AdapterInfo` and `Stats`."""
+"""What a manager tells about itself: `AdapterInfo`, `Stats`, and what it knows when a name is unknown."""
 
+import difflib
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -16,6 +19,7 @@ class AdapterInfo:
     leased: bool
     path: str | None
     base_model_name: str | None
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,10 @@ class Stats:
       host_loads, host_evictions: adapters brought into and pushed out of the host cache.
       slot_loads, slot_evictions: adapters written into and pushed out of a slot to make room.
       slot_hits: adapters that a `prepare` or `activate_adapter` found in a slot.
-      compilations: traces of the slot write; stays at 1.
+      compilations: how often the programs that write slots were compiled; stays at 1.
       registered, active, leased: adapters now on the host, in slots, in open batches.
       slot_bytes: bytes of one slot over all layers; the pool takes `max_loras` times that.
+      host_bytes: bytes of the host cache.
     """
 
     host_loads: int
@@ -41,3 +46,12 @@ class Stats:
     active: int
     leased: int
     slot_bytes: int
+    host_bytes: int
+
+
+def unknown_name(name: str, *known: Iterable[str]) -> str:
+    """The message for a name that was not added, with the nearest few that were."""
+    names = list(itertools.islice(itertools.chain(*known), 10_000))
+    near = difflib.get_close_matches(name[:100], names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
+    return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"

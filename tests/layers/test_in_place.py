@@ -137,7 +137,7 @@ class Aliased(nnx.Module):
 @pytest.mark.parametrize("name", ["first", "again", "bank.a"])
 def test_an_alias_is_wrapped_once_and_served_under_every_name(name):
     manager = check_against_merged(Aliased(), [Target(name, 6, 6, "first.kernel")], normal(3, 2, 6))
-    assert len(manager._layout.sites) == 2
+    assert len(manager._pool.sites) == 2
     make_manager(manager.model, target_modules=[name])
 
 
@@ -163,7 +163,7 @@ def test_reference_cycles_are_walked_once():
 
     model = Parent()
     manager = make_manager(model, [make_adapter("one", [Target("child.proj", 6, 6, "")], 2)])
-    assert [site.aliases for site in manager._layout.sites] == [("child.proj",)]
+    assert [site.aliases for site in manager._pool.sites] == [("child.proj",)]
 
 
 def test_containers_of_modules():
@@ -182,7 +182,7 @@ def test_containers_of_modules():
     targets = [Target(path, 6, 6, f"{path}.kernel") for path in paths]
     check_against_merged(Boxes(), targets, normal(3, 2, 6))
     manager = make_manager(Boxes())
-    assert sorted(site.path for site in manager._layout.sites) == sorted(paths)
+    assert sorted(site.path for site in manager._pool.sites) == sorted(paths)
 
 
 def test_base_weights_loaded_after_wrapping_are_served():
@@ -216,5 +216,5 @@ def test_slot_arrays_are_their_own_filter():
     manager = make_manager(model)
     _, params, ranks, slots = nnx.split(model, nnx.Param, SlotRanks, SlotParam)
     assert {path[-1] for path in nnx.to_flat_state(ranks).paths} == {"jlora_ranks", "jlora_attend_ranks"}
-    assert len(jax.tree.leaves(slots)) == 2 * len(manager._layout.sites)
+    assert len(jax.tree.leaves(slots)) == 2 * len(manager._pool.sites)
     assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))

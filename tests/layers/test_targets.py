@@ -30,7 +30,7 @@ class Model(nnx.Module):
 
 
 def wrapped(*targets: str) -> set[str]:
-    return {site.path for site in make_manager(Model(), target_modules=targets)._layout.sites}
+    return {site.path for site in make_manager(Model(), target_modules=targets)._pool.sites}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_suffixes_full_paths_and_packed_names(targets, paths):
 
 
 def test_every_eligible_layer_by_default():
-    paths = {site.path for site in make_manager(Model())._layout.sites}
+    paths = {site.path for site in make_manager(Model())._pool.sites}
     names = ("qkv_proj", "q_proj", "proj")
     assert paths == {"embed", "embed.attend", "proj"} | {f"layers.{i}.{name}" for i in (0, 1) for name in names}
 

@@ -183,7 +183,7 @@ def test_sites_of_different_dtypes_are_packed_apart(rng):
 
     model = Mixed()
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4))
-    layout = make_layout(manager._layout.sites)
+    layout = make_layout(manager._pool.sites)
     assert layout.sizes == {"int32": 2, "bfloat16": 4 * (3 + 5), "float32": 4 * (5 + 2)}
     assert layout.nbytes == 2 * 4 + 2 * 4 * (3 + 5) + 4 * 4 * (5 + 2)
     a, b = rng.integers(-8, 8, (3, 5)).astype(np.float32), rng.integers(-8, 8, (2, 3)).astype(np.float32)

@@ -1,0 +1,244 @@
+"""`LoRABatch`: which adapter each sequence of a batch takes, as arrays, and the lease that keeps them in slots."""
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.core
+import numpy as np
+from jaxtyping import Int
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.coverage import Coverage
+from jlora.layers.site import Site
+
+_CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
+_TRACED = (
+    "this LoRABatch came out of a traced function, and JAX hands back the lease of the function's first call: which "
+    "adapters its slots hold is not known. Use the batch that went in"
+)
+_ABSENT = (
+    "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
+    "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
+)
+_NOTHING: frozenset[Site] = frozenset()
+
+
+class Served(Protocol):
+    """What a lease must know of an adapter that it holds."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def sites(self) -> frozenset[Site]: ...
+
+
+class Lease:
+    """Host state of one `prepare`: while it is open, the adapters of the batch keep their slots.
+
+    Every copy of the batch holds it. It ends when one of them is closed, or when the last of them is gone.
+
+    Attributes:
+      adapters: the different adapters of the batch.
+      touched: the sites that they bring weights for.
+      generations: which generation each sequence is served from; None for the base model.
+      opened: `time.monotonic()` at which it was opened.
+      thread: identifier of the thread that opened it.
+      where: the stack at which it was opened, if that is recorded.
+    """
+
+    __slots__ = (
+        "__weakref__", "_unsure", "adapters", "closed", "generations", "opened", "thread", "touched", "where",
+    )  # fmt: skip
+
+    def __init__(
+        self, adapters: Sequence[Served], generations: tuple[int | None, ...], thread: int, where: str | None = None
+    ):
+        self.adapters = tuple(adapters)
+        self.generations = generations
+        self.touched = _NOTHING.union(*(adapter.sites for adapter in adapters))
+        self.thread = thread
+        self.where = where
+        self.opened = time.monotonic()
+        self.closed = False
+        self._unsure: tuple[int, frozenset[Site]] = (-1, _NOTHING)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def bringing(self, site: Site) -> list[str]:
+        return [adapter.name for adapter in self.adapters if site in adapter.sites]
+
+    def unsure(self, coverage: Coverage) -> frozenset[Site]:
+        """`coverage.unsure(self.touched)`, remembered: it is asked for at every step."""
+        version = coverage.version
+        if self._unsure[0] != version:
+            self._unsure = (version, coverage.unsure(self.touched))
+        return self._unsure[1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The static part of a batch: what a compiled function depends on. The lease is not, and is not compared.
+
+    Attributes:
+      coverage: of the model that the batch was prepared for.
+      num_sequences: of the whole batch; one shard of it may have fewer `slots`.
+      length: rows a sequence, where declared.
+      unsure: the sites that its adapters touch and some traced function does not serve; see `Coverage`.
+      absent: whether sequences lack their adapter.
+      orphan: whether the batch came out of a traced function. Compared, so that a step is traced for it, and raises.
+      lease: the lease of the batch that this describes. Weak, for compiled functions keep static parts for ever.
+      traced: whether the arrays were being traced.
+    """
+
+    coverage: Coverage
+    num_sequences: int
+    length: int | None = None
+    unsure: frozenset[Site] = _NOTHING
+    absent: bool = False
+    orphan: bool = False
+    lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
+    traced: bool = field(default=False, compare=False, repr=False)
+
+
+@jax.tree_util.register_pytree_node_class
+class LoRABatch:
+    """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small int32 arrays.
+
+    Also a context manager: the adapters that it names stay in their slots until it closes. Copies (`jax.device_put`,
+    `jax.tree.map`, `copy.copy`) hold the same lease: closing one closes all. What comes out of a traced function raises
+    when it is used.
+
+    Attributes:
+      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
+      token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
+
+    Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
+    sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
+    """
+
+    slots: Int[jax.Array, "B"]
+    token_slots: Int[jax.Array, "T"] | None
+
+    def __init__(self, slots: Any, token_slots: Any, layout: Layout, lease: Lease | None):
+        self.slots = slots
+        self.token_slots = token_slots
+        self.layout = layout
+        self.lease = lease
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any sequence takes an adapter; always True inside a traced function, which must serve both.
+
+        A step may run its base-only variant where none does, at no cost over the unwrapped model:
+        `forward(model, tokens, batch if batch.has_adapters else None)`.
+        """
+        return True if self.lease is None else bool(self.lease.adapters)
+
+    @property
+    def generations(self) -> tuple[int | None, ...]:
+        """Which generation of its adapter each sequence is served from, None for the base model.
+
+        A generation is one content of a name: what a cache of prefixes must key on beside the name.
+
+        Raises:
+          LoRAUsageError: inside a traced function, where it is not known.
+        """
+        if self.lease is None:
+            raise LoRAUsageError(
+                "LoRABatch.generations is known outside traced functions only; read it before the step"
+            )
+        return self.lease.generations
+
+    def close(self) -> None:
+        """Give the slots back. Closing twice is harmless."""
+        if self.lease is not None:
+            self.lease.close()
+
+    def drop_absent(self) -> "LoRABatch":
+        """The same batch, for callers that drop the rows of the sequences which are not ready, or their results.
+
+        Those rows are computed by the base model and mean nothing. See `LoRAManager.prepare(..., wait=False)`.
+        """
+        layout = self.layout
+        return LoRABatch(self.slots, self.token_slots, replace(layout, absent=False), self.lease)
+
+    def check_usable(self) -> None:
+        """Raises `LoRAError` where the slots may hold other adapters than the batch names."""
+        if self.layout.orphan:
+            raise LoRAError(_TRACED)
+        if not isinstance(self.slots, jax.core.Tracer) and (self.lease is None or self.lease.closed):
+            raise LoRAError(_CLOSED)
+
+    def __enter__(self) -> "LoRABatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> "LoRABatch":
+        return LoRABatch(self.slots, self.token_slots, self.layout, self.lease)
+
+    def __deepcopy__(self, memo: object) -> "LoRABatch":
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise LoRAUsageError("a LoRABatch cannot be pickled: its slots mean something to its manager alone")
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
+        layout, lease = self.layout, self.lease
+        if not layout.orphan:  # JAX and Flax pass what comes out of a function around; only its use is wrong
+            self.check_usable()
+        traced = isinstance(self.slots, jax.core.Tracer)
+        unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
+        if traced != layout.traced or unsure is not layout.unsure:
+            layout = replace(layout, unsure=unsure, traced=traced)
+        return (self.slots, self.token_slots), layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any]) -> "LoRABatch":
+        slots, token_slots = children
+        traced = isinstance(slots, jax.core.Tracer)
+        if layout.traced and not traced:
+            layout = replace(layout, orphan=True, traced=False)
+        # Traced arrays hold no lease: what is traced may outlive the call, in a cache of compiled functions.
+        return cls(slots, token_slots, layout, None if traced or layout.lease is None else layout.lease())
+
+
+def check_batch(batch: LoRABatch) -> None:
+    """Raises `LoRAError` where `jlora.use` must not serve `batch`."""
+    batch.check_usable()
+    if batch.layout.absent:
+        raise LoRAError(_ABSENT)
+
+
+def make_batch(
+    slots: np.ndarray,
+    token_slots: np.ndarray | None,
+    coverage: Coverage,
+    lease: Lease,
+    *,
+    length: int | None = None,
+    absent: bool = False,
+) -> LoRABatch:
+    """Move a batch's int32 arrays to the device, in one call."""
+    on_device, tokens_on_device = jax.device_put((slots, token_slots))
+    layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease))
+    return LoRABatch(on_device, tokens_on_device, layout, lease)
+
+
+def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
+    """The arrays of `batch` under another lease of the same adapters."""
+    layout = batch.layout
+    layout = Layout(
+        layout.coverage, layout.num_sequences, layout.length, absent=layout.absent, lease=weakref.ref(lease)
+    )
+    return LoRABatch(batch.slots, batch.token_slots, layout, lease)

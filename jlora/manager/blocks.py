@@ -1,0 +1,167 @@
+"""How slots are cut into blocks: what is packed on the host, moved in one piece, and written by one program.
+
+A row is one site, or one layer of a stacked site. Rows of equal `SlotSpec` are cut into chunks; a block holds the
+factors of a chunk, or of one row of it, for `rank_step` ranks. So an adapter moves what it brings: chunks whose rows it
+all brings in one block, others row by row, and of the ranks only the blocks that it has.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jlora.layers.site import Site, SlotSpec
+
+RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
+MAX_ROWS = 32  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
+
+Row = tuple[Site, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Rows that one program writes.
+
+    Attributes:
+      spec: of all of its sites.
+      sites: several, of one row each; or one stacked site.
+      first: the first layer of a stacked site.
+      count: how many rows.
+    """
+
+    spec: SlotSpec
+    sites: tuple[Site, ...]
+    first: int
+    count: int
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        if self.spec.layers is None:
+            return tuple((site, 0) for site in self.sites)
+        return tuple((self.sites[0], layer) for layer in range(self.first, self.first + self.count))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The factors of a chunk (or of one row of it) for `rank_step` ranks from `start` on.
+
+    Attributes:
+      chunk: whose rows.
+      row: index of the one row, or None for all of them.
+      start: the first rank.
+      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device.
+      b: [rows, rank_step, N].
+    """
+
+    chunk: Chunk
+    row: int | None
+    start: int
+    a: Any
+    b: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+def rank_step(spec: SlotSpec) -> int:
+    return min(RANK_STEP, spec.max_rank)
+
+
+def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
+    """First ranks of the blocks that hold `rank` ranks. The last block of a slot may overlap the one before."""
+    step = rank_step(spec)
+    return sorted({min(start, spec.max_rank - step) for start in range(0, rank, step)})
+
+
+def row_nbytes(spec: SlotSpec) -> int:
+    """Bytes of one block of one row."""
+    values = rank_step(spec) * (spec.slices * spec.in_features + spec.out_features)
+    return values * np.dtype(spec.dtype).itemsize
+
+
+def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
+    """Cut the rows of all sites into chunks of at most `MAX_ROWS` rows, and at most `max_bytes` a block.
+
+    Sites of one module name lie side by side, for adapters bring a module in all layers or in none.
+    """
+    groups: dict[SlotSpec, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(site.spec, []).append(site)
+    chunks: list[Chunk] = []
+    for spec, members in groups.items():
+        most = max(1, min(MAX_ROWS, max_bytes // row_nbytes(spec)))
+        if spec.layers is None:
+            members = sorted(members, key=lambda site: re.sub(r"\d+", "", site.path))  # stable: layers stay in order
+            start = 0
+            for count in _even(len(members), most):
+                chunks.append(Chunk(spec, tuple(members[start : start + count]), 0, count))
+                start += count
+        else:
+            for site in members:
+                first = 0
+                for count in _even(spec.layers, most):
+                    chunks.append(Chunk(spec, (site,), first, count))
+                    first += count
+    return tuple(chunks)
+
+
+def _even(total: int, most: int) -> list[int]:
+    """`total` in as few parts as can be, none over `most`, of at most two sizes."""
+    parts = -(-total // most)
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def pack(
+    chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]], zeros: Any = np.zeros
+) -> tuple[Block, ...]:
+    """The blocks of an adapter.
+
+    Args:
+      chunks: all chunks of the pool.
+      factors: row -> (A [n, r, K], B [r, N]) of each row that the adapter brings, in slot dtype. Ranks may differ.
+      zeros: makes an array of zeros of a shape and dtype.
+    """
+    blocks: list[Block] = []
+    for chunk in chunks:
+        brought = [i for i, row in enumerate(chunk.rows) if row in factors]
+        whole = len(brought) == chunk.count
+        for indices in [list(range(chunk.count))] if whole else [[i] for i in brought]:
+            found = [factors[chunk.rows[i]] for i in indices]
+            for start in rank_starts(chunk.spec, max(b.shape[0] for _, b in found)):
+                blocks.append(_block(chunk, None if whole else indices[0], start, found, zeros))
+    return tuple(blocks)
+
+
+def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any]], zeros: Any) -> Block:
+    spec, step = chunk.spec, rank_step(chunk.spec)
+    a = zeros((len(found), spec.slices, step, spec.in_features), spec.dtype)
+    b = zeros((len(found), step, spec.out_features), spec.dtype)
+    for i, (own_a, own_b) in enumerate(found):
+        part = own_b[start : start + step]
+        a[i, :, : len(part)] = own_a[:, start : start + step]
+        b[i, : len(part)] = part
+    return Block(chunk, row, start, a, b)
+
+
+def unpack(blocks: Iterable[Block]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+    """Row -> (A [n, r, K], B [r, N]), zero-padded to the blocks' ranks: what `pack` takes."""
+    parts: dict[Row, list[tuple[int, Any, Any]]] = {}
+    for block in blocks:
+        rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
+        a, b = np.asarray(block.a), np.asarray(block.b)
+        for i, row in enumerate(rows):
+            parts.setdefault(row, []).append((block.start, a[i], b[i]))
+    found = {}
+    for row, pieces in parts.items():
+        spec = row[0].spec
+        rank = max(start for start, _, _ in pieces) + rank_step(spec)
+        a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
+        b = np.zeros((rank, spec.out_features), spec.dtype)
+        for start, own_a, own_b in pieces:
+            a[:, start : start + own_a.shape[1]] = own_a
+            b[start : start + len(own_b)] = own_b
+        found[row] = (a, b)
+    return found

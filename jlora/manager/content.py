@@ -1,0 +1,74 @@
+"""One generation of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+from jlora.config import LoRARequest
+from jlora.layers.site import Site
+from jlora.manager.blocks import Block
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one module of an adapter goes.
+
+    Attributes:
+      module: the checkpoint's name of the module.
+      site, layer: the site, and the index in its stack of layers (0 without one).
+      first, count: the output slices covered.
+      rank: its own rank.
+      alpha, scaling: as in PEFT. The scaling is folded into B.
+      shift: A was multiplied by 2**shift, and B by 2**-shift: float16 has few exponents.
+    """
+
+    module: str
+    site: Site
+    layer: int
+    first: int
+    count: int
+    rank: int
+    alpha: float
+    scaling: float
+    shift: int = 0
+
+
+@dataclass(eq=False)
+class Content:
+    """One generation of one adapter. Compared by identity.
+
+    Attributes:
+      name, generation: one content of a name has one generation, counted from 0.
+      placements: where its modules go.
+      blocks: its factors, packed as slots are written; replaced whole, never changed.
+      ranks: int32, the true rank of each output slice of every site, in the pool's order.
+      rank: the largest.
+      base_model_name, use_rslora: as in PEFT.
+      request: what it was loaded from, if it was loaded from a request.
+      key: what tells this content from another of the same name; None where nothing does.
+      on_host: False while the blocks of a device update are still being copied back.
+      ahead: its blocks on the device already, for the next write of them.
+    """
+
+    name: str
+    generation: int
+    placements: tuple[Placement, ...]
+    blocks: tuple[Block, ...]
+    ranks: Int[np.ndarray, "ranks"]
+    rank: int
+    base_model_name: str | None = None
+    use_rslora: bool = False
+    request: LoRARequest | None = None
+    key: Hashable = None
+    on_host: bool = True
+    ahead: tuple[Block, ...] | None = None
+    sites: frozenset[Site] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sites = frozenset(placement.site for placement in self.placements)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes

@@ -1,0 +1,244 @@
+"""Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jlora.adapters import Adapter, ModuleLoRA
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.layers.site import Site
+from jlora.layers.wrap import WrappedModel, kernel_of
+from jlora.manager.blocks import Row
+from jlora.manager.content import Placement
+from jlora.manager.names import SiteIndex
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class Shapes(Protocol):
+    """What is known of a module before its tensors are read."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def a_shape(self) -> tuple[int, ...]: ...
+    @property
+    def b_shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    kind: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Where the modules of an adapter go, and their factors in slot dtype, scaling folded in."""
+
+    placements: tuple[Placement, ...]
+    factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]
+
+
+def describe(name: str, path: str | None) -> str:
+    return f"adapter {name!r}" + (f" ({path})" if path else "")
+
+
+def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, tuple[Site, int, int, int]]:
+    """Module name -> (site, layer, first slice, slices).
+
+    Raises:
+      AdapterMismatchError: there is no module, a tensor that no module of the model takes, a rank above max_lora_rank,
+        shapes that disagree with the model's, two modules for the same slice.
+    """
+    if not modules:
+        raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
+    problems: list[str] = []
+    placed: dict[str, tuple[Site, int, int, int]] = {}
+    taken: dict[tuple[Site, int, int], str] = {}
+    for name, module in modules.items():
+        if index.skipped(name):
+            continue
+        found = index.find(module.kind, name)
+        if isinstance(found, str):
+            problems.append(f"{name}: {found}")
+            continue
+        site, layer, first, count = found
+        if problem := _misfit(site, module, first, count):
+            problems.append(f"{name}: {problem}")
+            continue
+        clash = next((i for i in range(first, first + count) if taken.setdefault((site, layer, i), name) != name), None)
+        if clash is not None:
+            other = taken[site, layer, clash]
+            problems.append(f"{name}: fills slice {clash} of {site.path!r}, which {other} fills too")
+            continue
+        placed[name] = found
+    _raise(where, problems)
+    if not placed:
+        raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
+    return placed
+
+
+def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str, *, allow_nonfinite: bool) -> Fitted:
+    """Check every tensor of `adapter` against the model and bring it into slot dtype.
+
+    Raises:
+      AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.
+      AdapterFormatError: NaN or infinity, unless `allow_nonfinite`.
+    """
+    shapes = {name: _Shapes(m.kind, m.a.shape, m.b.shape) for name, m in adapter.modules.items()}
+    placed = place(where, shapes, index)
+    problems = [
+        f"{name}.base_layer.weight: {problem}"
+        for name, weight in adapter.base_weights.items()
+        if not index.skipped(name) and (problem := _base_differs(name, weight, wrapped, index))
+    ]
+    _raise(where, problems)
+    placements: list[Placement] = []
+    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
+    ranks: dict[Row, int] = {}
+    for name, (site, layer, _, _) in placed.items():
+        ranks[site, layer] = max(ranks.get((site, layer), 0), adapter.modules[name].rank)
+    for name, (site, layer, first, count) in placed.items():
+        module, spec, row = adapter.modules[name], site.spec, (site, layer)
+        if not allow_nonfinite:
+            _check_finite(f"{where}: {name}", module)
+        a, b, shift = scaled(f"{where}: {name}", module.a, module.b.T, module.scaling, site)
+        placements.append(Placement(name, site, layer, first, count, module.rank, module.alpha, module.scaling, shift))
+        if count == spec.slices == 1:
+            factors[row] = (a[None], b)
+            continue
+        if row not in factors:
+            factors[row] = (
+                np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype),
+                np.zeros((ranks[row], spec.out_features), spec.dtype),
+            )
+        put(factors[row], site, first, count, a, b)
+    return Fitted(tuple(placements), factors)
+
+
+def put(into: tuple[np.ndarray, np.ndarray], site: Site, first: int, count: int, a: np.ndarray, b: np.ndarray) -> None:
+    """Write A [r, K] and B [r, N of the slices] into the factors of a row."""
+    start = sum(site.spec.out_sizes[:first])
+    into[0][first : first + count, : len(a)] = a
+    into[1][: len(b), start : start + b.shape[1]] = b
+
+
+def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> np.ndarray:
+    """The true rank of each output slice of every row, in the pool's order: int32."""
+    starts: dict[Site, int] = {}
+    total = 0
+    for site in sites:
+        starts[site] = total
+        total += math.prod((*site.spec.stack, site.spec.slices))
+    ranks = np.zeros(total, np.int32)
+    for p in placements:
+        start = starts[p.site] + p.layer * p.site.spec.slices + p.first
+        ranks[start : start + p.count] = p.rank
+    return ranks
+
+
+def _raise(where: str, problems: list[str]) -> None:
+    if problems:
+        shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
+        raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+
+
+def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
+    (rank, *_), spec = module.a_shape, site.spec
+    if rank > spec.max_rank:
+        return f"rank {rank} is above max_lora_rank={spec.max_rank}"
+    outputs = sum(spec.out_sizes[first : first + count])
+    expected = ((rank, spec.in_features), (outputs, rank))
+    found = (tuple(module.a_shape), tuple(module.b_shape))
+    if found != expected:
+        return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+    return None
+
+
+def _check_finite(where: str, module: ModuleLoRA) -> None:
+    for label, factor in (("A", module.a), ("B", module.b)):
+        if not np.isfinite(factor).all():
+            raise AdapterFormatError(
+                f"{where}: {label} holds NaN or infinity; expected finite numbers (LoRAConfig.allow_nonfinite lets "
+                "them through)"
+            )
+
+
+def scaled(
+    where: str, a: np.ndarray, b: np.ndarray, scaling: float, site: Site, shift: int | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """A [r, K] and B [r, N] in slot dtype with the scaling folded into B, and the power of two that went from B to A.
+
+    The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
+    so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
+
+    Raises:
+      AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
+    """
+    if not abs(scaling) <= _LARGEST:  # NaN is not
+        raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
+    dtype = np.dtype(site.spec.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        folded = np.multiply(b, np.float32(scaling), dtype=np.float32)
+        if shift is None:
+            shift = _balance(a, folded) if dtype == np.float16 else 0
+        if shift:
+            wide_a = np.ldexp(a.astype(np.float32), shift)
+            folded = np.ldexp(folded, -shift)
+        else:
+            wide_a = a
+        cast_a, cast_b = wide_a.astype(dtype), folded.astype(dtype)
+    for cast, original, finite, label in (
+        (cast_a, wide_a, np.isfinite(a), "A"),
+        (cast_b, folded, np.isfinite(b), "scaling * B"),
+    ):
+        if (overflow := ~np.isfinite(cast) & finite).any():
+            largest = float(np.abs(original, dtype=np.float32).max(initial=0, where=overflow))
+            raise AdapterMismatchError(
+                f"{where}: {label} must be finite in the slots' dtype {dtype}, and reaches {largest:.3g}; set "
+                "LoRAConfig.dtype to a wider one"
+            )
+    return np.ascontiguousarray(cast_a), np.ascontiguousarray(cast_b), shift
+
+
+def _balance(a: np.ndarray, b: np.ndarray) -> int:
+    """The power of two by which A grows and B shrinks so that their largest values come closest."""
+    largest = [float(np.abs(factor, dtype=np.float32).max(initial=0, where=np.isfinite(factor))) for factor in (a, b)]
+    if not all(largest):
+        return 0
+    return round((math.log2(largest[1]) - math.log2(largest[0])) / 2)
+
+
+def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
+    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
+    found: tuple[Site, int, int, int] | str = ""
+    for kind in ("embedding", "linear"):
+        found = index.find(kind, name)
+        if not isinstance(found, str):
+            break
+    if isinstance(found, str):
+        return f"no wrapped module can be compared with it ({found})"
+    site, layer, first, count = found
+    param, spec = kernel_of(wrapped.modules[site])
+    own = np.asarray(param[...])
+    if site.spec.layers is not None:
+        own = own[layer]
+    if spec is not None:
+        own = own.transpose(*spec.in_axes, *spec.out_axes).reshape(spec.in_features, spec.out_features).T
+        start = sum(site.spec.out_sizes[:first])
+        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
+    if own.shape != weight.shape:
+        return f"shape {weight.shape}, and the model's own weight has {own.shape}"
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = weight.astype(own.dtype)
+    if not np.array_equal(own, stored):
+        return "its values differ from the model's own weight: it was trained on another base model"
+    return None
+
+
+Check = Callable[[Mapping[str, Shapes]], None]

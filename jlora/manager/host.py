@@ -1,0 +1,221 @@
+"""The host side: adapters are read, checked and packed here, let into the host cache, evicted and recalled."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from jlora.adapters import Adapter
+from jlora.config import LoRAConfig, LoRARequest
+from jlora.errors import (
+    AdapterInUseError,
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    LoadTimeoutError,
+    LoRAError,
+)
+from jlora.layers.wrap import WrappedModel
+from jlora.manager.blocks import pack
+from jlora.manager.content import Content
+from jlora.manager.fit import describe, fit, rank_vector
+from jlora.manager.leases import Leases
+from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
+from jlora.manager.names import SiteIndex
+from jlora.manager.registry import Registry
+from jlora.manager.report import unknown_name
+from jlora.manager.slots import Slots
+
+_log = logging.getLogger("jlora")
+
+
+class Host:
+    """The host cache of a manager, and the loads that fill it."""
+
+    def __init__(
+        self,
+        config: LoRAConfig,
+        wrapped: WrappedModel,
+        index: SiteIndex,
+        registry: Registry,
+        leases: Leases,
+        slots: Slots,
+        counts: Counter[str],
+        books: threading.RLock,
+        resolve: Callable[[LoRARequest], str] | None,
+    ):
+        self._config = config
+        self._wrapped = wrapped
+        self._index = index
+        self._registry = registry
+        self._leases = leases
+        self._slots = slots
+        self._counts = counts
+        self._books = books
+        self._resolve = resolve
+        self.loader = Loader(self._load, books)
+
+    # --- asking for adapters ----------------------------------------------------------------------------------------
+
+    def newest(self, name: str) -> Content:
+        """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
+        content = self._registry.contents.get(name)
+        if content is None:
+            raise AdapterNotFoundError(unknown_name(name, self._registry.contents, self._registry.known))
+        return content
+
+    def touch(self, name: str) -> bool:
+        """Mark a use; False where the name is not on the host."""
+        with self._books:
+            if name not in self._registry.contents:
+                return False
+            self._registry.contents.touch(name)
+            return True
+
+    def load(self, request: LoRARequest, patience: Patience) -> bool:
+        """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
+        with self._books:
+            load = self.loader.start(request, again=True, patience=patience)
+            load.wanted += 1
+        return self.wait(load, patience.deadline)
+
+    def prefetch(self, request: LoRARequest) -> "Future[bool]":
+        with self._books:
+            return self.loader.start(request, again=True, ahead=True).future()
+
+    def wait(self, load: Load, deadline: float | None) -> bool:
+        """The result of a load that the caller wants (it has counted itself in `load.wanted`)."""
+        name = load.request.name
+        try:
+            if not load.wait(deadline):
+                if load.in_use:
+                    raise in_use(name, "replacing")
+                raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
+        finally:
+            load.wanted -= 1
+        if load.error is None:
+            return load.result
+        with self._books:
+            self.loader.forget(load)
+        if isinstance(load.error, LoadCancelled):
+            raise LoRAError(f"adapter {name!r}: its loading was cancelled")
+        raise load.error
+
+    def recall(self, name: str) -> None:
+        """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
+        while True:
+            with self._books:
+                known = self._registry.known.get(name)
+                if name in self._registry.contents or known is None:
+                    self.newest(name)
+                    return
+                load = self.loader.start(known, again=True)
+                load.wanted += 1
+            self.wait(load, None)
+
+    # --- loading, on any thread -------------------------------------------------------------------------------------
+
+    def _load(self, load: Load) -> bool:
+        """The work of one load, on its thread."""
+        request, started = load.request, time.monotonic()
+        result = False
+        if request.load_inplace or not self.touch(request.name):
+            with self.loader.turn:
+                load.check_wanted()
+                adapter = self._read(request)
+                load.check_wanted()
+                content = self.stage(adapter, request)
+            result = self.admit(content, request.load_inplace, load.patience, load)
+            _log.info("loaded %r from %r in %.3f s", request.name, request.path, time.monotonic() - started)
+        if load.ahead:
+            with self._books:
+                newest = self._registry.contents.get(request.name)
+            if newest is not None:
+                self._slots.move_ahead(newest, self._books, self._config.max_staging_bytes)
+        return result
+
+    def _read(self, request: LoRARequest) -> Adapter:
+        path = request.path if self._resolve is None else self._resolve(request)
+        adapter = Adapter.from_pretrained(path, name=request.name, revision=request.revision)
+        if request.base_model_name is not None and adapter.base_model_name != request.base_model_name:
+            raise AdapterMismatchError(
+                f"adapter {request.name!r} ({request.path}): base_model_name_or_path is {adapter.base_model_name!r}, "
+                f"and the request asks for {request.base_model_name!r}"
+            )
+        return adapter
+
+    def stage(self, adapter: Adapter, request: LoRARequest | None) -> Content:
+        """Check, cast and pack an adapter; no lock is held."""
+        where = describe(adapter.name, None if request is None else request.path)
+        fitted = fit(adapter, self._wrapped, self._index, where, allow_nonfinite=self._config.allow_nonfinite)
+        pool = self._slots.pool
+        return Content(
+            name=adapter.name,
+            generation=0,
+            placements=fitted.placements,
+            blocks=pool.host_blocks(pack(pool.chunks, fitted.factors)),
+            ranks=rank_vector(pool.sites, fitted.placements),
+            rank=adapter.rank,
+            base_model_name=adapter.base_model_name,
+            use_rslora=adapter.use_rslora,
+            request=request,
+        )
+
+    def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+        """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
+        name = content.name
+        while True:
+            with self._books:
+                self._wrapped.check()
+                if load is not None:
+                    load.check_wanted()
+                old = self._registry.contents.get(name)
+                if old is not None and not replace:
+                    self._registry.contents.touch(name)
+                    return False
+                if old is None or not self.held(old):
+                    for victim in self._registry.victims_for(content, self.busy):
+                        self.evict(victim)
+                    content.generation = self._registry.generation(name, content.key)
+                    self._registry.put(content)
+                    self._counts["host_loads"] += 1
+                    return True
+            if load is not None:
+                load.in_use = True
+            self.wait_for(old, "replacing", patience)
+
+    # --- letting go -------------------------------------------------------------------------------------------------
+
+    def held(self, content: Content) -> bool:
+        """Whether an open batch holds a content that no handle keeps."""
+        return content in self._leases.leased() and content not in self._leases.handled()
+
+    def busy(self, content: Content) -> bool:
+        """Whether it must stay on the host."""
+        return not content.on_host or content in self._leases.leased()
+
+    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
+        """Wait a moment for open batches to close. Raises AdapterInUseError where that is in vain, or too late."""
+        if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
+            raise in_use(content.name, doing)
+        time.sleep(POLL)
+
+    def evict(self, name: str) -> None:
+        """Out of the host cache, and out of its slot."""
+        content = self._registry.contents[name]
+        self._registry.evict(name)
+        self._slots.release(content)
+        self._counts["host_evictions"] += 1
+        _log.info("evicted %r from the host cache", name)
+
+    def evict_oldest(self) -> bool:
+        contents = self._registry.contents
+        name = next(contents.evictable(lambda n: self.busy(contents[n])), None)
+        if name is not None:
+            self.evict(name)
+        return name is not None
+
+
+def in_use(name: str, doing: str) -> AdapterInUseError:
+    return AdapterInUseError(f"adapter {name!r} is held by an open batch; close it before {doing} the adapter")

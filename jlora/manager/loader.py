@@ -1,0 +1,151 @@
+"""Adapters loaded in the background: one thread a load, one load an adapter, and nothing that a step waits for."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from jlora.config import LoRARequest
+
+_AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
+POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which must not take a lock
+
+
+class LoadCancelled(Exception):
+    """Inside a load: nobody wants it any more."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a call waits.
+
+    Attributes:
+      deadline: `time.monotonic()` at which it gives up; None for as long as it takes.
+      thread: a thread whose own open batches it does not wait for: they cannot close while it waits.
+    """
+
+    deadline: float | None
+    thread: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+class Load:
+    """One load under way. `done` is set last: then `result` or `error` is there.
+
+    Attributes:
+      request: what is loaded.
+      patience: how long it waits for open batches to let go of what it replaces.
+      ahead: whether to move it to the device too.
+      result: True where it was loaded, False where it was there.
+      wanted: how many calls wait for it.
+      in_use: whether it only waits for open batches now.
+    """
+
+    def __init__(self, request: LoRARequest, patience: Patience):
+        self.request = request
+        self.patience = patience
+        self.ahead = False
+        self.done = False
+        self.result = False
+        self.error: BaseException | None = None
+        self.wanted = 0
+        self.in_use = False
+        self._futures: list[Future[bool]] = []
+
+    def check_wanted(self) -> None:
+        """Raises LoadCancelled where every one who asked for it has given up."""
+        if self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)):
+            raise LoadCancelled
+
+    def wait(self, deadline: float | None) -> bool:
+        """Wait until it is done. False where the deadline came first."""
+        while not self.done:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL)
+        return True
+
+    def future(self) -> "Future[bool]":
+        """A future of the load. Cancelling it, also while the load runs, gives up this one's wish for it."""
+        future: Future[bool] = Future()
+        self._futures.append(future)
+        if self.done:
+            self._tell(future)
+        return future
+
+    def finish(self, result: bool, error: BaseException | None) -> None:
+        self.result, self.error = result, error
+        self.done = True
+        for future in list(self._futures):
+            self._tell(future)
+
+    def _tell(self, future: "Future[bool]") -> None:
+        if future.done() or not future.set_running_or_notify_cancel():
+            return
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(self.result)
+
+
+class Loader:
+    """Runs loads on daemon threads. `start` and `forget` are called under the manager's lock.
+
+    Args:
+      work: loads what a `Load` asks for; returns its result.
+      lock: the manager's.
+
+    Attributes:
+      turn: held while a load reads and casts.
+    """
+
+    def __init__(self, work: Callable[[Load], bool], lock: threading.RLock):
+        self.turn = threading.Semaphore(_AT_ONCE)
+        self._work = work
+        self._lock = lock
+        self._loads: dict[LoRARequest, Load] = {}
+
+    def start(
+        self, request: LoRARequest, *, again: bool = False, ahead: bool = False, patience: Patience | None = None
+    ) -> Load:
+        """The load of a request: the one under way, or a new one.
+
+        Args:
+          request: what to load.
+          again: start a new one where the last one is done. If not, a load that failed is returned, for its error.
+          ahead: move it to the device too.
+          patience: of a new load.
+        """
+        load = self._loads.get(request)
+        if load is None or (again and load.done):
+            before = [other for other in self._loads.values() if other.request.name == request.name and not other.done]
+            load = self._loads[request] = Load(request, patience or Patience(None))
+            load.ahead = ahead
+            load.wanted += 1  # until the thread runs, and the caller has said that it wants it
+            threading.Thread(target=self._run, args=(load, before), name="jlora-load", daemon=True).start()
+        load.ahead |= ahead
+        return load
+
+    def forget(self, load: Load) -> None:
+        """Let a finished load be started again."""
+        if load.done and self._loads.get(load.request) is load:
+            del self._loads[load.request]
+
+    def _run(self, load: Load, before: list[Load]) -> None:
+        result, error = False, None
+        try:
+            with self._lock:  # the caller has left it, and counts itself now
+                load.wanted -= 1
+            for other in before:  # one name, another source: in the order in which they were asked for
+                other.wait(None)
+            result = self._work(load)
+        except BaseException as caught:  # whatever it was, those who wait must hear of it
+            error = caught
+        load.finish(result, error)
+        if error is None or isinstance(error, LoadCancelled):
+            with self._lock:
+                self.forget(load)

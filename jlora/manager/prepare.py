@@ -1,0 +1,192 @@
+"""`prepare`: what a batch asks for is loaded, brought into slots, and held there."""
+
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from jlora.config import LoRAConfig, LoRARequest
+from jlora.errors import LoRAUsageError, NoFreeSlotError
+from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
+from jlora.layers.wrap import WrappedModel
+from jlora.manager.batches import Asked, Name, slot_arrays
+from jlora.manager.content import Content
+from jlora.manager.host import Host
+from jlora.manager.leases import AdapterHandle, Leases
+from jlora.manager.loader import POLL, Load, LoadCancelled
+from jlora.manager.registry import Registry
+from jlora.manager.slots import Slots
+
+# Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
+_KEPT_BATCHES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The arrays of a batch that was prepared before, and what must still be true for them to be right."""
+
+    batch: LoRABatch
+    contents: dict[Name, Content]
+    slots: dict[Name, int]
+    generations: tuple[int | None, ...]
+
+
+class Batches:
+    """Prepares batches, and keeps the device arrays of the last few."""
+
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        config: LoRAConfig,
+        registry: Registry,
+        leases: Leases,
+        slots: Slots,
+        host: Host,
+        locks: tuple[threading.RLock, threading.RLock],
+    ):
+        self._wrapped = wrapped
+        self._config = config
+        self._registry = registry
+        self._leases = leases
+        self._slots = slots
+        self._host = host
+        self._dispatch, self._books = locks
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._queue: deque[object] = deque()  # who waits for slots, in order of arrival
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _again(self, asked: Asked) -> LoRABatch | None:
+        """The batch from kept arrays, where everything is still as it was."""
+        kept = self._kept.get(asked.key)
+        if kept is None or not self._slots.pool.intact() or _deleted(kept.batch):
+            return None
+        contents = self._registry.contents
+        for name, content in kept.contents.items():
+            newest = isinstance(name, AdapterHandle) or contents.get(content.name) is content
+            if not newest or self._slots.pool.table[kept.slots[name]] is not content:
+                return None
+            if isinstance(name, LoRARequest) and name.load_inplace:
+                return None
+        self._slots.hit(kept.contents.values())
+        self._kept.move_to_end(asked.key)
+        lease = self._lease(kept.contents.values(), kept.generations)
+        return renewed(kept.batch, lease)
+
+    def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+        """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
+        with self._books:
+            self._wrapped.check()
+            batch = self._again(asked)
+        if batch is not None:
+            return batch, (True,) * len(asked.names)
+        ticket = object()
+        reloaded: set[Name] = set()
+        try:
+            while True:
+                loads = self._missing(asked, reloaded)
+                if loads and wait:
+                    for load in loads:
+                        self._host.wait(load, deadline)
+                    continue
+                self._slots.pool.compile()
+                with self._dispatch, self._books:
+                    self._wrapped.check()
+                    contents = self._contents(asked)
+                    if wait and len(contents) < len(asked.adapters):
+                        continue  # evicted since
+                    first = next(iter(self._queue), ticket) is ticket
+                    try:
+                        if not first and any(content not in self._slots.pool.table for content in contents.values()):
+                            raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
+                        self._slots.activate(list(contents.values()), partly=not wait)
+                        return self._batch(asked, contents, keep=wait)
+                    except NoFreeSlotError:
+                        if deadline is None or time.monotonic() >= deadline:
+                            raise
+                        if ticket not in self._queue:
+                            self._queue.append(ticket)
+                time.sleep(POLL)
+        finally:
+            while ticket in self._queue:
+                self._queue.remove(ticket)
+
+    def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
+        """The loads that a batch has to wait for, each wanted once more by this call."""
+        loads: list[Load] = []
+        with self._books:
+            for name in asked.adapters:
+                if isinstance(name, AdapterHandle):
+                    continue
+                if isinstance(name, LoRARequest):
+                    again = name.load_inplace and name not in reloaded
+                    if name.name in self._registry.contents and not again:
+                        continue
+                    request = name
+                    reloaded.add(name)
+                else:
+                    if name in self._registry.contents:
+                        continue
+                    known = self._registry.known.get(name)
+                    if known is None:
+                        self._host.newest(name)  # raises
+                        continue
+                    request = known
+                load = self._host.loader.start(request)
+                if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
+                    self._host.loader.forget(load)
+                    raise load.error
+                loads.append(self._host.loader.start(request, again=True))
+            for load in loads:
+                load.wanted += 1
+        return loads
+
+    def _contents(self, asked: Asked) -> dict[Name, Content]:
+        """What each adapter of a batch is now; those that are not loaded are left out."""
+        found: dict[Name, Content] = {}
+        for name in asked.adapters:
+            if isinstance(name, AdapterHandle):
+                content = name.content
+                if content is None:
+                    raise LoRAUsageError(f"prepare: {name!r} is closed")
+            else:
+                content = self._registry.contents.get(name.name if isinstance(name, LoRARequest) else name)
+            if content is not None:
+                found[name] = content
+        return found
+
+    def _batch(self, asked: Asked, contents: dict[Name, Content], keep: bool) -> tuple[LoRABatch, tuple[bool, ...]]:
+        """The batch of contents that are in slots, those that are; and which sequences have theirs."""
+        slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
+        served = {name: contents[name] for name in slot_of}
+        ready = tuple(name is None or name in slot_of for name in asked.names)
+        generations = tuple(None if name not in served else served[name].generation for name in asked.names)
+        slots, token_slots = slot_arrays(asked, slot_of, self._config.max_loras)
+        lease = self._lease(served.values(), generations)
+        batch = make_batch(
+            slots, token_slots, self._wrapped.tracking, lease, length=asked.length, absent=not all(ready)
+        )
+        if keep:
+            # What is kept must hold nothing: its lease is one that is closed.
+            closed = Lease((), (), 0)
+            closed.close()
+            self._kept[asked.key] = _Kept(renewed(batch, closed), served, slot_of, generations)
+            self._kept.move_to_end(asked.key)
+            while len(self._kept) > _KEPT_BATCHES:
+                self._kept.popitem(last=False)
+        return batch, ready
+
+    def _lease(self, contents: Iterable[Content], generations: tuple[int | None, ...]) -> Lease:
+        where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
+        distinct = tuple(dict.fromkeys(contents))
+        lease = Lease(distinct, generations, threading.get_ident(), where)
+        self._leases.add(lease)
+        return lease
+
+
+def _deleted(batch: LoRABatch) -> bool:
+    """True if a step donated the arrays of a batch."""
+    return batch.slots.is_deleted() or (batch.token_slots is not None and batch.token_slots.is_deleted())

@@ -1,0 +1,87 @@
+"""The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
+
+from collections.abc import Callable, Hashable
+
+from jlora.config import LoRARequest
+from jlora.errors import NoFreeSlotError
+from jlora.manager.content import Content
+from jlora.manager.lru import LRU
+
+
+class Registry:
+    """Names, contents and generations. Every change is one assignment, so that an interrupt leaves it before or after.
+
+    Attributes:
+      contents: name -> its newest content.
+      known: name -> the request it was added from, of names that were evicted since.
+    """
+
+    def __init__(self, max_count: int, max_bytes: int | None):
+        self.contents: LRU[Content] = LRU()
+        self.known: dict[str, LoRARequest] = {}
+        self._last: dict[str, tuple[int, Hashable]] = {}
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+
+    def generation(self, name: str, key: Hashable) -> int:
+        """The generation that a content of this key is: the last one where the key is the same, else the next."""
+        last = self._last.get(name)
+        if last is None:
+            return 0
+        return last[0] if key is not None and key == last[1] else last[0] + 1
+
+    def put(self, content: Content) -> None:
+        """Make `content` the newest of its name."""
+        self._last[content.name] = (content.generation, content.key)
+        self.contents.put(content.name, content)
+        self.known.pop(content.name, None)
+
+    def newest(self, content: Content) -> bool:
+        return self.contents.get(content.name) is content
+
+    def evict(self, name: str) -> None:
+        """Out of the cache; what was loaded from a request stays known."""
+        if (request := self.contents[name].request) is not None:
+            self.known[name] = request
+        self.contents.remove(name)
+
+    def forget(self, name: str) -> bool:
+        """Out of the cache and not known any more. False if it was neither. Its generations go on counting."""
+        found = self.known.pop(name, None) is not None
+        if name in self.contents:
+            self.contents.remove(name)
+            return True
+        return found
+
+    def victims_for(self, new: Content | None, busy: Callable[[Content], bool]) -> list[str]:
+        """Names to evict, least recently used first, so that `new` has room.
+
+        Raises:
+          NoFreeSlotError: what could be evicted is not enough.
+        """
+        name = None if new is None else new.name
+        replaced = None if name is None else self.contents.get(name)
+        count = len(self.contents) + (new is not None and replaced is None) - self._max_count
+        size = 0
+        if self._max_bytes is not None:
+            size = sum(self.contents[n].nbytes for n in self.contents) - self._max_bytes
+            size += (0 if new is None else new.nbytes) - (0 if replaced is None else replaced.nbytes)
+        victims: list[str] = []
+        if count > 0 or size > 0:
+            for candidate in self.contents.evictable(lambda n: n == name or busy(self.contents[n])):
+                if count <= 0 and size <= 0:
+                    break
+                victims.append(candidate)
+                count -= 1
+                size -= self.contents[candidate].nbytes
+        if count > 0:
+            raise NoFreeSlotError(
+                f"the host cache of {self._max_count} adapters is full, and each is pinned or held by an open batch; "
+                "unpin or remove one, or raise max_cpu_loras"
+            )
+        if size > 0:
+            raise NoFreeSlotError(
+                f"adapter {name!r} needs {0 if new is None else new.nbytes} bytes of a host cache of "
+                f"{self._max_bytes}, and what else is there is pinned or held by an open batch; raise max_cpu_bytes"
+            )
+        return victims

@@ -1,0 +1,180 @@
+"""Which content is in which slot: who is evicted, what is written, what an interrupt left to be mended."""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+
+from jlora.errors import NoFreeSlotError
+from jlora.manager.content import Content
+from jlora.manager.leases import Leases
+from jlora.manager.pool import Pool
+from jlora.manager.registry import Registry
+
+_log = logging.getLogger("jlora")
+
+
+class Slots:
+    """The slots of a manager. Every method but `move_ahead` is called under its lock; those that write, under both.
+
+    Attributes:
+      pool: the arrays.
+      takes_turns: whether steps of other threads go through `LoRAManager.run`, so that no step is under way now.
+    """
+
+    def __init__(self, pool: Pool, registry: Registry, leases: Leases, counts: Counter[str]):
+        self.pool = pool
+        self.takes_turns = False
+        self._registry = registry
+        self._leases = leases
+        self._counts = counts
+        self._used: dict[Content, int] = {}  # tick of the last use of what is in a slot
+        self._tick = 0
+        self._ahead: OrderedDict[Content, None] = OrderedDict()  # contents with blocks on the device already
+
+    def alive(self) -> Callable[[Content], bool]:
+        """Whether a content in a slot means anything still: the newest of its name, or held."""
+        held = self._leases.leased() | self._leases.handled()
+        return lambda content: self._registry.newest(content) or content in held
+
+    def names(self) -> tuple[str | None, ...]:
+        alive = self.alive()
+        return tuple(c.name if c is not None and alive(c) else None for c in self.pool.table)
+
+    def touch(self, content: Content) -> None:
+        """Mark a use of a content, in its slot and on the host."""
+        self._tick += 1
+        self._used[content] = self._tick
+        if self._registry.newest(content):
+            self._registry.contents.touch(content.name)
+
+    def hit(self, contents: Iterable[Content]) -> None:
+        """Mark a use of contents that were found in their slots."""
+        for content in contents:
+            self.touch(content)
+            self._counts["slot_hits"] += 1
+
+    def release(self, content: Content) -> None:
+        """Take a content out of its slot, unless an open batch holds it there."""
+        content.ahead = None
+        self._ahead.pop(content, None)
+        if content in self._leases.leased():
+            return
+        for slot, held in enumerate(self.pool.table):
+            if held is content:
+                self.pool.clear(slot)
+        self._used.pop(content, None)
+
+    def sweep(self) -> None:
+        """Mend the slots, and forget contents that mean nothing any more."""
+        if not self.pool.intact():
+            self.pool.heal(self.alive())
+        alive = self.alive()
+        for slot, content in enumerate(self.pool.table):
+            # A pinned name keeps its slot while a new generation is on its way into it.
+            if content is not None and not alive(content) and not self._registry.contents.pinned(content.name):
+                self.pool.clear(slot)
+                self._used.pop(content, None)
+
+    def activate(self, wanted: Sequence[Content], *, partly: bool = False) -> list[Content]:
+        """Bring contents into slots. Returns those that were written.
+
+        Args:
+          wanted: distinct contents.
+          partly: write as many as fit, in their order, instead of raising.
+
+        Raises:
+          NoFreeSlotError: there is no room; nothing has changed.
+        """
+        self.sweep()
+        table = self.pool.table
+        missing = [content for content in wanted if content not in table]
+        written: list[Content] = []
+        if missing:
+            places = self._places(missing, wanted)
+            if None in places and not partly:
+                free, evictable = self._free(), self._evictable(wanted)
+                raise NoFreeSlotError(
+                    f"{len(missing)} adapters need a slot ({', '.join(repr(c.name) for c in missing[:8])}), but of "
+                    f"{len(table)} slots {len(free)} are free and {len(evictable)} can be evicted; the others are "
+                    "pinned, held by an open batch or part of this one. Raise max_loras, close batches, or wait for "
+                    "them with prepare(..., timeout=)"
+                )
+            for content, slot in zip(missing, places, strict=True):
+                if slot is not None:
+                    self.write(slot, content)
+                    written.append(content)
+        self.hit(content for content in wanted if content not in missing)
+        for content in written:
+            self.touch(content)
+        return written
+
+    def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
+        """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used."""
+        alive = self.alive()
+        stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
+        own = [stale.pop(c.name, None) if self._registry.newest(c) else None for c in missing]
+        rest = iter(self._free() + self._evictable(wanted))
+        return [next(rest, None) if slot is None else slot for slot in own]
+
+    def _free(self) -> list[int]:
+        return [slot for slot, content in enumerate(self.pool.table) if content is None]
+
+    def _evictable(self, wanted: Sequence[Content]) -> list[int]:
+        """Slots whose contents may go, the least recently used first."""
+        alive, busy = self.alive(), self._leases.leased() | set(wanted)
+        pinned = self._registry.contents.pinned
+        slots = {
+            slot: self._used.get(content, 0)
+            for slot, content in enumerate(self.pool.table)
+            if content is not None and alive(content) and content not in busy and content.on_host
+            and not (pinned(content.name) and self._registry.newest(content))
+        }  # fmt: skip
+        return sorted(slots, key=lambda slot: slots[slot])
+
+    def write(self, slot: int, content: Content) -> None:
+        """Write one content into one slot; what was there is out."""
+        started = time.monotonic()
+        victim = self.pool.table[slot]
+        # A thread with an open batch may be calling its step now, with the arrays as they are.
+        others = self._leases.threads() - {threading.get_ident()}
+        self.pool.write(slot, content, donate=self.takes_turns or not others)
+        self._ahead.pop(content, None)
+        if victim is not None and victim is not content:
+            self._used.pop(victim, None)
+            if victim.name != content.name:
+                self._counts["slot_evictions"] += 1
+                _log.info("evicted %r from slot %d", victim.name, slot)
+        if content.placements:
+            self._counts["slot_loads"] += 1
+        _log.info(
+            "wrote %r (generation %d) into slot %d in %.4f s",
+            content.name, content.generation, slot, time.monotonic() - started,
+        )  # fmt: skip
+        if _log.isEnabledFor(logging.DEBUG):
+            brought = {placement.site for placement in content.placements}
+            for site in self.pool.sites:
+                _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
+
+    def move_ahead(self, content: Content, lock: threading.RLock, max_bytes: int) -> None:
+        """Move a content to the device before it is asked for; on a loading thread, under no lock.
+
+        At most `max_bytes` of such contents lie there; the first to come are the first to go.
+        """
+        size = sum(block.nbytes for block in content.blocks)
+        with lock:
+            if size > max_bytes or content in self.pool.table or content in self._ahead:
+                return
+            self._ahead[content] = None
+            while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
+                self._ahead.popitem(last=False)[0].ahead = None
+        moved = self.pool.move(content.blocks)
+        jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
+        with lock:
+            if content in self._ahead and content not in self.pool.table:
+                content.ahead = moved
+            else:
+                self._ahead.pop(content, None)

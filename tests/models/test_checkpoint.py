@@ -188,7 +188,7 @@ def sharded(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: "[]", "must be a JSON object"),
+        (lambda i: "[]", "must hold a JSON object"),
         (lambda i: "{}", "weight_map"),
         (lambda i: json.dumps({"weight_map": {"a": 3}}), "must name files of the same folder"),
         (lambda i: json.dumps({"weight_map": {"a": "../a.safetensors"}}), "must name files of the same folder"),

@@ -91,7 +91,7 @@ def test_every_step_draws_anew():
     """A model that finds all tokens equally likely must not repeat itself, within a sequence or across them."""
 
     class Indifferent:
-        config = SimpleNamespace(vocab_size=1000)
+        config = SimpleNamespace(vocab_size=1000, max_position_embeddings=51)
 
         def init_cache(self, batch, capacity):
             return ()

@@ -134,7 +134,7 @@ CLEAN = {
     "jlora/manager/__init__.py": "from jlora.layers import scope\nfrom jlora.adapters import Adapter\n",
     "jlora/manager/lru.py": "from collections import OrderedDict\n",
     "jlora/models/__init__.py": "def generate():\n    from jlora.layers.scope import use\n",
-    "jlora/cli/__init__.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.LoRAConfig\n",
+    "jlora/cli/__init__.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.use\n",
 }
 
 

@@ -1,114 +1,41 @@
-"""The command line, run in this process on the shipped demo data."""
+"""`jlora generate` and the arguments of every command, run in this process: errors are one line, and come early."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 import jlora
-from jlora import cli
+from jlora.cli import generate
+from jlora.cli.commands import run
+from jlora.cli.demo import DEMO
 
-ADAPTERS = ("reverse", "shift", "sort", "swap")
-ORACLE = {
-    None: lambda word: word,
-    "reverse": lambda word: word[::-1],
-    "sort": lambda word: "".join(sorted(word)),
-    "shift": lambda word: "".join(chr((ord(c) - 96) % 26 + 97) for c in word),
-    "swap": lambda word: "".join(word[i : i + 2][::-1] for i in range(0, len(word), 2)),
-}
+MODEL = str(DEMO / "model")
 
 
-@pytest.fixture(scope="module")
-def demo():
-    """The demo's model, wrapped with two slots, and its tokenizer."""
-    model, tokenizer = cli._load_model(cli.DEMO / "model", "float32")
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=32, max_cpu_loras=4))
-    for name in ADAPTERS:
-        manager.add_adapter(jlora.LoRARequest(name, str(cli.DEMO / "adapters" / name)))
-    return manager, tokenizer
-
-
-def _score(demo, requests) -> float:
-    manager, tokenizer = demo
-    right = 0
-    for batch in cli.schedule(requests, 40, 2):
-        padded = [*batch, *[cli.Request(None, "a=")] * (40 - len(batch))]
-        answers = cli._answer(manager, tokenizer, padded, max_new_tokens=10)
-        right += sum(answer == r.answer for r, (answer, _) in zip(batch, answers, strict=False))
-    return right / len(requests)
-
-
-def test_shipped_prompts_ask_for_what_they_say():
-    requests = cli.demo_requests()
-    assert {r.adapter for r in requests[:64]} == {None, *ADAPTERS}
-    for r in requests:
-        assert r.answer == ORACLE[r.adapter](r.prompt.removesuffix("="))
-
-
-@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
-def test_each_adapter_answers_held_out_prompts(demo, adapter):
-    requests = [r for r in cli.demo_requests() if r.adapter == adapter]
-    assert len(requests) == 40
-    assert _score(demo, requests) >= 0.95
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_the_base_alone_cannot_do_it(demo, adapter):
-    requests = [cli.Request(None, r.prompt, r.answer) for r in cli.demo_requests() if r.adapter == adapter]
-    assert _score(demo, requests) < 0.05
-
-
-def test_demo_data_is_small():
-    assert sum(file.stat().st_size for file in cli.DEMO.rglob("*") if file.is_file()) < 6 * 2**20
-
-
-def test_demo_command(capsys):
-    assert cli.main(["demo"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(" right\n") >= 61
-    assert ", 0 compilations after warm-up" in out
-    assert "evictions" in out
-
-
-def test_schedule_keeps_batches_within_slots_and_loses_nobody():
-    rng = np.random.default_rng(0)
-    names = [None, "a", "b", "c", "d"]
-    requests = [cli.Request(names[rng.integers(5)], f"p{i}") for i in range(57)]
-    batches = list(cli.schedule(requests, 8, 2))
-    assert sorted(r.prompt for batch in batches for r in batch) == sorted(r.prompt for r in requests)
-    left = list(requests)
-    for batch in batches:
-        assert 1 <= len(batch) <= 8
-        assert len({r.adapter for r in batch} - {None}) <= 2
-        assert batch[0] == left[0]
-        left = [r for r in left if r not in batch]
+def error_of(capsys, command) -> tuple[int, str]:
+    """Exit status and the one line on stderr; lines of progress before it are left out."""
+    try:
+        status = run(command)
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    *before, last = err.splitlines()
+    assert out == ""
+    assert all(" ... " in line for line in before)
+    assert last.startswith("jlora: error: ")
+    assert last.isprintable()
+    assert "Traceback" not in err
+    return status, last
 
 
 def test_generate_answers_each_prompt_with_its_adapter(capsys):
-    adapters = [f"--adapter={name}={cli.DEMO / 'adapters' / name}" for name in ("sort", "reverse")]
+    adapters = [f"--adapter={name}={DEMO / 'adapters' / name}" for name in ("sort", "reverse")]
     prompts = ["--prompt=sort:hgfedc=", "--prompt=reverse:abcd=", "--prompt=:abcd="]
-    command = ["generate", "--model", str(cli.DEMO / "model"), *adapters, *prompts, "--max-new-tokens", "9"]
-    assert cli.main(command) == 0
+    command = ["generate", "--model", MODEL, *adapters, *prompts, "--max-new-tokens", "9"]
+    assert run(command) == 0
     assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "reverse: abcd=dcba", "(base): abcd=abcd"]
-
-
-def test_inspect_says_what_is_in_an_adapter_and_that_it_fits(capsys):
-    assert cli.main(["inspect", str(cli.DEMO / "adapters" / "swap"), "--model", str(cli.DEMO / "model")]) == 0
-    out = capsys.readouterr().out
-    assert "modules      16, rank up to 16" in out
-    assert "4 x q_proj" in out
-    assert "bfloat16" in out
-    assert ": yes; " in out
-
-
-def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
-    jlora.Adapter.from_arrays(
-        "other", {"model.layers.9.mlp.up_proj": (np.ones((2, 3), np.float32), np.ones((3, 2), np.float32))}, alpha=4
-    ).save_pretrained(tmp_path / "other")
-    assert cli.main(["inspect", str(tmp_path / "other"), "--model", str(cli.DEMO / "model")]) == 1
-    err = capsys.readouterr().err.splitlines()
-    assert err[-1].startswith("jlora: error: adapter 'other'")
-    assert "model.layers.9.mlp.up_proj" in err[-1]
 
 
 @pytest.mark.parametrize(
@@ -118,20 +45,123 @@ def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
         (["generate", "--model", "nowhere", "--prompt", ":a"], "nowhere"),
         (["generate", "--model", "nowhere", "--prompt", "x:a"], "--adapter x=PATH"),
         (["generate", "--model", "nowhere", "--prompt", "a"], "NAME:TEXT"),
+        (["generate", "--model", "nowhere", "--prompt", ":"], "NAME:TEXT"),
         (["generate", "--model", "nowhere", "--adapter", "x", "--prompt", ":a"], "NAME=PATH"),
+        (["generate", "--model", "nowhere", "--adapter", "=x", "--prompt", ":a"], "NAME=PATH"),
+        (["generate", "--model", "nowhere", "--adapter", "x=", "--prompt", ":a"], "NAME=PATH"),
         (["generate", "--model", "m", "--adapter", "x=a", "--adapter", "x=b", "--prompt", ":a"], "twice"),
+        # what a shell passes on for bytes that are no UTF-8, and what no shell can pass on
+        (["generate", "--model", MODEL, "--prompt", ":a\udcff"], r"'a\udcff' is not UTF-8 text: character 2"),
+        (["generate", "--model", MODEL, "--prompt", ":\ud800"], "is not UTF-8 text"),
+        (["generate", "--model", MODEL, "--prompt", "\udcff:a"], "is not UTF-8 text"),
+        (["generate", "--model", "\udcff", "--prompt", ":a"], r"\udcff/config.json does not exist"),
+        (["generate", "--model", "x\ny\x1b[31m", "--prompt", ":a"], "x y"),
+        (["generate", "--model", MODEL, "--prompt", ":a", "--top-k", "3"], "--temperature above 0"),
+        (["generate", "--model", MODEL, "--prompt", ":"], "NAME:TEXT"),
     ],
 )
 def test_errors_are_one_line(capsys, command, words):
-    assert cli.main(command) == 1
-    err = capsys.readouterr().err.strip().splitlines()
-    assert len(err) == 1
-    assert err[0].startswith("jlora: error: ")
-    assert words in err[0]
-    assert "Traceback" not in err[0]
+    status, line = error_of(capsys, command)
+    assert status == 1
+    assert words in line
 
 
-def test_a_broken_tokenizer_is_an_error_of_one_line(capsys, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
-    assert cli.main(["generate", "--model", str(tmp_path), "--prompt", ":a"]) == 1
-    assert "is not a tokenizer" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--temperature", "-1"),
+        ("--temperature", "hot\x1b[31m"),
+        ("--top-k", "-1"),
+        ("--top-k", "0"),
+        ("--top-k", "1.5"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--top-p", "nan"),
+        ("--seed", "-1"),
+        ("--seed", str(2**31)),
+        ("--seed", "9" * 5000),
+        ("--max-new-tokens", "0"),
+        ("--max-new-tokens", str(2**31)),
+        ("--dtype", "int8\n"),
+        ("--model", ""),
+        ("--nonsense\x1b[2J", "1"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(capsys, option, value):
+    status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a", f"{option}={value}"])
+    assert status == 2
+    assert option.replace("\x1b", r"\x1b") in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["inspect", ""], ["nonsense"]])
+def test_an_incomplete_command_ends_with_status_2(capsys, command):
+    assert error_of(capsys, command)[0] == 2
+
+
+@pytest.mark.parametrize("tokens", [59, 10**9])
+def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, monkeypatch, tokens):
+    """The demo's model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
+    monkeypatch.setattr(generate, "load_model", lambda *args: pytest.fail("read"))
+    status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"])
+    assert status == 1
+    assert f"max_new_tokens={tokens} and a prompt of 6 tokens" in line
+    assert "max_position_embeddings=64" in line
+
+
+def test_a_cache_larger_than_the_machine_is_refused(capsys, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
+    command = ["generate", "--model", str(tmp_path / "model"), "--prompt", ":abcd=", "--max-new-tokens", str(2**30)]
+    status, line = error_of(capsys, command)
+    assert status == 1
+    # 2 x 4 layers x 2 heads x 32 x 4 bytes for each of 2^30 + 8 positions
+    assert "2048.0 GiB, and this machine has" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_rank_no_slot_should_be_made_for_is_refused(capsys, tmp_path, command):
+    module = "model.layers.0.self_attn.q_proj"
+    arrays = {module: (np.zeros((513, 128), np.float32), np.zeros((128, 513), np.float32))}
+    jlora.Adapter.from_arrays("wide", arrays, alpha=1).save_pretrained(tmp_path / "wide")
+    if command == "generate":
+        argv = ["generate", "--model", MODEL, "--adapter", f"x={tmp_path / 'wide'}", "--prompt", "x:a"]
+        status, line = error_of(capsys, argv)
+    else:
+        status, line = run(["inspect", str(tmp_path / "wide"), "--model", MODEL]), capsys.readouterr().err
+    assert status == 1
+    assert f"module '{module}' has rank 513; expected at most 512" in line
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", json.dumps({"model": 3})),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"model":' * 100_000),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type":' * 900 + "1" + "}" * 900),
+        ("config.json", '{"model_type": "llama", "model_type": "llama"}'),
+    ],
+)
+def test_hostile_model_files_are_errors_of_one_line(capsys, tmp_path, file, text):
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    status, line = error_of(capsys, ["generate", "--model", str(tmp_path / "model"), "--prompt", ":a"])
+    assert status == 1
+    assert f"model/{file} is not " in line
+
+
+def test_a_panic_of_the_tokenizer_is_an_error(capsys, monkeypatch):
+    class PanicException(BaseException):  # what Rust extensions raise is no Exception
+        pass
+
+    class Tokenizer:
+        def encode(self, text):
+            raise PanicException("index out of range")
+
+    monkeypatch.setattr(generate, "load_tokenizer", lambda file: Tokenizer())
+    assert "index out of range" in error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a"])[1]

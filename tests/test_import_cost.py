@@ -20,7 +20,7 @@ assert {*jlora.__all__, "models"} <= set(dir(jlora))
 assert os.environ == environment, "a library leaves the environment alone"
 """
 
-# Packages that the names of `jlora` may load beyond those of flax.nnx and the standard library; each takes milliseconds.
+# Packages that the names of `jlora` may load beyond those of flax.nnx and the standard library; each takes little.
 LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors"}
 # Parts of jlora that load when they are used.
 ON_DEMAND = ("jlora.models", "jlora.cli")

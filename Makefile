@@ -10,7 +10,7 @@ TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 .PHONY: demo test parity lint format clean
 
 demo: .venv/.demo
-	@$(DEMO_PLATFORM) $(BIN)/jlora demo
+	@$(BIN)/jlora demo
 
 test: .venv/.test
 	@$(BIN)/python -m pytest -m "not parity" -n $(WORKERS)
@@ -29,11 +29,6 @@ format: .venv/.test
 
 clean:
 	rm -rf .venv
-
-# The demo runs on whatever device JAX finds. On a machine with none, JAX is told so: the tests install libtpu (they use
-# it as a compiler), and JAX would look for a TPU with it and print errors.
-ACCELERATORS := $(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]* /dev/kfd)
-DEMO_PLATFORM := $(if $(ACCELERATORS)$(JAX_PLATFORMS),,JAX_PLATFORMS=cpu)
 
 .venv/.created:
 	@$(PYTHON) -c 'import sys; sys.exit("jlora needs Python 3.11 or newer; make PYTHON=... names another one" if sys.version_info < (3, 11) else 0)'

@@ -1,27 +1,15 @@
-"""Multi-LoRA serving for JAX: one Flax model, many PEFT adapters, every sequence its own."""
+"""Multi-LoRA serving for JAX: one Flax model, many PEFT adapters, every sequence its own.
 
-from jlora.adapters import Adapter, ModuleLoRA
-from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import (
-    AdapterFormatError,
-    AdapterInUseError,
-    AdapterMismatchError,
-    AdapterNotFoundError,
-    LoadTimeoutError,
-    LoRAError,
-    LoRAUsageError,
-    NoFreeSlotError,
-)
-from jlora.layers.batch import LoRABatch
-from jlora.layers.linear import LinearLayer
-from jlora.layers.rows import RowMap, rows
-from jlora.layers.scope import use
-from jlora.layers.site import SlotParam, SlotRanks
-from jlora.layers.wrap import register_layer
-from jlora.manager.leases import AdapterHandle, LeaseInfo
-from jlora.manager.manager import LoRAManager
-from jlora.manager.report import AdapterInfo, Stats
-from jlora.pallas import api as ops
+The names below are imported when the first of them is used, JAX with them: what does not need it (`jlora --help`, or
+Ctrl-C while JAX is on its way) does not wait for it.
+"""
+
+# ruff: noqa: F403, F405 - a checker finds the names in `_public`
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jlora import models as models
+    from jlora._public import *
 
 __version__ = "0.2.0"
 
@@ -53,3 +41,21 @@ __all__ = [
     "rows",
     "use",
 ]
+
+if not TYPE_CHECKING:  # a checker reads the imports above, and knows what does not exist
+
+    def __getattr__(name: str) -> object:
+        if name == "models":
+            import jlora.models
+
+            return jlora.models
+        if name not in __all__:
+            raise AttributeError(f"module 'jlora' has no attribute {name!r}")
+        from jlora import _public
+
+        globals().update({public: getattr(_public, public) for public in __all__})
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "models"})

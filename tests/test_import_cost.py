@@ -1,18 +1,26 @@
-"""`import jlora` costs little more than `import flax.nnx`: checked by what it loads, not by the clock."""
+"""`import jlora` costs nothing, and its names little more than `import flax.nnx`: checked by what is loaded, not by
+the clock."""
 
 import json
 import subprocess
 import sys
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+environment = dict(os.environ)
+import jlora
+assert not {"jax", "flax", "numpy", "jlora.manager", "jlora.models"} & set(sys.modules), "import jlora waits for them"
 import flax.nnx
 before = set(sys.modules)
-import jlora
-print(json.dumps(sorted(set(sys.modules) - before)))
+for name in jlora.__all__:
+    getattr(jlora, name)
+print(json.dumps(sorted(set(sys.modules) - before | {"jlora"})))
+assert jlora.models.from_pretrained is sys.modules["jlora.models"].from_pretrained
+assert {*jlora.__all__, "models"} <= set(dir(jlora))
+assert os.environ == environment, "a library leaves the environment alone"
 """
 
-# Packages that `import jlora` may load beyond those of flax.nnx and the standard library; each takes milliseconds.
+# Packages that the names of `jlora` may load beyond those of flax.nnx and the standard library; each takes little.
 LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors"}
 # Parts of jlora that load when they are used.
 ON_DEMAND = ("jlora.models", "jlora.cli")

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "layers": COMMON | {"adapters", "pallas", "sharding"},
     "manager": COMMON | {"adapters", "sharding", "layers"},
     "models": COMMON - {"config"},  # a model like any user's: it knows nothing of LoRA
-    "__init__": COMMON | {"adapters", "pallas", "sharding", "layers", "manager"},
+    "_public": COMMON | {"adapters", "pallas", "sharding", "layers", "manager"},
+    "__init__": {"_public", "models"},  # both when they are asked for
     "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models"},
     "__main__": {"cli"},
 }
@@ -117,7 +118,8 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 
 
 CLEAN = {
-    "jlora/__init__.py": "from jlora.config import LoRAConfig\nfrom jlora.pallas import api as ops\n",
+    "jlora/__init__.py": "def __getattr__(name):\n    from jlora import _public\n    import jlora.models\n",
+    "jlora/_public.py": "from jlora.config import LoRAConfig\nfrom jlora.pallas import api\nops = api\n",
     "jlora/errors.py": "class LoRAError(Exception): ...\n",
     "jlora/config.py": "from jlora.errors import LoRAError\n",
     "jlora/adapters/__init__.py": "from jlora.adapters.adapter import Adapter\n",
@@ -132,7 +134,7 @@ CLEAN = {
     "jlora/manager/__init__.py": "from jlora.layers import scope\nfrom jlora.adapters import Adapter\n",
     "jlora/manager/lru.py": "from collections import OrderedDict\n",
     "jlora/models/__init__.py": "def generate():\n    from jlora.layers.scope import use\n",
-    "jlora/cli.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.LoRAConfig\n",
+    "jlora/cli/__init__.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.use\n",
 }
 
 
@@ -177,9 +179,10 @@ def test_a_clean_tree_passes(tmp_path):
         ("jlora/models/x.py", "from jlora.layers.scope import use", "models may not import layers"),
         ("jlora/models/x.py", "def f():\n    from jlora.layers import linear", "models may not import layers"),
         ("jlora/models/x.py", "from jlora.config import LoRAConfig", "models may not import config"),
-        ("jlora/cli.py", "from jlora.pallas import plan", "cli may not import pallas"),
+        ("jlora/cli/__init__.py", "from jlora.pallas import plan", "cli may not import pallas"),
         ("jlora/__init__.py", "from jlora import cli", "__init__ may not import cli"),
-        ("jlora/__init__.py", "import jlora.models", "__init__ may not import models"),
+        ("jlora/__init__.py", "from jlora.manager import lru", "__init__ may not import manager"),
+        ("jlora/_public.py", "import jlora.models", "_public may not import models"),
         ("jlora/layers/x.py", "async def f():\n    import torch", "jlora may not mention torch"),
         (
             "jlora/layers/x.py",

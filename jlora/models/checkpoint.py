@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint folder -> `Decoder`: `config.json` and one or several safetensors files, no PyTorch."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +12,9 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jlora._typing import DType
-from jlora.models.config import ModelError, read_config
+from jlora.models.config import DecoderConfig, ModelError, read_config, read_json
 from jlora.models.decoder import Decoder
+from jlora.models.rope import frequencies
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -46,19 +46,14 @@ def from_pretrained(
     """
     if mesh is not None:
         raise ModelError("from_pretrained: mesh is not supported yet, the model lives on one device; pass mesh=None")
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; expected a Hugging Face checkpoint with config.json in it")
-    config = read_config(folder / "config.json")
-    skeleton = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, abstract = nnx.split(skeleton)
-    params = nnx.to_flat_state(abstract)
+    folder, config = _config(path)
     with contextlib.ExitStack() as stack:
-        tensors = _open(folder, stack)
-        if config.tie_word_embeddings:
-            _drop_tied_copy(tensors, folder)
+        tensors = _open(folder, config, stack)
+        skeleton = _skeleton(config, dtype)
+        graph, abstract = nnx.split(skeleton)
+        params = nnx.to_flat_state(abstract)
         sources = [_sources(skeleton, path_, param.shape) for path_, param in params]
-        _check_names(tensors, [name for parts in sources for name in parts], folder)
+        _check_tensors(tensors, {name: shape for parts in sources for name, shape in parts.items()}, folder)
         loaded = []
         for done, ((path_, param), parts) in enumerate(zip(params, sources, strict=True), start=1):
             loaded.append((path_, param.replace(_read(tensors, parts, str(path_[-1]), dtype, folder))))
@@ -67,8 +62,55 @@ def from_pretrained(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Opens every file; tensor name (as of the whole causal model) -> (open file, name in it)."""
+def read_skeleton(path: str | Path) -> Decoder:
+    """The model of a checkpoint folder without its weights: every parameter is a `jax.ShapeDtypeStruct`, float32.
+
+    The weights' names, shapes and types are checked as `from_pretrained` does, and raise the same errors.
+    """
+    folder, config = _config(path)
+    with contextlib.ExitStack() as stack:
+        tensors = _open(folder, config, stack)
+        skeleton = _skeleton(config, jnp.float32)
+        params = nnx.to_flat_state(nnx.state(skeleton))
+        sources = [_sources(skeleton, path_, param.shape) for path_, param in params]
+        _check_tensors(tensors, {name: shape for parts in sources for name, shape in parts.items()}, folder)
+    return skeleton
+
+
+def read_weight(path: str | Path, module: str) -> np.ndarray | None:
+    """The stored weight of one module of a checkpoint ([out, in], or an embedding's [V, D]); None if it has none.
+
+    A tied model's `lm_head` is its embedding.
+    """
+    folder, config = _config(path)
+    if config.tie_word_embeddings and module == "lm_head":
+        module = "model.embed_tokens"
+    with contextlib.ExitStack() as stack:
+        tensors = _open(folder, config, stack)
+        return _tensor(tensors, f"{module}.weight", folder) if f"{module}.weight" in tensors else None
+
+
+def _config(path: str | Path) -> tuple[Path, DecoderConfig]:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; expected a Hugging Face checkpoint with config.json in it")
+    config = read_config(folder / "config.json")
+    try:
+        frequencies(config.rope, config.head_dim)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
+    return folder, config
+
+
+def _skeleton(config: DecoderConfig, dtype: DType) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Opens every file; tensor name (as of the whole causal model) -> (open file, name in it).
+
+    They must hold as many layers as the configuration says: it is checked here, before any layer is built.
+    """
     if (folder / _SINGLE).is_file():
         where = None
         files = [_SINGLE]
@@ -97,17 +139,25 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     # Files saved from the bare trunk lack the prefix; old ones hold rotary tables, which the configuration implies.
     if not any(name.startswith("model.") for name in tensors):
         tensors = {name if name == "lm_head.weight" else f"model.{name}": value for name, value in tensors.items()}
-    return {name: value for name, value in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+    tensors = {name: value for name, value in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+    layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+    if len(layers) != config.num_hidden_layers:
+        raise ModelError(
+            f"{folder / 'config.json'}: num_hidden_layers is {config.num_hidden_layers}, and the files hold tensors of "
+            f"{len(layers)} layers"
+        )
+    if config.tie_word_embeddings:
+        _drop_tied_copy(tensors, folder)
+    return tensors
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        plain = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} must be a JSON object with an object weight_map in it: {error!r}") from error
-    if not plain:
-        raise ModelError(f"{index}: weight_map must name files of the same folder, got {sorted(weight_map.values())}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index} must be a JSON object with an object weight_map in it, got {weight_map!r:.80}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ModelError(f"{index}: weight_map must name files of the same folder, got {name!r:.80}: {file!r:.80}")
     return weight_map
 
 
@@ -129,7 +179,8 @@ def _sources(model: Decoder, path: tuple[Any, ...], shape: tuple[int, ...]) -> d
     }
 
 
-def _check_names(tensors: Mapping[str, Any], expected: list[str], folder: Path) -> None:
+def _check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Names, types and shapes of all tensors, before any is read."""
     missing = [name for name in expected if name not in tensors]
     unexpected = sorted(set(tensors) - set(expected))
     if missing or unexpected:
@@ -137,13 +188,18 @@ def _check_names(tensors: Mapping[str, Any], expected: list[str], folder: Path) 
             f"{folder}: the tensors do not fit config.json: {len(missing)} missing {missing[:5]}, "
             f"{len(unexpected)} unexpected {unexpected[:5]}"
         )
+    for name, shape in expected.items():
+        stored = _shape(tensors, name, folder)
+        if stored != shape:
+            raise ModelError(f"{folder}: config.json asks for {name} {list(shape)}, found {list(stored)}")
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
     """A tied checkpoint may store lm_head once more; it must be the same matrix."""
     if "lm_head.weight" in tensors and "model.embed_tokens.weight" in tensors:
-        head, embedding = (_tensor(tensors, name, folder) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-        if head.shape != embedding.shape or not np.array_equal(head, embedding):
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        same = _shape(tensors, head, folder) == _shape(tensors, embedding, folder)
+        if not same or not np.array_equal(_tensor(tensors, head, folder), _tensor(tensors, embedding, folder)):
             raise ModelError(
                 f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight; "
                 "set tie_word_embeddings to false in config.json if the two are meant to differ"
@@ -154,22 +210,24 @@ def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
 def _read(
     tensors: Mapping[str, Any], parts: Mapping[str, tuple[int, ...]], leaf: str, dtype: DType, folder: Path
 ) -> jax.Array:
-    arrays = []
-    for name, shape in parts.items():
-        stored = _tensor(tensors, name, folder)
-        if stored.shape != shape:
-            raise ModelError(f"{folder}: config.json asks for {name} {list(shape)}, found {list(stored.shape)}")
-        arrays.append(jnp.array(stored).astype(dtype))
+    arrays = [jnp.array(_tensor(tensors, name, folder)).astype(dtype) for name in parts]
     whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
     return whole.T if leaf == "kernel" else whole
 
 
-def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
+def _shape(tensors: Mapping[str, Any], name: str, folder: Path) -> tuple[int, ...]:
     file, stored_name = tensors[name]
     with _naming(folder):
-        kind = file.get_slice(stored_name).get_dtype()
-        if kind not in _FLOATS:
-            raise ModelError(f"{folder}: {name} is {kind}; expected one of {_FLOATS}")
+        view = file.get_slice(stored_name)
+    if view.get_dtype() not in _FLOATS:
+        raise ModelError(f"{folder}: {name} is {view.get_dtype()}; expected one of {_FLOATS}")
+    return tuple(view.get_shape())
+
+
+def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
+    file, stored_name = tensors[name]
+    _shape(tensors, name, folder)
+    with _naming(folder):
         return cast(np.ndarray, file.get_tensor(stored_name))
 
 

@@ -1,6 +1,7 @@
 """`DecoderConfig`, and how a checkpoint's `config.json` becomes one."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,15 @@ from jlora.errors import LoRAError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+# An index of 100,000 tensors has about 10 MB.
+_MAX_JSON_BYTES = 100 * 2**20
+_MAX_DEPTH = 64
+# Above any model there is, and small enough that products of three stay below 2**63.
+_LARGEST = 2**20
+_LARGEST_OF = {"vocab_size": 2**24, "max_position_embeddings": 2**31 - 1, "sliding_window": 2**31 - 1}
+_LARGEST_OF |= {"original_max_position_embeddings": 2**31 - 1, "num_hidden_layers": 10_000}
 
 
 class ModelError(LoRAError, ValueError):
@@ -95,22 +105,25 @@ class _Fields:
         value = self.values.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"must be a positive integer, got {value!r}"
+            found = "is missing" if value is None else f"must be a positive integer, got {value!r:.80}"
             raise self.fail(field, found)
+        largest = _LARGEST_OF.get(field, _LARGEST)
+        if value > largest:
+            raise self.fail(field, f"must be at most {largest}, got {value!r:.40}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
         value = self.values.get(field)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            found = "is missing" if value is None else f"must be a positive finite number, got {value!r}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            found = "is missing" if value is None else f"must be a positive finite number, got {value!r:.80}"
             raise self.fail(field, found)
         return float(value)
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.values.get(field, default)
         if not isinstance(value, bool):
-            raise self.fail(field, f"must be true or false, got {value!r}")
+            raise self.fail(field, f"must be true or false, got {value!r:.80}")
         return value
 
 
@@ -122,13 +135,50 @@ def read_config(path: Path) -> DecoderConfig:
     """
     if not path.is_file():
         raise ModelError(f"{path} does not exist; expected the folder of a Hugging Face checkpoint")
+    return parse_config(read_json(path), str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ModelError: it is no JSON object, names a field twice, nests too deep, or is larger than any checkpoint's.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the name {name!r:.80} is given twice")
+            found[name] = value
+        return found
+
+    length = path.stat().st_size
+    if length > _MAX_JSON_BYTES:
+        raise ModelError(f"{path} has {length} bytes; expected at most {_MAX_JSON_BYTES}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=once)
+        if _nests_deeper(raw, _MAX_DEPTH):
+            raise RecursionError
+    except RecursionError:
+        raise ModelError(f"{path} is not valid JSON for a model: it nests more than {_MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return parse_config(raw, str(path))
+    return raw
+
+
+def _nests_deeper(value: Any, limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return bool(level)
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -136,11 +186,11 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
     fields = _Fields(raw, where)
     family: Any = raw.get("model_type")
     if family not in get_args(ModelType):
-        raise fields.fail("model_type", f"must be one of {get_args(ModelType)}, got {family!r}")
+        raise fields.fail("model_type", f"must be one of {get_args(ModelType)}, got {family!r:.80}")
     if raw.get("quantization_config") is not None:
         raise fields.fail("quantization_config", "is set, but quantized weights are not supported; use the original")
     if raw.get("hidden_act", "silu") != "silu":
-        raise fields.fail("hidden_act", f"must be 'silu', got {raw['hidden_act']!r}")
+        raise fields.fail("hidden_act", f"must be 'silu', got {raw['hidden_act']!r:.80}")
 
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
@@ -175,22 +225,22 @@ def _parse_rope(fields: _Fields) -> RopeConfig:
     params = raw.get(field)
     params = {} if params is None else params
     if not isinstance(params, dict):
-        raise fields.fail(field, f"must be an object, got {params!r}")
+        raise fields.fail(field, f"must be an object, got {params!r:.80}")
     inner = _Fields(params, f"{fields.where}: {field}")
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in get_args(RopeType):
-        raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r}")
+        raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r:.80}")
     # Anything else in there (per-layer tables, sections of a multimodal rope) would change the rotation.
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"}
     known |= {"low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"}
     known |= {"mscale", "mscale_all_dim", "truncate"}
     for name, value in params.items():
         if name not in known and value is not None:
-            raise inner.fail(name, f"is not supported, got {value!r}")
+            raise inner.fail(name, f"is not supported, got {value!r:.80}")
     for owner in (fields, inner):
         if owner.values.get("partial_rotary_factor") not in (None, 1):
             found = owner.values["partial_rotary_factor"]
-            raise owner.fail("partial_rotary_factor", f"must be 1 (the whole head is rotated), got {found!r}")
+            raise owner.fail("partial_rotary_factor", f"must be 1 (the whole head is rotated), got {found!r:.80}")
 
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
     if rope_type == "default":
@@ -239,7 +289,7 @@ def _parse_windows(fields: _Fields, family: ModelType, layers: int) -> tuple[int
         windowed = "sliding_window" not in raw or raw["sliding_window"] is not None
         first = raw.get("max_window_layers", 28)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise fields.fail("max_window_layers", f"must be an integer of at least 0, got {first!r}")
+            raise fields.fail("max_window_layers", f"must be an integer of at least 0, got {first!r:.80}")
         kinds = [windowed and i >= first for i in range(layers)]
     else:
         windowed, kinds = False, [False] * layers
@@ -247,14 +297,14 @@ def _parse_windows(fields: _Fields, family: ModelType, layers: int) -> tuple[int
     named = raw.get("layer_types")
     if named is not None:
         if not isinstance(named, list) or len(named) != layers:
-            raise fields.fail("layer_types", f"must be a list of {layers} names, got {named!r}")
+            raise fields.fail("layer_types", f"must be a list of {layers} names, got {named!r:.80}")
         for i, name in enumerate(named):
             if name not in ("full_attention", "sliding_attention"):
-                raise fields.fail(f"layer_types[{i}]", f"must be full_attention or sliding_attention, got {name!r}")
+                raise fields.fail(f"layer_types[{i}]", f"must be full_attention or sliding_attention, got {name!r:.80}")
         asked = [name == "sliding_attention" for name in named]
         # Only Qwen with use_sliding_window mixes layers; elsewhere the list may only repeat what the rest says.
         if asked != kinds and not (windowed and family in ("qwen2", "qwen3")):
-            raise fields.fail("layer_types", f"contradicts the sliding window settings of model_type {family!r}")
+            raise fields.fail("layer_types", f"contradicts the sliding window settings of model_type {family!r:.80}")
         kinds = asked
     if not any(kinds):
         return None
@@ -266,5 +316,5 @@ def _parse_eos(fields: _Fields) -> tuple[int, ...]:
     value = fields.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise fields.fail("eos_token_id", f"must be an integer or a list of integers, got {value!r}")
+        raise fields.fail("eos_token_id", f"must be an integer or a list of integers, got {value!r:.80}")
     return tuple(ids)

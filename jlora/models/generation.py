@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jlora.models.config import ModelError
+from jlora.models.config import DecoderConfig, ModelError
 from jlora.models.decoder import Cache, Decoder
 
 
@@ -48,11 +48,12 @@ def generate(
     """Continues every prompt.
 
     Args:
-      model: any object with `Decoder`'s `extend`, `init_cache` and `config.vocab_size`.
+      model: any object with `Decoder`'s `extend`, `init_cache`, `config.vocab_size` and
+        `config.max_position_embeddings`.
       prompts: token ids, one list a sequence, of any lengths above 0.
       batch: the adapters of these sequences, `manager.prepare([...])` with one entry a prompt; None for a model that
         is not wrapped.
-      max_new_tokens: the most tokens each sequence gets.
+      max_new_tokens: the most tokens each sequence gets; with the longest prompt at most the model's context.
       temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
       top_k: sample among the k likeliest tokens only.
       top_p: sample among the fewest likeliest tokens whose probabilities sum to at least `top_p`, after `top_k`
@@ -70,6 +71,7 @@ def generate(
     """
     tokens, lengths = _pad(prompts, model.config.vocab_size)
     limit = _integer("max_new_tokens", max_new_tokens, 1)
+    check_context(model.config, lengths, limit)
     if not 0 <= temperature < math.inf:
         raise ModelError(f"temperature must be a finite number of at least 0, got {temperature!r}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -102,6 +104,21 @@ def generate(
     )
     rows, counts = np.asarray(out), np.asarray(counts)
     return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
+
+
+def check_context(config: DecoderConfig, lengths: Sequence[int] | np.ndarray, max_new_tokens: int) -> None:
+    """Raises `ModelError` if prompts of these lengths and `max_new_tokens` do not fit the model's context."""
+    longest = int(max(lengths))
+    if longest + max_new_tokens > config.max_position_embeddings:
+        raise ModelError(
+            f"max_new_tokens={max_new_tokens} and a prompt of {longest} tokens do not fit the model's context: "
+            f"expected together at most max_position_embeddings={config.max_position_embeddings}"
+        )
+
+
+def cache_size(lengths: Sequence[int], max_new_tokens: int) -> tuple[int, int]:
+    """Sequences and positions of the cache that `generate` makes for prompts of these lengths."""
+    return len(lengths), _bucket(max(lengths)) + _bucket(max_new_tokens)
 
 
 def compiled_variants() -> int:

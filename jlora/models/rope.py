@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jlora.models.config import DecoderConfig, RopeConfig
+from jlora.models.config import DecoderConfig, ModelError, RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "half"], float]:
@@ -16,7 +16,21 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "hal
 
     Returns:
       float32 [head_dim / 2] radians per position, and the attention factor (1.0 except for YaRN).
+
+    Raises:
+      ModelError: the settings lead to infinite or undefined frequencies.
     """
+    try:
+        with np.errstate(all="ignore"):
+            found, attention_factor = _frequencies(rope, head_dim)
+    except (ArithmeticError, ValueError) as error:  # theta = 1, or a number that is nearly 0 or infinity
+        raise ModelError(f"the rotary embedding cannot be computed with {rope}: {error}") from error
+    if not np.isfinite(found).all() or not math.isfinite(attention_factor):
+        raise ModelError(f"the rotary embedding is not finite with {rope}")
+    return found, attention_factor
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "half"], float]:
     pair = np.arange(head_dim // 2, dtype=np.float64)
     plain = rope.theta ** (-2.0 * pair / head_dim)
     attention_factor = 1.0

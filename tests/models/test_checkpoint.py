@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jlora.models import ModelError, from_pretrained
+from jlora.models.checkpoint import read_skeleton, read_weight
 from tests.models import goldens
 
 
@@ -17,6 +19,11 @@ from tests.models import goldens
 def folder(tmp_path):
     """A copy of the single-file llama checkpoint (tied embeddings)."""
     return shutil.copytree(goldens.FOLDER / "llama-tied-linear", tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return shutil.copytree(goldens.FOLDER / goldens.SHARDED, tmp_path / "sharded")
 
 
 def edit(folder, change, file="model.safetensors"):
@@ -169,6 +176,70 @@ def test_damaged_config(folder, text, message):
         from_pretrained(folder)
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nests more than 64 levels deep"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nests more than 64 levels deep"),
+        ('{"a":' * 65 + "1" + "}" * 65, "nests more than 64 levels deep"),
+        ('{"weight_map": {"x": "a", "x": "b"}, "model_type": "llama"}', "the name 'x' is given twice"),
+        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"a": "\xff"}', "not valid JSON"),
+    ],
+)
+def test_hostile_json(sharded, file, text, message):
+    (sharded / file).write_bytes(text.encode("latin1"))
+    with pytest.raises(ModelError, match=f"{file} .*{message}") as caught:
+        from_pretrained(sharded)
+    assert len(str(caught.value)) < 400
+
+
+def test_huge_json_is_not_read(folder):
+    with open(folder / "config.json", "r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ModelError, match=f"config.json has {2**40} bytes; expected at most"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers is 10000, and the files hold tensors of 2 layers"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1, and the files hold tensors of 2 layers"),
+        ({"vocab_size": 2**24, "hidden_size": 2**20}, r"\[16777216, 1048576\], found \[64, 32\]"),
+        ({"intermediate_size": 2**20}, r"down_proj.weight \[32, 1048576\], found \[32, 40\]"),
+        ({"num_attention_heads": 2**20, "num_key_value_heads": 2**20, "head_dim": 2**20}, "config.json asks for"),
+        ({"rope_theta": 5e-324}, "config.json: the rotary embedding"),
+    ],
+)
+def test_sizes_beyond_the_files_are_refused_before_anything_is_allocated(folder, fields, message):
+    config = json.loads((folder / "config.json").read_text())
+    config = {
+        name: value for name, value in config.items() if not (name == "rope_parameters" and "rope_theta" in fields)
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ModelError, match=message):
+        from_pretrained(folder)
+
+
+def test_the_skeleton_has_the_shapes_and_no_weights(folder):
+    skeleton, model = read_skeleton(folder), from_pretrained(folder)
+    shapes = {path: param.shape for path, param in nnx.to_flat_state(nnx.state(skeleton))}
+    assert shapes == {path: param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
+    assert {type(leaf) for leaf in jax.tree.leaves(nnx.state(skeleton))} == {jax.ShapeDtypeStruct}
+    edit(folder, lambda t: t.update({NORM: np.ones(31, np.float32)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight \[32\], found \[31\]"):
+        read_skeleton(folder)
+
+
+def test_one_weight(folder):
+    stored = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(read_weight(folder, "lm_head"), stored[EMBED])
+    np.testing.assert_array_equal(read_weight(folder, Q.removesuffix(".weight")), stored[Q])
+    assert read_weight(folder, "model.layers.9") is None
+
+
 def test_missing_files(folder, tmp_path):
     with pytest.raises(ModelError, match="nowhere is not a folder"):
         from_pretrained(tmp_path / "nowhere")
@@ -180,15 +251,10 @@ def test_missing_files(folder, tmp_path):
         from_pretrained(folder)
 
 
-@pytest.fixture
-def sharded(tmp_path):
-    return shutil.copytree(goldens.FOLDER / goldens.SHARDED, tmp_path / "sharded")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: "[]", "must be a JSON object"),
+        (lambda i: "[]", "must hold a JSON object"),
         (lambda i: "{}", "weight_map"),
         (lambda i: json.dumps({"weight_map": {"a": 3}}), "must name files of the same folder"),
         (lambda i: json.dumps({"weight_map": {"a": "../a.safetensors"}}), "must name files of the same folder"),

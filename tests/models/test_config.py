@@ -1,5 +1,7 @@
 """Every field of config.json that changes the computation is read, in both spellings, or refused by name."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,51 @@ def test_yarn_options_reach_the_frequencies():
 def test_what_is_not_served_is_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
         parse_config({**LLAMA, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": -5}, "vocab_size must be a positive integer, got -5"),
+        ({"vocab_size": 10**12}, "vocab_size must be at most 16777216, got 1000000000000"),
+        ({"hidden_size": 10**4000}, "hidden_size must be at most 1048576, got 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
+        ({"num_attention_heads": 32}, "head_dim must be a positive integer, got 0"),
+        ({"head_dim": 3}, "head_dim must be even"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings must be at most"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive finite number"),
+        ({"layer_types": ["x" * 10] * 10**5}, "layer_types must be a list of 3 names"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ],
+)
+def test_hostile_sizes_are_refused_in_few_words(fields, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        parse_config({**LLAMA, **fields})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": 5e-324},
+        {"rope_type": "yarn", "factor": 5e-324},
+        {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e308},
+        {"rope_type": "linear", "factor": 5e-324},
+        {"rope_type": "llama3", "factor": 5e-324, "low_freq_factor": 5e-324, "high_freq_factor": 1e308},
+        {"rope_type": "yarn", "factor": 1e308, "mscale": 1e308, "mscale_all_dim": 5e-324},
+        {"rope_type": "default", "rope_theta": 5e-324},
+    ],
+)
+def test_extreme_rotations_are_finite_or_refused(settings):
+    config = parse_config({**LLAMA, "rope_parameters": settings})
+    with contextlib.suppress(ModelError):
+        angles, factor = rope.frequencies(config.rope, config.head_dim)
+        assert np.isfinite(angles).all()
+        assert np.isfinite(factor)
+
+
+def test_a_rotation_that_is_no_number_is_refused():
+    config = parse_config({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}})
+    with pytest.raises(ModelError, match="the rotary embedding cannot be computed with RopeConfig"):
+        rope.frequencies(config.rope, config.head_dim)

@@ -91,7 +91,7 @@ def test_every_step_draws_anew():
     """A model that finds all tokens equally likely must not repeat itself, within a sequence or across them."""
 
     class Indifferent:
-        config = SimpleNamespace(vocab_size=1000)
+        config = SimpleNamespace(vocab_size=1000, max_position_embeddings=51)
 
         def init_cache(self, batch, capacity):
             return ()
@@ -174,6 +174,8 @@ def test_model_is_an_argument_of_the_compiled_function(golden):
         ([[-1]], {}, "from 0 to 63"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
         ([[1]], {"max_new_tokens": True}, "max_new_tokens"),
+        ([[1], [1] * 9], {"max_new_tokens": 248}, "prompt of 9 tokens .* max_position_embeddings=256"),
+        ([[1]], {"max_new_tokens": 2**31 - 1}, "max_position_embeddings=256"),
         ([[1]], {"temperature": -1.0}, "temperature"),
         ([[1]], {"temperature": float("nan")}, "temperature"),
         ([[1]], {"temperature": 1.0, "top_k": 0}, "top_k"),

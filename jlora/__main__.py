@@ -1,0 +1,7 @@
+"""`python -m jlora`."""
+
+import sys
+
+from jlora.cli import main
+
+sys.exit(main())

@@ -1,0 +1,176 @@
+"""`jlora generate`: prompts of several adapters answered in one batch."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jlora.adapters import Adapter
+from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
+from jlora.cli.text import shown, shown_lines, size
+from jlora.config import LoRAConfig
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+
+if TYPE_CHECKING:
+    from jlora.layers.scope import LoRABatch
+    from jlora.manager.manager import LoRAManager
+    from jlora.models import Decoder
+
+# The largest rank the command line makes slots for: far above any in use, since slots cost memory in proportion to it
+# whatever the adapter's own sizes.
+MAX_RANK = 512
+_DEFAULT_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the adapter that answers it; None is the base model."""
+
+    adapter: str | None
+    prompt: str
+    answer: str | None = None
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Answers every `--prompt` and prints the answers. All arguments are checked before a model is read."""
+    paths = dict(_split(text, "=", "--adapter NAME=PATH") for text in args.adapter)
+    if len(paths) != len(args.adapter):
+        raise LoRAUsageError("--adapter: the same name is given twice")
+    prompts = [_split(text, ":", "--prompt NAME:TEXT") for text in args.prompt]
+    for name, text in prompts:
+        if name and name not in paths:
+            raise LoRAUsageError(f"--prompt names the adapter {name!r}, and no --adapter {name}=PATH is given")
+        _check_utf8("--prompt", text)
+    if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
+        raise LoRAUsageError(
+            "--top-k and --top-p only mean something when sampling; give --temperature above 0 as well"
+        )
+    loaded = []
+    for name, path in paths.items():
+        with progress(f"reading adapter {name}"):
+            loaded.append(Adapter.from_pretrained(path, name=name))
+        check_rank(loaded[-1])
+
+    from jlora.manager.manager import LoRAManager
+    from jlora.models.config import read_config
+    from jlora.models.generation import check_context
+
+    folder = Path(args.model)
+    requests = [Request(name or None, text) for name, text in prompts]
+    config, tokenizer = read_config(folder / "config.json"), load_tokenizer(folder / "tokenizer.json")
+    lengths = [len(prompt) for prompt in encode(tokenizer, requests)]
+    limit = args.max_new_tokens
+    if limit is None:
+        limit = max(1, min(_DEFAULT_NEW_TOKENS, config.max_position_embeddings - max(lengths)))
+    check_context(config, lengths, limit)
+    model = load_model(folder, args.dtype)
+    check_memory(model, lengths, limit)
+    rank = max((adapter.rank for adapter in loaded), default=1)
+    manager = LoRAManager(model, LoRAConfig(max_loras=max(1, len(loaded)), max_lora_rank=rank))
+    for adapter in loaded:
+        manager.add_adapter(adapter)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    with progress("compiling and generating"), device_errors():
+        answers = answer_all(manager, tokenizer, requests, max_new_tokens=limit, **options)
+    for request, (text, _) in zip(requests, answers, strict=True):
+        print(f"{shown(request.adapter or '(base)')}: {shown_lines(request.prompt + text, indent='    ')}")
+    return 0
+
+
+def check_rank(adapter: Adapter) -> None:
+    """Raises `AdapterMismatchError` for a rank that slots should not be made for."""
+    if adapter.rank > MAX_RANK:
+        module = max(adapter.modules, key=lambda name: adapter.modules[name].rank)
+        raise AdapterMismatchError(
+            f"adapter {adapter.name!r}: module {module!r} has rank {adapter.rank}; expected at most {MAX_RANK}, the "
+            "largest the command line makes slots for"
+        )
+
+
+def answer_all(
+    manager: "LoRAManager", tokenizer: Any, requests: Sequence[Request], *, max_new_tokens: int, **options: Any
+) -> list[tuple[str, int]]:
+    """The decoded answer of each request, and its number of tokens; all of them in one batch."""
+    with manager.prepare([request.adapter for request in requests]) as batch:
+        outputs = complete(manager, tokenizer, requests, batch, max_new_tokens, **options)
+    with native_errors("the answer cannot be decoded"):
+        return [(tokenizer.decode(tokens).strip(), len(tokens)) for tokens in outputs]
+
+
+def complete(
+    manager: "LoRAManager",
+    tokenizer: Any,
+    requests: Sequence[Request],
+    batch: "LoRABatch",
+    max_new_tokens: int,
+    **options: Any,
+) -> list[list[int]]:
+    """The tokens that follow each prompt, for a batch that was prepared for these requests."""
+    from jlora.models import generate
+
+    model: Any = manager.model
+    return generate(
+        model,
+        encode(tokenizer, requests),
+        batch=batch,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=model.config.eos_token_ids,
+        **options,
+    )
+
+
+def encode(tokenizer: Any, requests: Sequence[Request]) -> list[list[int]]:
+    """Token ids of each prompt. Raises `LoRAUsageError` for one without any."""
+    prompts = []
+    for request in requests:
+        with native_errors(f"the prompt {request.prompt!r:.80} cannot be tokenized"):
+            prompts.append(tokenizer.encode(request.prompt).ids)
+        if not prompts[-1]:
+            raise LoRAUsageError(f"the prompt {request.prompt!r:.80} has no tokens in the tokenizer of this model")
+    return prompts
+
+
+def _split(text: str, mark: str, usage: str) -> tuple[str, str]:
+    name, found, rest = text.partition(mark)
+    if not found or not rest or (mark == "=" and not name):
+        raise LoRAUsageError(f"expected {usage}, got {text!r}")
+    _check_utf8(usage, name)
+    return name, rest
+
+
+def _check_utf8(usage: str, text: str) -> None:
+    """Bytes of an argument that are no UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LoRAUsageError(f"{usage}: {text!r:.80} is not UTF-8 text: character {error.start + 1}") from None
+
+
+def check_memory(model: "Decoder", lengths: Sequence[int], limit: int) -> None:
+    """Raises `LoRAUsageError` if the cache would take more than the whole machine has; a GPU or TPU says so itself."""
+    import jax
+
+    from jlora.models.generation import cache_size
+
+    config, (rows, capacity) = model.config, cache_size(lengths, limit)
+    one = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if jax.default_backend() == "cpu" and one * rows * capacity > have:
+        raise LoRAUsageError(
+            f"--max-new-tokens {limit}: the keys and values of {rows} x {capacity} tokens would take "
+            f"{size(one * rows * capacity)}, and this machine has {size(have)}"
+        )
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Errors of the device, such as one that is out of memory, as `LoRAError`."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise LoRAError(f"the device failed: {error}") from error

@@ -1,0 +1,71 @@
+"""A model folder and its tokenizer, read with a word on stderr about what takes long."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jlora.cli.text import shown, size
+from jlora.errors import LoRAError
+
+if TYPE_CHECKING:
+    from jlora.models import Decoder
+
+# The largest that are in use have about 35 MB.
+_MAX_TOKENIZER_BYTES = 2**28
+
+
+def load_model(folder: Path, dtype: str) -> "Decoder":
+    """The model of a Hugging Face checkpoint folder.
+
+    Raises:
+      LoRAError: a file is missing, malformed or asks for what is not served; the message names it.
+    """
+    from jlora.models import from_pretrained
+
+    what = f"reading model {folder} ({size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))})"
+
+    def percent(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{shown(what)} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
+
+    with progress(what):
+        return from_pretrained(folder, dtype=dtype, progress=percent)
+
+
+def load_tokenizer(file: Path) -> Any:
+    """A `tokenizers.Tokenizer`. Raises `LoRAError` if the package or the file is missing, or the file is malformed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise LoRAError('tokenizers is not installed: pip install "jlora[demo]"') from None
+    if not file.is_file():
+        raise LoRAError(f"{file} does not exist; the model folder needs a tokenizer in tokenizers format")
+    if file.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise LoRAError(f"{file} has {size(file.stat().st_size)}; expected at most {size(_MAX_TOKENIZER_BYTES)}")
+    with native_errors(f"{file} is not a tokenizer"):
+        return Tokenizer.from_buffer(file.read_bytes())
+
+
+@contextlib.contextmanager
+def native_errors(problem: str) -> Iterator[None]:
+    """Errors of the tokenizers library as `LoRAError`: it raises plain Exception, and panics as a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise LoRAError(f"{problem}: {error}") from error
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """`what ...` on stderr while it runs, with the seconds it took."""
+    print(f"{shown(what)} ...", end="", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)

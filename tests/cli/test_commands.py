@@ -1,0 +1,167 @@
+"""`jlora generate` and the arguments of every command, run in this process: errors are one line, and come early."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import jlora
+from jlora.cli import generate
+from jlora.cli.commands import run
+from jlora.cli.demo import DEMO
+
+MODEL = str(DEMO / "model")
+
+
+def error_of(capsys, command) -> tuple[int, str]:
+    """Exit status and the one line on stderr; lines of progress before it are left out."""
+    try:
+        status = run(command)
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    *before, last = err.splitlines()
+    assert out == ""
+    assert all(" ... " in line for line in before)
+    assert last.startswith("jlora: error: ")
+    assert last.isprintable()
+    assert "Traceback" not in err
+    return status, last
+
+
+def test_generate_answers_each_prompt_with_its_adapter(capsys):
+    adapters = [f"--adapter={name}={DEMO / 'adapters' / name}" for name in ("sort", "reverse")]
+    prompts = ["--prompt=sort:hgfedc=", "--prompt=reverse:abcd=", "--prompt=:abcd="]
+    command = ["generate", "--model", MODEL, *adapters, *prompts, "--max-new-tokens", "9"]
+    assert run(command) == 0
+    assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "reverse: abcd=dcba", "(base): abcd=abcd"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["inspect", "no/such/folder/here"], "no/such/folder/here"),
+        (["generate", "--model", "nowhere", "--prompt", ":a"], "nowhere"),
+        (["generate", "--model", "nowhere", "--prompt", "x:a"], "--adapter x=PATH"),
+        (["generate", "--model", "nowhere", "--prompt", "a"], "NAME:TEXT"),
+        (["generate", "--model", "nowhere", "--prompt", ":"], "NAME:TEXT"),
+        (["generate", "--model", "nowhere", "--adapter", "x", "--prompt", ":a"], "NAME=PATH"),
+        (["generate", "--model", "nowhere", "--adapter", "=x", "--prompt", ":a"], "NAME=PATH"),
+        (["generate", "--model", "nowhere", "--adapter", "x=", "--prompt", ":a"], "NAME=PATH"),
+        (["generate", "--model", "m", "--adapter", "x=a", "--adapter", "x=b", "--prompt", ":a"], "twice"),
+        # what a shell passes on for bytes that are no UTF-8, and what no shell can pass on
+        (["generate", "--model", MODEL, "--prompt", ":a\udcff"], r"'a\udcff' is not UTF-8 text: character 2"),
+        (["generate", "--model", MODEL, "--prompt", ":\ud800"], "is not UTF-8 text"),
+        (["generate", "--model", MODEL, "--prompt", "\udcff:a"], "is not UTF-8 text"),
+        (["generate", "--model", "\udcff", "--prompt", ":a"], r"\udcff/config.json does not exist"),
+        (["generate", "--model", "x\ny\x1b[31m", "--prompt", ":a"], "x y"),
+        (["generate", "--model", MODEL, "--prompt", ":a", "--top-k", "3"], "--temperature above 0"),
+        (["generate", "--model", MODEL, "--prompt", ":"], "NAME:TEXT"),
+    ],
+)
+def test_errors_are_one_line(capsys, command, words):
+    status, line = error_of(capsys, command)
+    assert status == 1
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--temperature", "-1"),
+        ("--temperature", "hot\x1b[31m"),
+        ("--top-k", "-1"),
+        ("--top-k", "0"),
+        ("--top-k", "1.5"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--top-p", "nan"),
+        ("--seed", "-1"),
+        ("--seed", str(2**31)),
+        ("--seed", "9" * 5000),
+        ("--max-new-tokens", "0"),
+        ("--max-new-tokens", str(2**31)),
+        ("--dtype", "int8\n"),
+        ("--model", ""),
+        ("--nonsense\x1b[2J", "1"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(capsys, option, value):
+    status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a", f"{option}={value}"])
+    assert status == 2
+    assert option.replace("\x1b", r"\x1b") in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["inspect", ""], ["nonsense"]])
+def test_an_incomplete_command_ends_with_status_2(capsys, command):
+    assert error_of(capsys, command)[0] == 2
+
+
+@pytest.mark.parametrize("tokens", [59, 10**9])
+def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, monkeypatch, tokens):
+    """The demo's model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
+    monkeypatch.setattr(generate, "load_model", lambda *args: pytest.fail("read"))
+    status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"])
+    assert status == 1
+    assert f"max_new_tokens={tokens} and a prompt of 6 tokens" in line
+    assert "max_position_embeddings=64" in line
+
+
+def test_a_cache_larger_than_the_machine_is_refused(capsys, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
+    command = ["generate", "--model", str(tmp_path / "model"), "--prompt", ":abcd=", "--max-new-tokens", str(2**30)]
+    status, line = error_of(capsys, command)
+    assert status == 1
+    # 2 x 4 layers x 2 heads x 32 x 4 bytes for each of 2^30 + 8 positions
+    assert "2048.0 GiB, and this machine has" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_rank_no_slot_should_be_made_for_is_refused(capsys, tmp_path, command):
+    module = "model.layers.0.self_attn.q_proj"
+    arrays = {module: (np.zeros((513, 128), np.float32), np.zeros((128, 513), np.float32))}
+    jlora.Adapter.from_arrays("wide", arrays, alpha=1).save_pretrained(tmp_path / "wide")
+    if command == "generate":
+        argv = ["generate", "--model", MODEL, "--adapter", f"x={tmp_path / 'wide'}", "--prompt", "x:a"]
+        status, line = error_of(capsys, argv)
+    else:
+        status, line = run(["inspect", str(tmp_path / "wide"), "--model", MODEL]), capsys.readouterr().err
+    assert status == 1
+    assert f"module '{module}' has rank 513; expected at most 512" in line
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", json.dumps({"model": 3})),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"model":' * 100_000),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type":' * 900 + "1" + "}" * 900),
+        ("config.json", '{"model_type": "llama", "model_type": "llama"}'),
+    ],
+)
+def test_hostile_model_files_are_errors_of_one_line(capsys, tmp_path, file, text):
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    status, line = error_of(capsys, ["generate", "--model", str(tmp_path / "model"), "--prompt", ":a"])
+    assert status == 1
+    assert f"model/{file} is not " in line
+
+
+def test_a_panic_of_the_tokenizer_is_an_error(capsys, monkeypatch):
+    class PanicException(BaseException):  # what Rust extensions raise is no Exception
+        pass
+
+    class Tokenizer:
+        def encode(self, text):
+            raise PanicException("index out of range")
+
+    monkeypatch.setattr(generate, "load_tokenizer", lambda file: Tokenizer())
+    assert "index out of range" in error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a"])[1]

@@ -1,0 +1,141 @@
+"""`jlora inspect`: what it prints, that nothing it reads can forge a line, and that it agrees with the manager."""
+
+import json
+import resource
+import shutil
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jlora
+from jlora.cli.commands import run
+from jlora.cli.demo import DEMO
+from jlora.cli.inspect import fit
+from tests.models import goldens
+
+TIED = goldens.FOLDER / "llama-tied-linear"
+
+
+def adapter(modules, *, embeddings=(), name="it", rank=2) -> jlora.Adapter:
+    """Modules as name -> (in, out)."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        module: (
+            rng.normal(size=(rank, inputs)).astype(np.float32),
+            rng.normal(size=(outputs, rank)).astype(np.float32),
+        )
+        for module, (inputs, outputs) in modules.items()
+    }
+    return jlora.Adapter.from_arrays(name, arrays, alpha=4, embeddings=embeddings)
+
+
+def test_inspect_says_what_is_in_an_adapter_and_that_it_fits(capsys):
+    assert run(["inspect", str(DEMO / "adapters" / "swap"), "--model", str(DEMO / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "modules      16, rank up to 16" in out
+    assert "4 x q_proj" in out
+    assert "bfloat16" in out
+    assert ": yes; " in out
+
+
+def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
+    adapter({"model.layers.9.mlp.up_proj": (3, 3)}, name="other").save_pretrained(tmp_path / "other")
+    assert run(["inspect", str(tmp_path / "other"), "--model", str(DEMO / "model")]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1
+    assert err[0].startswith("jlora: error: adapter 'other'")
+    assert "model.layers.9.mlp.up_proj" in err[0]
+
+
+def test_text_of_an_adapter_cannot_forge_lines_or_command_the_terminal(capsys, tmp_path):
+    folder = tmp_path / "evil\nfits         anything: yes\x1b[2J"
+    shutil.copytree(DEMO / "adapters" / "sort", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "base\r\nfits         \u202eyes\x1b]0;title\x07\x9b"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert run(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert [line for line in lines if line.startswith("fits")] == []
+    assert r"evil\nfits         anything: yes\x1b[2J" in lines[0]
+    assert r"base\r\nfits         \u202eyes\x1b]0;title\x07\x9b" in lines[1]
+
+
+MLP = "model.layers.0.mlp"
+ATTENTION = "model.layers.0.self_attn"
+CASES = {
+    "parts": ({f"{ATTENTION}.k_proj": (32, 16), f"{MLP}.down_proj": (40, 32)}, ()),
+    "whole": ({f"{ATTENTION}.qkv_proj": (32, 64)}, ()),
+    "whole and part": ({f"{ATTENTION}.qkv_proj": (32, 64), f"{ATTENTION}.v_proj": (32, 16)}, ()),
+    "embedding": ({"model.embed_tokens": (64, 32)}, ("model.embed_tokens",)),
+    "tied head": ({"lm_head": (32, 64)}, ()),
+    "wrong size": ({f"{ATTENTION}.k_proj": (32, 32)}, ()),
+    "wrong kind": ({f"{MLP}.down_proj": (40, 32)}, (f"{MLP}.down_proj",)),
+    "no layer": ({"model.layers.7.mlp.down_proj": (40, 32)}, ()),
+    "a norm": ({"model.norm": (32, 32)}, ()),
+    "nothing": ({f"{MLP}.side_proj": (40, 32)}, ()),
+}
+
+
+def refusal(judge, *arguments) -> str | None:
+    try:
+        judge(*arguments)
+    except jlora.AdapterMismatchError as error:
+        return str(error)
+    return None
+
+
+def test_inspect_agrees_with_the_manager():
+    model = jlora.models.from_pretrained(TIED)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16, max_cpu_loras=len(CASES)))
+    verdicts = {}
+    for case, (modules, embeddings) in CASES.items():
+        made = adapter(modules, embeddings=embeddings, name=case)
+        verdicts[case] = refusal(manager.add_adapter, made), refusal(fit, made, TIED)
+        for said in verdicts[case]:
+            assert said is None or any(module in said for module in modules)
+    assert all((mine is None) == (theirs is None) for theirs, mine in verdicts.values()), verdicts
+    assert [case for case, (_, mine) in verdicts.items() if mine is None] == [
+        "parts",
+        "whole",
+        "embedding",
+        "tied head",
+    ]
+
+
+def test_slot_bytes_are_those_of_the_arrays():
+    model = jlora.models.from_pretrained(TIED)
+    jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16))
+    arrays = [leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(model, jlora.SlotParam))]
+    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED) == sum(a.nbytes for a in arrays if a.dtype == np.float32)
+
+
+@pytest.mark.parametrize("change", [None, "values", "shape", "module"])
+def test_base_weights_must_be_the_models_own(change):
+    table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"].copy()
+    if change == "values":
+        table[3, 3] += 1
+    if change == "shape":
+        table = table[:-1]
+    name = f"{MLP}.no_proj" if change == "module" else "lm_head"
+    made = adapter({"lm_head": (32, 64)})
+    made = jlora.Adapter(name="it", modules=made.modules, base_weights={name: table})
+    if change is None:
+        fit(made, TIED)
+    else:
+        with pytest.raises(jlora.AdapterMismatchError, match=name):
+            fit(made, TIED)
+
+
+def test_a_huge_rank_allocates_nothing(capsys, tmp_path):
+    """Slots of the demo's model at rank 400,000 would take 17 GB; its tensors 3 MB, since they are one column wide."""
+    adapter({"model.layers.0.mlp.up_proj": (1, 1)}, rank=400_000).save_pretrained(tmp_path / "wide")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert run(["inspect", str(tmp_path / "wide"), "--model", str(DEMO / "model")]) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # kB
+    out, err = capsys.readouterr()
+    assert "rank up to 400000" in out
+    assert "has rank 400000; expected at most 512" in err

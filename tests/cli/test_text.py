@@ -1,0 +1,42 @@
+"""Text from outside is made fit to print, and ordinary text stays as it is."""
+
+import pytest
+
+from jlora.cli.text import one_line, shown, shown_lines, size
+
+
+@pytest.mark.parametrize(
+    "text", ["plain, with spaces", "größer 漢字　かな", "नमस्ते", "👩‍👩‍👧", "می‌خواهم", "C:\\x", "1\u00a0kg"]
+)
+def test_ordinary_text_stays(text):
+    assert shown(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\nb", r"a\nb"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("\x9b\x7f\0", r"\x9b\x7f\x00"),
+        ("\u202eevil\u2066", r"\u202eevil\u2066"),
+        ("\u2028\u2029\x85", r"\u2028\u2029\x85"),
+        ("\udcff\ud800", r"\udcff\ud800"),
+        ("\ufeff\U000e0041", r"\ufeff\U000e0041"),
+    ],
+)
+def test_what_could_forge_is_escaped(text, expected):
+    assert shown(text) == expected
+
+
+def test_lines_of_an_answer_stay_and_are_indented():
+    assert shown_lines("def f():\n\treturn\r\n\x1b[2J\rx", "  ") == "def f():\n  \treturn\n  \\x1b[2J\\rx"
+
+
+def test_errors_are_one_short_line():
+    assert one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
+    assert one_line(MemoryError()) == "MemoryError"
+    assert len(one_line("x" * 10**6)) == 2000
+
+
+def test_sizes():
+    assert [size(n) for n in (512, 3 * 2**20, 5 * 2**29)] == ["0.5 KiB", "3.0 MiB", "2.5 GiB"]

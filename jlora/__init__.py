@@ -1,5 +1,6 @@
 """Multi-LoRA serving for JAX: one Flax model, many PEFT adapters, every sequence its own."""
 
+from jlora import ops
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
@@ -17,7 +18,6 @@ from jlora.layers.slots import SlotParam, SlotRanks
 from jlora.layers.wrap import register_layer
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo, Stats
-from jlora.pallas import api as ops
 
 __version__ = "0.1.0"
 

@@ -17,11 +17,12 @@ MAY_IMPORT = {
     "config": COMMON,
     "adapters": COMMON,
     "pallas": COMMON,
+    "ops": COMMON | {"pallas"},
     "sharding": COMMON,
     "layers": COMMON | {"adapters", "pallas", "sharding"},
     "manager": COMMON | {"adapters", "sharding", "layers"},
     "models": COMMON - {"config"},  # a model like any user's: it knows nothing of LoRA
-    "__init__": COMMON | {"adapters", "pallas", "sharding", "layers", "manager"},
+    "__init__": COMMON | {"adapters", "pallas", "ops", "sharding", "layers", "manager"},
     "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models"},
     "__main__": {"cli"},
 }
@@ -117,7 +118,8 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 
 
 CLEAN = {
-    "jlora/__init__.py": "from jlora.config import LoRAConfig\nfrom jlora.pallas import api as ops\n",
+    "jlora/__init__.py": "from jlora.config import LoRAConfig\nfrom jlora import ops\n",
+    "jlora/ops.py": "from jlora.pallas.api import add_lora\n",
     "jlora/errors.py": "class LoRAError(Exception): ...\n",
     "jlora/config.py": "from jlora.errors import LoRAError\n",
     "jlora/adapters/__init__.py": "from jlora.adapters.adapter import Adapter\n",
@@ -166,6 +168,8 @@ def test_a_clean_tree_passes(tmp_path):
             "x.py:2: jlora.adapters may not mention jax.Array",
         ),
         ("jlora/pallas/x.py", "from jlora import sharding", "pallas may not import sharding"),
+        ("jlora/pallas/x.py", "import jlora.ops", "pallas may not import ops"),
+        ("jlora/ops.py", "from jlora.layers import scope", "ops may not import layers"),
         ("jlora/pallas/x.py", "if TYPE_CHECKING:\n    import jlora.sharding.rules", "pallas may not import sharding"),
         ("jlora/sharding/x.py", "from .. import pallas", "sharding may not import pallas"),
         ("jlora/sharding/x.py", "import jlora.errors\njlora.pallas.api", "sharding may not import pallas"),

@@ -84,7 +84,7 @@ def _local_gpu() -> GPU | None:
     capability = gpu_compute_capability(device)
     shared = gpu_shared_memory(device)
     if shared is None:
-        shared = described.shared_memory if capability is None else _shared_bytes(capability)
+        shared = _shared_bytes(capability) if capability else described.shared_memory
     return GPU(kind, shared, described.capability if capability is None else capability)
 
 

@@ -139,8 +139,8 @@ def shrink_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
 def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     """Shared memory of the expand: blocks of b in flight, h of all ranks, and a block of the output being rearranged.
 
-    The most that the compiler was seen to take. Hopper's matrix unit keeps all stages, but of a float16 model's h, which
-    is float32, little more than half; any other holds a stage less, as does full float32 precision everywhere.
+    The most that the compiler was seen to take. Hopper's matrix unit keeps all stages, but little more than half of a
+    float16 model's h, which is float32; any other holds a stage less, as does full float32 precision everywhere.
     """
     stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
     b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b

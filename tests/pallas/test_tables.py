@@ -6,9 +6,11 @@ from importlib import resources
 
 import pytest
 
+from benchmarks import tune
 from jlora.errors import LoRAError
+from jlora.pallas import gpus
 from jlora.pallas.gpus import GPU, H200
-from jlora.pallas.tables import gpu_tiles, tuned_tables
+from jlora.pallas.tables import Key, gpu_tiles, read_table, tuned_tables
 from jlora.pallas.tiles import GPUTiles, rule_of_thumb
 from tests.pallas.test_tiles import problem
 
@@ -107,3 +109,30 @@ def test_a_folder_that_is_not_there_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path / "absent"))
     with pytest.raises(LoRAError, match=r"JLORA_TUNED_DIR must name a folder.*absent"):
         gpu_tiles(PROBLEM, H200)
+
+
+def test_the_packaged_table_is_written_as_the_search_writes_it(tmp_path):
+    packaged = resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text()
+    (table,) = tuned_tables("nvidia_h200")
+    tune.write_table(tmp_path / "again.json", table)
+    assert (tmp_path / "again.json").read_text() == packaged
+
+
+def test_the_search_writes_a_table_for_the_device_and_shapes_at_hand(monkeypatch, folder):
+    """All but the timing itself, which needs the GPU."""
+    monkeypatch.setattr(tune, "platform", lambda: "gpu")
+    monkeypatch.setattr(tune, "current_gpu", lambda: gpus.GPU("nvidia_l4", 99 << 10, 89))
+    monkeypatch.setattr(tune, "random_layers", lambda *_: None)
+    monkeypatch.setattr(tune, "tune", lambda *_: MINE)
+    arguments = ["tune", "--out", str(folder), "--ranks", "16", "--tokens", "64", "--shapes", "320:512,64,64"]
+    monkeypatch.setattr("sys.argv", arguments)
+    tune.main()
+    assert read_table(folder / "nvidia_l4.json") == {Key("add_lora", "bfloat16", 64, 320, 640, 16): MINE}
+    assert gpu_tiles(PROBLEM, gpus.GPU("nvidia_l4", 99 << 10, 89)) == MINE
+
+
+def test_the_search_needs_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["tune", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert "needs an NVIDIA GPU, but computations run on 'cpu'" in capsys.readouterr().err

@@ -1,6 +1,8 @@
-"""Searches the GPU kernels' tiles for the shapes of `specs`, on the GPU at hand, and writes the tuned table.
+"""Searches the GPU kernels' tiles on the GPU at hand, and writes the tuned table of its kind, <device kind>.json.
 
-    python -m benchmarks.tune --out jlora/pallas/tuned/nvidia_h200.json
+    python -m benchmarks.tune --out jlora/pallas/tuned                                    # the shapes of `specs`
+    python -m benchmarks.tune --out ~/tuned --shapes 2560:4096,1024,1024 --ranks 16       # K:slices of your own model
+    JLORA_TUNED_DIR=~/tuned python serve.py
 
 First the shrinks, by their kernel times; then the expands, with the best shrinks of two numbers of partial sums, which
 the expand has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, Projection, group_ids
 from benchmarks.timing import chain, compile_all, kernel_us, random_layers
 from jlora.pallas import triton
+from jlora.pallas.gpus import current_gpu, platform
+from jlora.pallas.tables import Key, read_table
 from jlora.pallas.tiles import GPUTiles, rows_bucket
 
 SHRINK_FIELDS = ("block_k", "split_k", "block_r", "shrink_warps", "shrink_stages", "shrink_programs")
@@ -108,28 +112,38 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
     return tiles
 
 
+def shape(text: str) -> Projection:
+    """ "2560:4096,1024,1024" -> K = 2560 and three slices."""
+    k, _, slices = text.partition(":")
+    return Projection(text, int(k), tuple(int(size) for size in slices.split(",")))
+
+
+def write_table(path: Path, table: dict[Key, GPUTiles]) -> None:
+    entries = ({**key._asdict(), **dataclasses.asdict(table[key])} for key in sorted(table))
+    path.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=sorted(MIXES))
-    parser.add_argument("--projections", nargs="+", default=sorted(PROJECTIONS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=sorted(MIXES), choices=sorted(MIXES))
+    parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), help="of `specs`")
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="K:N,N,...")
     args = parser.parse_args()
-    entries = json.loads(args.out.read_text()) if args.out.exists() else []
-    table = {tuple(e[name] for name in ("op", "dtype", "rows", "k", "n", "rank")): e for e in entries}
+    if platform() not in ("gpu", "cuda"):
+        parser.error(f"needs an NVIDIA GPU, but computations run on {platform()!r}; set JAX_PLATFORMS=cuda")
+    names = sorted(PROJECTIONS) if args.projections is None and not args.shapes else args.projections or []
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{current_gpu().kind}.json"
+    table = dict(read_table(path, path.stat().st_mtime_ns)) if path.exists() else {}
     for rank in args.ranks:
-        for name in args.projections:
-            projection = PROJECTIONS[name]
+        for projection in [*(PROJECTIONS[name] for name in names), *args.shapes]:
             layers = random_layers(projection, rank, LAYERS)
             for tokens in args.tokens:
-                tiles = tune(projection, rank, tokens, layers)
-                key = ("add_lora", "bfloat16", rows_bucket(tokens), projection.k, projection.n, rank)
-                table[key] = {
-                    **dict(zip(("op", "dtype", "rows", "k", "n", "rank"), key, strict=True)),
-                    **dataclasses.asdict(tiles),
-                }
-                lines = ",\n".join(json.dumps(table[key]) for key in sorted(table))
-                args.out.write_text(f"[\n{lines}\n]\n")  # after every shape: a stopped search keeps what it found
+                key = Key("add_lora", "bfloat16", rows_bucket(tokens), projection.k, projection.n, rank)
+                table[key] = tune(projection, rank, tokens, layers)
+                write_table(path, table)  # after every shape: a stopped search keeps what it found
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jlora import models as models
+    from jlora import ops as ops
     from jlora._public import *
 
 __version__ = "0.2.0"
@@ -36,7 +37,6 @@ __all__ = [
     "SlotParam",
     "SlotRanks",
     "Stats",
-    "ops",
     "register_layer",
     "rows",
     "use",
@@ -49,6 +49,10 @@ if not TYPE_CHECKING:  # a checker reads the imports above, and knows what does 
             import jlora.models
 
             return jlora.models
+        if name == "ops":
+            import jlora.ops
+
+            return jlora.ops
         if name not in __all__:
             raise AttributeError(f"module 'jlora' has no attribute {name!r}")
         from jlora import _public
@@ -58,4 +62,4 @@ if not TYPE_CHECKING:  # a checker reads the imports above, and knows what does 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "models"})
+    return sorted({*globals(), *__all__, "models", "ops"})

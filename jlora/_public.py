@@ -25,6 +25,3 @@ from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
-from jlora.pallas import api
-
-ops = api

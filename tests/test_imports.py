@@ -17,12 +17,13 @@ MAY_IMPORT = {
     "config": COMMON,
     "adapters": COMMON,
     "pallas": COMMON,
+    "ops": COMMON | {"pallas"},
     "sharding": COMMON,
     "layers": COMMON | {"adapters", "pallas", "sharding"},
     "manager": COMMON | {"adapters", "sharding", "layers"},
     "models": COMMON - {"config"},  # a model like any user's: it knows nothing of LoRA
-    "_public": COMMON | {"adapters", "pallas", "sharding", "layers", "manager"},
-    "__init__": {"_public", "models"},  # both when they are asked for
+    "_public": COMMON | {"adapters", "sharding", "layers", "manager"},
+    "__init__": {"_public", "models", "ops"},  # all when they are asked for
     "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models"},
     "__main__": {"cli"},
 }
@@ -118,8 +119,9 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 
 
 CLEAN = {
-    "jlora/__init__.py": "def __getattr__(name):\n    from jlora import _public\n    import jlora.models\n",
-    "jlora/_public.py": "from jlora.config import LoRAConfig\nfrom jlora.pallas import api\nops = api\n",
+    "jlora/__init__.py": "def __getattr__(name):\n    from jlora import _public\n    import jlora.models, jlora.ops\n",
+    "jlora/_public.py": "from jlora.config import LoRAConfig\n",
+    "jlora/ops.py": "from jlora.pallas.api import add_lora\n",
     "jlora/errors.py": "class LoRAError(Exception): ...\n",
     "jlora/config.py": "from jlora.errors import LoRAError\n",
     "jlora/adapters/__init__.py": "from jlora.adapters.adapter import Adapter\n",
@@ -168,6 +170,8 @@ def test_a_clean_tree_passes(tmp_path):
             "x.py:2: jlora.adapters may not mention jax.Array",
         ),
         ("jlora/pallas/x.py", "from jlora import sharding", "pallas may not import sharding"),
+        ("jlora/pallas/x.py", "import jlora.ops", "pallas may not import ops"),
+        ("jlora/ops.py", "from jlora.layers import scope", "ops may not import layers"),
         ("jlora/pallas/x.py", "if TYPE_CHECKING:\n    import jlora.sharding.rules", "pallas may not import sharding"),
         ("jlora/sharding/x.py", "from .. import pallas", "sharding may not import pallas"),
         ("jlora/sharding/x.py", "import jlora.errors\njlora.pallas.api", "sharding may not import pallas"),

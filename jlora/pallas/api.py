@@ -3,8 +3,15 @@
 Rows of `x` belong to groups (an adapter's slot, say); `make_plan` sorts them once a step. Group g applies its own pair
 of factors, a[g] then b[g]. A merged projection (qkv, gate and up) is one matrix with n output slices side by side: each
 slice i has its own a[:, i], and its own columns of b.
+
+What `ranks` promises, in every function and its gradients: with r = ranks[g, i], nothing of a[g, i] or of slice i's
+columns of b[g] at or past r, rounded up to a multiple of 16 (to R where that is less), ever reaches a result; with
+r = 0 nothing at all does. What lies there may be NaN: it is masked, never multiplied by zero. Whoever writes the
+factors only has to zero what is left of the last 16 ranks, from r on.
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -15,8 +22,8 @@ from jaxtyping import Float, Int
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import gradients, xla
+from jlora.pallas.gpus import platform
 from jlora.pallas.plan import Plan, make_plan
-from jlora.pallas.tiles import platform
 
 __all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
 
@@ -35,7 +42,8 @@ def shrink(
       x: [M, K] rows, in the order the plan was made for.
       a: [G, n, R, K] first factors, bfloat16, float16 or float32.
       plan: from `make_plan` with num_groups = G, over M rows.
-      ranks: [G, n] integers: entries of h at or past the rank are zero, and the kernels skip their work. None: all R.
+      ranks: [G, n] integers from 0 to R: entries of h at or past the rank are zero, and the kernels skip their work.
+        What lies in a past the rank, rounded up to 16, is never used, NaN or not. None: all R.
       backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
 
     Returns:
@@ -68,12 +76,12 @@ def expand(
     """delta[m, columns of i] = h[i, m] @ b[group of m, :, columns of i], summed in float32.
 
     Args:
-      h: [n, M, R] float32, from `shrink`.
+      h: [n, M, R] float32, from `shrink`. At and past a row's rank it may hold anything.
       b: [G, R, N] second factors with scaling folded in; all n slices side by side.
       plan: the plan of `shrink`.
       slice_sizes: the n column counts, summing to N.
       base: [M, N] to add to. The sum is made in float32 and rounded once to base.dtype.
-      ranks: as for `shrink`.
+      ranks: as for `shrink`; what lies in b past the rank, rounded up to 16, is never used either.
       backend: as for `shrink`.
 
     Returns:
@@ -115,7 +123,8 @@ def add_lora(
       a: [G, n, R, K]; b: [G, R, N], scaling folded in.
       plan: from `make_plan` with num_groups = G, over M rows.
       slice_sizes: the n column counts, summing to N; None for one slice.
-      ranks: [G, n] true rank of each group and slice; 0 leaves the slice alone. None: all R.
+      ranks: [G, n] true rank of each group and slice; 0 leaves the slice alone. What lies in a and b past the rank,
+        rounded up to 16, is never used, NaN or not. None: all R.
       backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
 
     Returns:
@@ -146,8 +155,9 @@ def add_lora(
 def unsupported_reason(backend: Backend, base, x, a, b, *, slice_sizes: Sequence[int]) -> str | None:
     """Why `backend` cannot run `add_lora` on operands of these shapes and dtypes (arrays or `jax.ShapeDtypeStruct`s).
 
-    None if it can. Pure: it looks at no device, so a program can be checked for a machine that is elsewhere. "auto"
-    can always run: it takes the platform's kernels if they can, else "xla".
+    None if it can. It compiles nothing. For "triton" the answer is that of one kind of GPU: the one that the caller
+    lowers for (`jax.sharding.use_abstract_mesh`), else the default device, else an H200. "auto" can always run: it
+    takes the platform's kernels if they can, else "xla".
     """
     kernels = _kernels(backend)
     return None if kernels is None else kernels.unsupported_reason(base, x, a, b, slice_sizes=tuple(slice_sizes))
@@ -173,11 +183,21 @@ def _choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) ->
     if backend == "auto":
         where = platform()
         name: Backend = "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
-        return _kernels(name) if unsupported_reason(name, base, x, a, b, slice_sizes=sizes) is None else None
+        reason = unsupported_reason(name, base, x, a, b, slice_sizes=sizes)
+        if reason is not None:
+            shapes = ", ".join(f"{n} {v.dtype}{list(v.shape)}" for n, v in zip("xab", (x, a, b), strict=True))
+            _tell_once(f"{op}: backend 'auto' takes 'xla' for {shapes}: '{name}' {reason}")
+        return _kernels(name) if reason is None else None
     reason = unsupported_reason(backend, base, x, a, b, slice_sizes=sizes)
     if reason is not None:
         raise LoRAError(f"{op}: backend {backend!r} {reason}")
     return _kernels(backend)
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    """Logs what runs slower than it might. The message names the reason and the shapes, so each pair is told once."""
+    logging.getLogger("jlora").warning(message)
 
 
 def _like(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -67,7 +67,7 @@ def _add_lora_backward(run, slice_sizes, residuals, dout):
 def _shrink_grads(x, a, plan: Plan, ranks, dh):
     x_tiles = xla.to_tiles(x, plan).astype(jnp.float32)
     dh_tiles = xla.mask_ranks(xla.to_slice_tiles(dh, plan), plan, ranks)
-    dx = jnp.einsum("tnmr,tnrk->tmk", dh_tiles, a[plan.tile_group].astype(jnp.float32), precision="highest")
+    dx = _dot("tnmr,tnrk->tmk", dh_tiles, xla.take_a(a, plan, ranks).astype(jnp.float32))
     da = _sum_by_group(lambda dh, x: _dot("nmr,mk->nrk", dh, x), a.shape, plan, dh_tiles, x_tiles)
     return xla.to_rows(dx, plan).astype(x.dtype), da.astype(a.dtype)
 
@@ -76,8 +76,8 @@ def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
     h_tiles = xla.mask_ranks(xla.to_slice_tiles(h, plan), plan, ranks)
     dout_tiles = xla.to_tiles(dout, plan).astype(jnp.float32)
     columns = [slice(sum(slice_sizes[:i]), sum(slice_sizes[: i + 1])) for i in range(len(slice_sizes))]
-    b_tiles = b[plan.tile_group].astype(jnp.float32)
-    dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b_tiles[..., c]) for c in columns], axis=1)
+    b_tiles = xla.take_b(b, plan, slice_sizes, ranks)
+    dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b) for c, b in zip(columns, b_tiles, strict=True)], axis=1)
     dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.mask_ranks(dh, plan, ranks), 1, 2), plan), 1, 0)
 
     def tile_db(h, dout):

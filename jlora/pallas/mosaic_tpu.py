@@ -87,6 +87,10 @@ def expand(
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.expand`. The fused kernel, shrinking by the identity, which is exact."""
     n, rows, rank = h.shape
+    if ranks is not None:  # the identity would spread a NaN past a row's rank over all of it
+        group = _row_groups(plan)
+        row_ranks = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0)].T)  # [n, M]
+        h = jnp.where(jnp.arange(rank, dtype=jnp.int32)[None, None, :] < row_ranks[..., None], h, 0)
     identity = jnp.broadcast_to(jnp.eye(n * rank).reshape(n, rank, -1), (b.shape[0], n, rank, n * rank))
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
     base = jnp.zeros((rows, b.shape[2]), b.dtype) if base is None else base

@@ -1,7 +1,9 @@
 """The plan: which rows use which weights, as a static number of tiles. Made once a step, shared by every layer."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,6 @@ from jlora.errors import LoRAError
 from jlora.pallas.tiles import max_tiles, plan_tile_m
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
     """Rows sorted by group and cut into tiles of at most `tile_m` rows; a tile never spans two groups.
@@ -25,8 +26,8 @@ class Plan:
 
     Attributes:
       row_order: [M] sorted position -> row. A permutation; rows of one group keep their order.
-      row_slot: [M] row -> its place in the [T * tile_m] rows of all tiles; T * tile_m for a dropped row.
-      tile_rows: [T * tile_m] the rows of every tile; M where a tile has no row.
+      row_slot: [M] row -> its place in the [P] rows of all tiles; P for a dropped row.
+      tile_rows: [P], P = T * tile_m, the rows of every tile; M where a tile has no row.
       tile_group: [T] the group of a tile; 0 for an empty tile. Non-empty tiles come first, in rising group order.
       tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
       tiles_used: [1] how many tiles are not empty.
@@ -35,13 +36,13 @@ class Plan:
 
     row_order: Int[jax.Array, "M"]
     row_slot: Int[jax.Array, "M"]
-    tile_rows: Int[jax.Array, "T*tile_m"]
+    tile_rows: Int[jax.Array, "P"]
     tile_group: Int[jax.Array, "T"]
     tile_start: Int[jax.Array, "T"]
     tile_end: Int[jax.Array, "T"]
     tiles_used: Int[jax.Array, "1"]
-    num_groups: int = field(metadata={"static": True})
-    tile_m: int = field(metadata={"static": True})
+    num_groups: int
+    tile_m: int
 
     @property
     def num_rows(self) -> int:
@@ -50,6 +51,30 @@ class Plan:
     @property
     def num_tiles(self) -> int:
         return self.tile_group.shape[0]
+
+
+_LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
+
+
+def _flatten(plan: Plan) -> tuple[list[Any], tuple[int, int]]:
+    return [getattr(plan, name) for name in _LEAVES], (plan.num_groups, plan.tile_m)
+
+
+def _flatten_with_keys(plan: Plan) -> tuple[list[tuple[Any, Any]], tuple[int, int]]:
+    leaves, static = _flatten(plan)
+    return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in zip(_LEAVES, leaves, strict=True)], static
+
+
+def _unflatten(static: tuple[int, int], leaves: Iterable[Any]) -> Plan:
+    """Past `__init__`, to whose types JAX does not keep: it unflattens shapes, shardings, batched leaves, anything."""
+    plan = object.__new__(Plan)
+    names = (*_LEAVES, "num_groups", "tile_m")
+    for name, value in zip(names, (*leaves, *static), strict=True):
+        object.__setattr__(plan, name, value)
+    return plan
+
+
+jax.tree_util.register_pytree_with_keys(Plan, _flatten_with_keys, _unflatten, _flatten)
 
 
 def make_plan(

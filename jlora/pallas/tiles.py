@@ -1,14 +1,11 @@
-"""Tile choice: explicit > tuned table > heuristic, from static sizes only: no result depends on a batch's mix."""
+"""Sizes of tiles, from static sizes only: no result depends on a batch's mix. `tables` chooses among them."""
 
-import functools
-import json
-from dataclasses import dataclass, fields
-from importlib import resources
-
-import jax
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
+from jlora.pallas.gpus import platform
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,6 @@ class GPUTiles:
             raise LoRAError("GPUTiles: block_k, block_r and block_n must be at least 16, what a matrix unit takes")
 
 
-def platform() -> str:
-    """The platform that unplaced computations run on: "cpu", "gpu" or "tpu"."""
-    device = getattr(jax.config, "jax_default_device", None)  # set by `jax.default_device(...)`
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
-
-
 def max_tiles(num_rows: int, tile_m: int, max_active: int) -> int:
     """The most tiles that `num_rows` rows in at most `max_active` groups can need.
 
@@ -92,33 +81,109 @@ def rows_bucket(num_rows: int) -> int:
     return 1 << max(0, num_rows - 1).bit_length()
 
 
-def gpu_tiles(dtype: str, rows: int, tile_m: int, k: int, n: int, rank: int) -> GPUTiles:
-    """Tiles of `add_lora` on a GPU: the tuned table's for this or the next tuned rank, else a rule of thumb.
+class ItemSizes(NamedTuple):
+    """Bytes of an element of every operand; h: on its way into the expand's matrix unit."""
 
-    What was tuned for a larger rank fits into shared memory with a smaller one, but not the other way round.
+    x: int
+    a: int
+    b: int
+    h: int
+
+
+@dataclass(frozen=True)
+class GPUProblem:
+    """The static sizes of an `add_lora` that its tiles on a GPU depend on.
+
+    Attributes:
+      dtype: x's; b's for an expand alone.
+      rows, k, n, slices, rank: M, K, N, the number of slices and R.
+      tile_m: rows a tile of the plan.
+      itemsizes: bytes of their elements.
     """
-    shape = ("add_lora", dtype, rows_bucket(rows), k, n)
-    table = tuned_table("nvidia_h200")
-    tuned = min((key[5] for key in table if key[:5] == shape and key[5] >= rank), default=None)
-    return _gpu_rule(dtype, rows, tile_m, k, rank) if tuned is None else table[(*shape, tuned)]
+
+    dtype: str
+    rows: int
+    tile_m: int
+    k: int
+    n: int
+    slices: int
+    rank: int
+    itemsizes: ItemSizes
+
+    @property
+    def padded_rank(self) -> int:
+        """Ranks in the blocks that the expand multiplies at a time."""
+        block = rank_block(self.rank)
+        return -(-self.rank // block) * block
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in the kernels: a power of two, at least the 16 that a matrix unit takes."""
+        return max(16, 1 << (self.tile_m - 1).bit_length())
 
 
-@functools.cache
-def tuned_table(device: str) -> dict[tuple[str, str, int, int, int, int], GPUTiles]:
-    """The tuned tiles of a device, by (op, dtype, rows bucket, K, N, rank)."""
-    path = resources.files("jlora.pallas").joinpath("tuned", f"{device}.json")
-    table = {}
-    for entry in json.loads(path.read_text()):
-        key = tuple(entry.pop(name) for name in ("op", "dtype", "rows", "k", "n", "rank"))
-        table[key] = GPUTiles(**entry)
-    return table
+def rank_block(rank: int) -> int:
+    """Ranks that one dot of the expand handles: a power of two, at least the 16 that a matrix unit takes."""
+    return min(64, max(16, 1 << (rank - 1).bit_length()))
 
 
-def _gpu_rule(dtype: str, rows: int, tile_m: int, k: int, rank: int) -> GPUTiles:
+def shrink_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
+    """Shared memory of the shrink: blocks of x and a, `shrink_stages` of them in flight.
+
+    That is what the compiler takes for Hopper's matrix unit; for any other it holds a stage less.
+    """
+    block_r = min(tiles.block_r, -(-p.slices * p.rank // 16) * 16)
+    return tiles.shrink_stages * tiles.block_k * (p.tile_rows * p.itemsizes.x + block_r * p.itemsizes.a)
+
+
+def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
+    """Shared memory of the expand: blocks of b in flight, h of all ranks, and a block of the output being rearranged.
+
+    The most that the compiler was seen to take. Hopper's matrix unit keeps all stages, but little more than half of a
+    float16 model's h, which is float32; any other holds a stage less, as does full float32 precision everywhere.
+    """
+    stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
+    b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b
+    h = p.tile_rows * p.padded_rank * p.itemsizes.h
+    return b + h + p.tile_rows * tiles.block_n * 4
+
+
+def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | None:
+    """The tiles, each kernel's cut down until it fits into `shared_memory` bytes, or None if that cannot be.
+
+    First what is read ahead goes, down to two stages, then the blocks shrink, last the second stage goes.
+    """
+    while shrink_shared_bytes(tiles, p) > shared_memory:
+        if tiles.shrink_stages > 2:
+            tiles = replace(tiles, shrink_stages=tiles.shrink_stages - 1)
+        elif tiles.block_k > 64:
+            tiles = replace(tiles, block_k=tiles.block_k // 2)
+        elif tiles.block_r > 16:
+            tiles = replace(tiles, block_r=tiles.block_r // 2)
+        elif tiles.block_k > 16:
+            tiles = replace(tiles, block_k=tiles.block_k // 2)
+        elif tiles.shrink_stages > 1:
+            tiles = replace(tiles, shrink_stages=1)
+        else:
+            return None
+    while expand_shared_bytes(tiles, p) > shared_memory:
+        if tiles.stages > 2:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+        elif tiles.block_n > 16:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        elif tiles.stages > 1:
+            tiles = replace(tiles, stages=1)
+        else:
+            return None
+    return tiles
+
+
+def rule_of_thumb(p: GPUProblem) -> GPUTiles:
     """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
-    wide = rank > 64 or tile_m > 64
+    rows, k, rank = p.rows, p.k, p.rank
+    wide = rank > 64 or p.tile_m > 64
     few = rows <= 512
-    size = 4 if dtype == "float32" else 2
+    size = 4 if p.dtype == "float32" else 2
     narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
     programs = 528 if few else 264
     expand = {

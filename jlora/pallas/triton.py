@@ -13,22 +13,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
+from jlora.pallas.gpus import GPU, current_gpu
 from jlora.pallas.plan import Plan
-from jlora.pallas.tiles import GPUTiles, gpu_tiles
+from jlora.pallas.tables import gpu_tiles, too_large
+from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, rank_block
 
 MAX_RANK = 512
+MIN_CAPABILITY = 80  # of Triton's compiler
 WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the true rank takes longer than it saves
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
-    """Why the kernels cannot run `add_lora` on operands of these shapes and dtypes, or None if they can."""
-    del slice_sizes  # any will do
+    """Why the kernels cannot run `add_lora` on operands of these shapes and dtypes, on `current_gpu()`, or None."""
+    gpu = current_gpu()
+    if gpu.capability is not None and gpu.capability < MIN_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, which {gpu.kind} is not; use backend='xla'"
     for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"takes bfloat16, float16 and float32, but {name} is {array.dtype}; cast it"
     if a.shape[2] > MAX_RANK:
         return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
-    return None
+    return too_large(_problem(x, a, b, len(slice_sizes), 16), gpu) if x.shape[0] else None
+
+
+def _problem(x, a, b, slices: int, tile_m: int) -> GPUProblem:
+    """The sizes of an `add_lora`."""
+    h = jnp.bfloat16 if _dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
+    sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
+    (rows, k), (_, rank, n) = x.shape, b.shape
+    return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes)
+
+
+def _dot_dtype(x, a, b):
+    return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
 def shrink(
@@ -38,11 +55,14 @@ def shrink(
     *,
     ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
+    gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "n M R"]:
     """See `jlora.ops.shrink`."""
-    tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, a.shape[3], a.shape[3], a.shape[2])
-    ranks = _all_ranks(a.shape[0], a.shape[1], a.shape[2]) if ranks is None else ranks
+    groups, n, rank, k = a.shape
+    b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # as if it led back to K columns
+    tiles = tiles or gpu_tiles(_problem(x, a, b, n, plan.tile_m), gpu)
+    ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
@@ -59,13 +79,16 @@ def expand(
     base: Float[jax.Array, "M N"] | None,
     ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
+    gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.expand`."""
     ranks = _all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
     if base is None:
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
-    tiles = tiles or gpu_tiles(b.dtype.name, plan.num_rows, plan.tile_m, b.shape[2], b.shape[2], b.shape[1])
+    x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # as if h came of N columns
+    a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
+    tiles = tiles or gpu_tiles(_problem(x, a, b, len(slice_sizes), plan.tile_m), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
 
@@ -80,13 +103,14 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Int[jax.Array, "G n"] | None,
     tiles: GPUTiles | None = None,
+    gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
-    groups, n, rank, k = a.shape
+    groups, n, rank, _ = a.shape
     ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
-    tiles = tiles or gpu_tiles(x.dtype.name, x.shape[0], plan.tile_m, k, b.shape[2], rank)
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
+    tiles = tiles or gpu_tiles(_problem(x, a, b, n, plan.tile_m), gpu)
+    dtype = _dot_dtype(x, a, b)
     # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
     # range that h may have.
     h_dtype = jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
@@ -211,7 +235,7 @@ def _expand_kernel(
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
         true_rank = plt.load(ranks_ref.at[group, i])
         read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
-        blocks = [r0 + jnp.arange(_rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, _rank_block(rank))]
+        blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
 
         def columns(j):
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
@@ -341,11 +365,6 @@ def _find_chunk(chunk, counts, slice_sizes):
         align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
         begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
     return i, first, stride, begin, end
-
-
-def _rank_block(rank: int) -> int:
-    """Ranks that one dot handles: a power of two, at least the 16 that a matrix unit takes."""
-    return min(64, max(16, 1 << (rank - 1).bit_length()))
 
 
 def _load(ref, index, mask):

@@ -75,7 +75,7 @@ def _has_group(plan: Plan):
 
 def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
     """[T, t, K] x [G, n, R, K] -> [T, n, t, R] float32."""
-    a_tiles = a[plan.tile_group]
+    a_tiles = take_a(a, plan, ranks)
     dtype = jnp.promote_types(x_tiles.dtype, a.dtype)
     h = jnp.einsum(
         "tmk,tnrk->tnmr",
@@ -87,23 +87,40 @@ def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
     return mask_ranks(h, plan, ranks)
 
 
+def take_a(a, plan: Plan, ranks):
+    """[G, n, R, K] -> [T, n, R, K], zero at and past each tile's true rank: what lies there may not be finite."""
+    tiles = a[plan.tile_group]
+    return tiles if ranks is None else jnp.where(_below_rank(a.shape[2], plan, ranks)[..., None], tiles, 0)
+
+
+def take_b(b, plan: Plan, slice_sizes, ranks):
+    """[G, R, N] -> float32 [T, R, columns of the slice] for every slice, zero as `take_a` is."""
+    tiles, parts, start = b[plan.tile_group].astype(jnp.float32), [], 0
+    below = None if ranks is None else _below_rank(b.shape[1], plan, ranks)
+    for i, size in enumerate(slice_sizes):
+        columns = jax.lax.slice_in_dim(tiles, start, start + size, axis=2)
+        parts.append(columns if below is None else jnp.where(below[:, i, :, None], columns, 0))
+        start += size
+    return parts
+
+
 def mask_ranks(h, plan: Plan, ranks):
     """Zeroes [T, n, tile_m, R] at and past each tile's true rank."""
-    if ranks is None:
-        return h
-    below = jnp.arange(h.shape[-1], dtype=jnp.int32)[None, None, :] < ranks[plan.tile_group][:, :, None]
-    return jnp.where(below[:, :, None, :], h, 0)
+    return h if ranks is None else jnp.where(_below_rank(h.shape[-1], plan, ranks)[:, :, None, :], h, 0)
+
+
+def _below_rank(rank: int, plan: Plan, ranks):
+    """[T, n, R]: which ranks a tile's group has."""
+    return jnp.arange(rank, dtype=jnp.int32)[None, None, :] < ranks[plan.tile_group][:, :, None]
 
 
 def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     """[T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
     h_tiles = mask_ranks(h_tiles, plan, ranks)
-    b_tiles = b[plan.tile_group].astype(jnp.float32)
-    parts, start = [], 0
-    for i, size in enumerate(slice_sizes):
-        columns = jax.lax.slice_in_dim(b_tiles, start, start + size, axis=2)
-        parts.append(jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest"))
-        start += size
+    parts = [
+        jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
+        for i, columns in enumerate(take_b(b, plan, slice_sizes, ranks))
+    ]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 

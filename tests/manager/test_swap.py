@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jlora.manager.swap import make_layout, make_write, pack
 
 import jlora
-from jlora.manager.swap import make_layout, make_write, pack
 from tests.manager.tiny import make_adapter, make_world, same
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

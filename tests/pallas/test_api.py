@@ -1,5 +1,8 @@
 """Dispatch, and the derivatives of the kernels against those of the XLA path."""
 
+import subprocess
+import sys
+import types
 from functools import partial
 
 import jax
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
+from jlora.pallas import api, gpus, gradients, mosaic_tpu, triton, xla
 from jlora.pallas.plan import make_plan
 from tests import oracle
 from tests.pallas.lowering import lowered_text
@@ -54,12 +57,41 @@ def test_auto_takes_xla_where_the_kernels_cannot_and_a_named_backend_says_why(mo
         lowered("triton", "cuda", rank=600)
 
 
+def test_auto_tells_once_for_every_reason_and_shape(monkeypatch, caplog):
+    monkeypatch.setattr(api, "platform", lambda: "gpu")
+    for rank in (601, 602, 601, 601):
+        lowered("auto", "cuda", rank=rank)
+    told = [record for record in caplog.records if record.name == "jlora"]
+    assert len(told) == 2
+    text = told[0].getMessage()
+    for part in ("add_lora: backend 'auto' takes 'xla' for x bfloat16[16, 128]", "a bfloat16[4, 1, 601, 128]", "512"):
+        assert part in text
+    lowered("auto", "cuda", rank=16)
+    assert len([record for record in caplog.records if record.name == "jlora"]) == 2
+
+
+def test_a_gpu_that_cannot_says_so(monkeypatch):
+    monkeypatch.setattr(gpus, "default_device", lambda: types.SimpleNamespace(device_kind="Tesla T4", platform="gpu"))
+    struct = jax.ShapeDtypeStruct
+    args = [struct(s, jnp.float32) for s in ((64, 8), (64, 16), (2, 1, 8, 16), (2, 8, 8))]
+    assert "compute capability 8.0 or newer, which tesla_t4 is not" in api.unsupported_reason(
+        "triton", *args, slice_sizes=(8,)
+    )
+
+
+def test_ops_is_a_module_of_its_own():
+    script = "import jlora.ops as o, jlora; assert jlora.ops is o; print(*sorted(o.__all__))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"], run.stderr
+
+
 def test_a_named_backend_is_never_replaced():
     """On a CPU the GPU kernels cannot run: that is an error of the platform, not a reason to run something else."""
     with pytest.raises(Exception, match=r"(?i)gpu|cpu|interpret"):
         lowered("triton", "cpu")
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_unknown_backend():
     with pytest.raises(LoRAError, match="backend must be"):
         lowered("cuda", "cpu")

@@ -3,14 +3,18 @@
 Interpret mode cannot show what the compiler makes of a shape: shared memory, masked tails, wide loads.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import api
-from jlora.pallas.tiles import platform
+from jlora.pallas import api, triton
+from jlora.pallas.gpus import GPU, current_gpu, platform
+from jlora.pallas.tables import too_large
 from tests import oracle
+from tests.pallas.lowering import shared_memory
 from tests.pallas.test_xla import close, problem
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
@@ -77,3 +81,32 @@ def test_vmap():
 
     for got, one_base, one_x in zip(jax.jit(jax.vmap(run))(bases, xs), bases, xs, strict=True):
         close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
+
+
+SMALL = GPU("of_99_kb", 99 << 10, 89)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "k", "sizes", "rank", "groups"),
+    [*SHAPES, (64, 4096, (4096, 1024, 1024), 16, 64), (2048, 4096, (14336, 14336), 64, 8), (600, 512, (512,), 256, 2)],
+)
+def test_the_rule_for_99_kb_compiles_and_takes_no_more(rows, k, sizes, rank, groups, dtype, tmp_path):
+    plan = api.make_plan(jnp.zeros(rows, jnp.int32), num_groups=groups)
+    shapes = (rows, sum(sizes)), (rows, k), (groups, len(sizes), rank, k), (groups, rank, sum(sizes))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    reason = too_large(triton._problem(*arrays[1:], len(sizes), 16), SMALL)
+    assert (reason is not None) == (rank == 512 and rows >= 32 and dtype != "bfloat16")
+    if reason is None:
+        run = jax.jit(partial(triton.add_lora, plan=plan, slice_sizes=sizes, ranks=None, gpu=SMALL))
+        found = shared_memory(run.lower(*arrays), tmp_path)
+        assert set(found) == {"lora_shrink", "lora_expand"}
+        assert max(found.values()) <= SMALL.shared_memory
+
+
+def test_the_device_says_what_it_is():
+    gpu = current_gpu()
+    assert gpu.kind == jax.devices()[0].device_kind.lower().replace(" ", "_")
+    assert gpu.shared_memory == jax.devices()[0].shared_memory_per_block_optin
+    assert gpu.capability is not None
+    assert gpu.capability >= 80

@@ -122,6 +122,7 @@ def test_cost_does_not_grow_with_slots():
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -184,6 +184,7 @@ def test_few_rows_are_cheap_and_many_share_their_weights():
     assert plan.num_tiles <= 1024 // 32
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

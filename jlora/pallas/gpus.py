@@ -1,0 +1,100 @@
+"""Which GPU a program is for, and what of it the choice of tiles depends on."""
+
+import re
+from dataclasses import dataclass
+
+import jax
+
+from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_shared_memory
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A kind of GPU.
+
+    Attributes:
+      kind: `jax.Device.device_kind`, normalised: "nvidia_h200". Names the tuned table.
+      shared_memory: bytes that one program of a kernel may use.
+      capability: compute capability, 90 for 9.0; 0 for a GPU that is not NVIDIA's; None if it is not known.
+    """
+
+    kind: str
+    shared_memory: int
+    capability: int | None = None
+
+
+H200 = GPU("nvidia_h200", 227 << 10, 90)
+
+# Compute capability -> KiB of shared memory a block may ask for (CUDA programming guide, "Compute Capabilities").
+_SHARED_KIB = {
+    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
+_LEAST_SHARED = 99 << 10  # of all parts since Ampere
+# For programs that are lowered where there is no such device to ask. "nvidia_a100" covers "nvidia_a100_sxm4_40gb".
+_CAPABILITY = {
+    "nvidia_a100": 80, "nvidia_a30": 80, "nvidia_a10": 86, "nvidia_a10g": 86, "nvidia_a40": 86, "nvidia_a16": 86,
+    "nvidia_l4": 89, "nvidia_l40": 89, "nvidia_l40s": 89, "nvidia_geforce_rtx_4090": 89, "nvidia_h100": 90,
+    "nvidia_h200": 90, "nvidia_gh200": 90, "nvidia_b200": 100, "nvidia_gb200": 100, "nvidia_b300": 103,
+    "nvidia_gb300": 103, "nvidia_gb10": 121, "nvidia_thor": 110, "nvidia_rtx_pro": 120, "tesla_t4": 75,
+    "tesla_v100": 70,
+}  # fmt: skip
+
+
+def platform() -> str:
+    """The platform that unplaced computations run on: "cpu", "gpu" or "tpu"."""
+    device = default_device()
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
+def device_kind(name: str) -> str:
+    """`jax.Device.device_kind` as the name of a table: "NVIDIA H200" -> "nvidia_h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def shorter_kinds(kind: str) -> list[str]:
+    """The kind, then without its last words one after the other: a form of a chip is tuned as the chip is."""
+    words = kind.split("_")
+    return ["_".join(words[:end]) for end in range(len(words), 0, -1)]
+
+
+def current_gpu() -> GPU:
+    """The GPU that a program traced now is for.
+
+    The abstract device's that the caller lowers for (`jax.sharding.use_abstract_mesh`), else the default device; where
+    neither is a GPU, an H200, which is what the packaged table was made for.
+    """
+    local = _local_gpu()
+    target = abstract_device()
+    if target is not None and target[0] in ("gpu", "cuda", "rocm"):
+        kind = device_kind(target[1])
+        return local if local is not None and local.kind == kind else _described(kind, target[0])
+    return H200 if local is None else local
+
+
+def _local_gpu() -> GPU | None:
+    if platform() not in ("gpu", "cuda", "rocm"):
+        return None
+    device = default_device()
+    if device is None or isinstance(device, str):
+        device = jax.local_devices(backend="gpu")[0]
+    kind = device_kind(device.device_kind)
+    described = _described(kind, device.platform)
+    capability = gpu_compute_capability(device)
+    shared = gpu_shared_memory(device)
+    if shared is None:
+        shared = _shared_bytes(capability) if capability else described.shared_memory
+    return GPU(kind, shared, described.capability if capability is None else capability)
+
+
+def _described(kind: str, where: str) -> GPU:
+    """What is known of a kind by its name."""
+    if where == "rocm" or kind.startswith(("gfx", "amd")):
+        return GPU(kind, 64 << 10, 0)
+    capability = next((_CAPABILITY[name] for name in shorter_kinds(kind) if name in _CAPABILITY), None)
+    return GPU(kind, _LEAST_SHARED if capability is None else _shared_bytes(capability), capability)
+
+
+def _shared_bytes(capability: int) -> int:
+    return _SHARED_KIB[capability] << 10 if capability in _SHARED_KIB else _LEAST_SHARED

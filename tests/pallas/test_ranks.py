@@ -1,0 +1,153 @@
+"""What lies past a rank, rounded up to 16, never reaches a result or a gradient: NaN is put there.
+
+The oracle is given the same factors with zeros there.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
+from tests import oracle
+from tests.pallas.test_triton import TILES
+from tests.pallas.test_xla import close
+
+SIZES, K, ROWS = (20, 9), 40, 11
+IDS = np.array([0, 1, 0, 4, 1, 2, 0, 2, 1, 3, -1])
+RANKS = [  # R, ranks [G, n]
+    (40, [[17, 0], [40, 3], [0, 0], [16, 33]]),
+    (16, [[16, 0], [5, 1], [0, 0], [0, 16]]),
+    (24, [[24, 0], [3, 17], [0, 0], [0, 16]]),
+    (20, [[20, 0], [3, 17], [0, 0], [0, 16]]),
+]
+BACKENDS = {
+    "xla": xla,
+    "triton": triton,
+    "mosaic_tpu": mosaic_tpu,
+}
+
+
+def run_of(backend, op):
+    run = getattr(BACKENDS[backend], op)
+    if backend == "triton":
+        return partial(run, tiles=TILES, interpret=True)
+    return partial(run, interpret=True) if backend == "mosaic_tpu" else run
+
+
+@pytest.fixture(params=RANKS, ids=lambda case: f"R{case[0]}")
+def poisoned(request):
+    """Clean and poisoned a and b: zero past the rank in both, then NaN or Inf past the rank rounded up to 16."""
+    rank, ranks = request.param
+    rng = np.random.default_rng(0)
+    ranks = np.array(ranks)
+    r = np.arange(rank)
+    a = np.where((r < ranks[..., None])[..., None], rng.normal(size=(4, 2, rank, K)), 0)
+    of_column = np.repeat(ranks, SIZES, axis=1)  # [G, N]
+    b = np.where(r[None, :, None] < of_column[:, None, :], rng.normal(size=(4, rank, sum(SIZES))), 0)
+    kept = np.minimum(-(-ranks // 16) * 16, rank)
+    bad_a = np.where((r < kept[..., None])[..., None], a, np.nan)
+    bad_b = np.where(r[None, :, None] < np.repeat(kept, SIZES, axis=1)[:, None, :], b, np.inf)
+    assert np.isnan(bad_a).any()
+    assert np.isinf(bad_b).any()
+    base, x = rng.normal(size=(ROWS, sum(SIZES))), rng.normal(size=(ROWS, K))
+    floats = [jnp.asarray(v, jnp.float32) for v in (base, x, a, b, bad_a, bad_b)]
+    plan = api.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16)
+    return *floats, plan, jnp.asarray(ranks, jnp.int32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_add_lora(poisoned, backend):
+    base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
+    got = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")(
+        base, x, bad_a, bad_b, plan, slice_sizes=SIZES, ranks=ranks
+    )
+    close(got, oracle.add_lora(base, x, IDS, a, b, SIZES), 2e-6)
+    untouched = np.isin(IDS, [-1, 2, 4])
+    np.testing.assert_array_equal(np.asarray(got)[untouched], np.asarray(base)[untouched])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shrink(poisoned, backend):
+    _, x, a, _, bad_a, _, plan, ranks = poisoned
+    got = np.asarray(jax.jit(run_of(backend, "shrink"))(x, bad_a, plan, ranks=ranks))
+    owned = (IDS >= 0) & (IDS < 4)
+    want = np.einsum("mk,mnrk->nmr", np.asarray(x, np.float64), np.asarray(a, np.float64)[np.where(owned, IDS, 0)])
+    close(got, want * owned[None, :, None], 2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_base", [True, False])
+def test_expand(poisoned, backend, with_base):
+    """As an embedding calls it: h is gathered from the slot arrays, so it holds what they hold past the rank."""
+    base, x, a, b, _, bad_b, plan, ranks = poisoned
+    group = np.where((IDS >= 0) & (IDS < 4), IDS, 0)
+    h = np.einsum("mk,mnrk->nmr", x, np.asarray(a)[group])
+    past = np.arange(h.shape[2]) >= np.asarray(ranks)[group].T[..., None]
+    h = jnp.asarray(np.where(past, np.nan, h), jnp.float32)
+    got = jax.jit(run_of(backend, "expand"), static_argnames="slice_sizes")(
+        h, bad_b, plan, slice_sizes=SIZES, base=base if with_base else None, ranks=ranks
+    )
+    delta = oracle.lora_delta(x, IDS, a, b, SIZES)
+    close(got, delta + np.asarray(base) if with_base else delta, 3e-6)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_gradients(poisoned, backend):
+    """Against a dense float64 gradient, row by row. The kernels share one backward pass: Triton's stands for both."""
+    base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
+    cotangent = np.random.default_rng(1).normal(size=base.shape)
+    run = run_of(backend, "add_lora")
+
+    def call(base, x, a, b):
+        if backend == "xla":
+            return run(base, x, a, b, plan, slice_sizes=SIZES, ranks=ranks)
+        return gradients.add_lora(run, SIZES, base, x, a, b, plan, ranks)
+
+    pull = jax.vjp(call, base, x, bad_a, bad_b)[1]
+    got = pull(jnp.asarray(cotangent, jnp.float32))
+    x, a, b, r = (np.asarray(v, np.float64) for v in (x, a, b, ranks))
+    dx, da, db = np.zeros_like(x), np.zeros_like(a), np.zeros_like(b)
+    for m, g in enumerate(IDS):
+        if not 0 <= g < 4:
+            continue
+        for i, columns in enumerate((slice(0, 20), slice(20, 29))):
+            keep = np.arange(a.shape[2]) < r[g, i]
+            dh = b[g, :, columns] @ cotangent[m, columns] * keep
+            dx[m] += dh @ a[g, i]
+            da[g, i] += np.outer(dh, x[m])
+            db[g, :, columns] += np.outer(a[g, i] @ x[m] * keep, cotangent[m, columns])
+    for have, want in zip(got, (cotangent, dx, da, db), strict=True):
+        close(have, want, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_gradients_of_expand(poisoned, backend):
+    """dh at and past the rank is zero, and dh and db below it do not know what lies past it."""
+    base, x, a, b, _, bad_b, plan, ranks = poisoned
+    h = xla.shrink(x, a, plan, ranks=ranks)
+    row_ranks = np.asarray(ranks)[np.where((IDS >= 0) & (IDS < 4), IDS, 0)].T
+    bad_h = jnp.asarray(np.where(np.arange(h.shape[2]) < row_ranks[..., None], h, np.nan))
+    run = run_of(backend, "expand")
+
+    def call(h, b):
+        if backend == "xla":
+            return run(h, b, plan, slice_sizes=SIZES, base=base, ranks=ranks)
+        return gradients.expand(run, SIZES, h, b, plan, base, ranks)
+
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=base.shape), jnp.float32)
+    for got, want in zip(jax.vjp(call, bad_h, bad_b)[1](cotangent), jax.vjp(call, h, b)[1](cotangent), strict=True):
+        assert np.isfinite(np.asarray(want)).all()
+        np.testing.assert_array_equal(got, want)
+
+
+def test_an_empty_tile_adds_nothing_to_a_gradient():
+    """Tiles without rows carry group 0, whose sum they are no part of, whatever they hold."""
+    plan = api.make_plan(jnp.array([1, 1, 1, 7]), num_groups=3, tile_m=2)
+    used = int(plan.tiles_used[0])
+    assert plan.num_tiles > used == 2
+    ones = jnp.ones((plan.num_tiles, 2))
+    got = gradients._sum_by_group(lambda tile: tile.sum(keepdims=True), (3, 1), plan, ones)
+    np.testing.assert_array_equal(np.asarray(got)[:, 0], [0, 2 * used, 0])

@@ -1,0 +1,138 @@
+"""Tuned tables: which is taken for a kind of GPU, and what a malformed one says."""
+
+import json
+from dataclasses import asdict
+from importlib import resources
+
+import pytest
+
+from benchmarks import tune
+from jlora.errors import LoRAError
+from jlora.pallas import gpus
+from jlora.pallas.gpus import GPU, H200
+from jlora.pallas.tables import Key, gpu_tiles, read_table, tuned_tables
+from jlora.pallas.tiles import GPUTiles, rule_of_thumb
+from tests.pallas.test_tiles import problem
+
+SHAPE = {"op": "add_lora", "dtype": "bfloat16", "rows": 64, "k": 320, "n": 640, "rank": 16}
+MINE = GPUTiles(block_k=32, block_n=16)
+PROBLEM = problem("bfloat16", 64, 16, 320, 640, 1, 16)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
+    return tmp_path
+
+
+def entry(**change):
+    return {**SHAPE, **asdict(MINE), **change}
+
+
+def write(path, *entries):
+    path.write_text(json.dumps(list(entries)))
+
+
+def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(folder):
+    assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM)
+    write(folder / "nvidia_h200.json", entry())
+    assert gpu_tiles(PROBLEM, H200) == MINE
+    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == rule_of_thumb(PROBLEM)
+    packaged = json.loads(resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text())[0]
+    sizes = {name: packaged[name] for name in SHAPE}
+    shape = problem(sizes["dtype"], sizes["rows"], 16, sizes["k"], sizes["n"], 1, sizes["rank"])
+    assert gpu_tiles(shape, H200) == GPUTiles(**{n: v for n, v in packaged.items() if n not in SHAPE})
+    write(folder / "nvidia_h200.json", entry(**sizes))
+    assert gpu_tiles(shape, H200) == MINE
+
+
+def test_a_file_that_changed_is_read_again(folder):
+    write(folder / "nvidia_l4.json", entry())
+    part = GPU("nvidia_l4", 99 << 10, 89)
+    assert gpu_tiles(PROBLEM, part) == MINE
+    (folder / "nvidia_l4.json").unlink()
+    assert gpu_tiles(PROBLEM, part) == rule_of_thumb(PROBLEM)
+
+
+def test_a_table_does_not_ask_for_more_than_the_device_has(folder):
+    write(folder / "nvidia_l4.json", entry(block_n=512, stages=8))
+    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)).block_n == 512
+    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)).stages < 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("nvidia_h200", True), ("nvidia_h200_nvl", True), ("nvidia_h100_80gb_hbm3", True), ("nvidia_gh200_480gb", True),
+        ("nvidia_l4", False), ("nvidia_h2000", False), ("nvidia_a100_sxm4_40gb", False),
+    ],
+)  # fmt: skip
+def test_forms_of_a_chip_share_its_table(kind, found):
+    assert len(list(tuned_tables(kind))) == found
+
+
+def test_the_nearest_kind_is_taken(folder):
+    write(folder / "nvidia_a100.json", entry())
+    part = GPU("nvidia_a100_sxm4_40gb", 163 << 10, 80)
+    assert gpu_tiles(PROBLEM, part) == MINE
+    write(folder / "nvidia_a100_sxm4_40gb.json", entry(block_k=64))
+    assert gpu_tiles(PROBLEM, part).block_k == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("\udce9", "cannot be read as JSON"),
+        ("{}", "must be a list of entries, got dict"),
+        ("[7]", "entry 0.*got int"),
+        ([entry(), entry(rows=128, spare=1)], "entry 1.*'spare'"),
+        ([{k: v for k, v in entry().items() if k != "warps"}], "entry 0.*exactly the fields"),
+        ([entry(), entry()], "entry 1.*occurs before"),
+        ([entry(op="add")], "op must be 'add_lora', got 'add'"),
+        ([entry(dtype="int8")], "dtype must be"),
+        ([entry(rows=48)], "rows must be a power of two, got 48"),
+        ([entry(rank="16")], "rank must be a positive int, got '16'"),
+        ([entry(k=True)], "k must be a positive int, got True"),
+        ([entry(block_k=48)], r"GPUTiles.block_k must be a power of two, got 48"),
+        ([entry(stages=0)], r"GPUTiles.stages must be a positive int, got 0"),
+    ],
+)
+def test_a_malformed_table_names_its_file_and_entry(folder, text, message):
+    path = folder / "nvidia_l4.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text), errors="surrogateescape")
+    with pytest.raises(LoRAError, match=rf"nvidia_l4\.json: .*{message}"):
+        gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89))
+
+
+def test_a_folder_that_is_not_there_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path / "absent"))
+    with pytest.raises(LoRAError, match=r"JLORA_TUNED_DIR must name a folder.*absent"):
+        gpu_tiles(PROBLEM, H200)
+
+
+def test_the_packaged_table_is_written_as_the_search_writes_it(tmp_path):
+    packaged = resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text()
+    (table,) = tuned_tables("nvidia_h200")
+    tune.write_table(tmp_path / "again.json", table)
+    assert (tmp_path / "again.json").read_text() == packaged
+
+
+def test_the_search_writes_a_table_for_the_device_and_shapes_at_hand(monkeypatch, folder):
+    """All but the timing itself, which needs the GPU."""
+    monkeypatch.setattr(tune, "platform", lambda: "gpu")
+    monkeypatch.setattr(tune, "current_gpu", lambda: gpus.GPU("nvidia_l4", 99 << 10, 89))
+    monkeypatch.setattr(tune, "random_layers", lambda *_: None)
+    monkeypatch.setattr(tune, "tune", lambda *_: MINE)
+    arguments = ["tune", "--out", str(folder), "--ranks", "16", "--tokens", "64", "--shapes", "320:512,64,64"]
+    monkeypatch.setattr("sys.argv", arguments)
+    tune.main()
+    assert read_table(folder / "nvidia_l4.json") == {Key("add_lora", "bfloat16", 64, 320, 640, 16): MINE}
+    assert gpu_tiles(PROBLEM, gpus.GPU("nvidia_l4", 99 << 10, 89)) == MINE
+
+
+def test_the_search_needs_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["tune", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert "needs an NVIDIA GPU, but computations run on 'cpu'" in capsys.readouterr().err

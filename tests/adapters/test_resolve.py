@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import resolve
+from jlora.adapters.resolve import Found, resolve
 from jlora.errors import AdapterFormatError, AdapterNotFoundError
 
 
@@ -27,8 +27,8 @@ def hub(monkeypatch):
     """Records calls; `hub.answer` is the folder to give back or the error to raise."""
     state = types.SimpleNamespace(calls=[], answer=None)
 
-    def download(repo_id, *, revision=None, allow_patterns=None):
-        state.calls.append((repo_id, revision, sorted(allow_patterns)))
+    def download(repo_id, *, revision, allow_patterns, local_files_only):
+        state.calls.append((repo_id, revision, sorted(allow_patterns), local_files_only))
         if isinstance(state.answer, Exception):
             raise state.answer
         return str(state.answer)
@@ -39,8 +39,8 @@ def hub(monkeypatch):
 
 def test_local_folder(folder_of, no_hub):
     folder = folder_of(name="sql")
-    assert resolve(folder) == (folder, "sql")
-    assert resolve(f"{folder}/") == (folder.parent / "sql", "sql")
+    assert resolve(folder) == Found(folder, "sql")
+    assert resolve(f"{folder}/") == Found(folder.parent / "sql", "sql")
     assert Adapter.from_pretrained(str(folder), name="other").name == "other"
 
 
@@ -74,7 +74,7 @@ def test_hub(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     adapter = Adapter.from_pretrained("org/sql-lora", revision="v2")
     assert adapter.name == "sql-lora"
-    assert hub.calls == [("org/sql-lora", "v2", ["adapter_config.json", "adapter_model.safetensors"])]
+    assert hub.calls == [("org/sql-lora", "v2", ["adapter_config.json", "adapter_model.safetensors"], False)]
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,8 @@ def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
         r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=_typed(raw, "use_rslora", bool, False, where),
-        rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
-        alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
+        rank_patterns=_patterns(raw, "rank_pattern", int, _rank, where),
+        alpha_patterns=_patterns(raw, "alpha_pattern", float, _number, where),
         target_modules=targets,
         exclude_modules=excluded,
         layers_to_transform=layers,
@@ -338,19 +338,30 @@ def _layers_pattern(value: Any, where: str) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _patterns(raw: Mapping[str, Any], name: str, check: Callable[[Any, str], T], where: str) -> PatternTable[T]:
+def _patterns(
+    raw: Mapping[str, Any], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
+) -> PatternTable[T]:
     value = raw.get(name)
     where = f"{where}: field {name!r}"
     if value is not None and not isinstance(value, dict):
         raise AdapterFormatError(f"{where} must be an object of names and numbers, found {kind_of(value)}")
-    found: dict[str, T] = {}
-    for key, number in (value or {}).items():
-        try:
-            found[key] = check(number, "")
-        except AdapterFormatError:
-            check(number, f"{where}, key {shown(key)}")  # worded for this key alone: there may be very many
-            raise
-    return pattern_table(found, where)
+    numbers = list((value or {}).values())
+    # There may be very many: their types and extremes tell whether all of them pass, and each is looked at if not.
+    if not (
+        set(map(type, numbers)) <= {int, kind} and _passes(check, min(numbers, default=1), max(numbers, default=1))
+    ):
+        for key, number in (value or {}).items():
+            check(number, f"{where}, key {shown(key)}")
+    return pattern_table(dict(zip(value or {}, map(kind, numbers), strict=True)), where)
+
+
+def _passes(check: Callable[[Any, str], object], *numbers: Any) -> bool:
+    try:
+        for number in numbers:
+            check(number, "")
+    except AdapterFormatError:
+        return False
+    return True
 
 
 def _names_or_pattern(value: Any, where: str) -> frozenset[str] | Pattern:

@@ -64,8 +64,8 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
         raise AdapterFormatError(f"{where}: its header must begin with a brace, found {text[:8]!r}")
     header = parse_object(text, f"{where}: its header", "tensor")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise AdapterFormatError(f"{where}: __metadata__ must be an object, found {shown_value(metadata)}")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise AdapterFormatError(f"{where}: __metadata__ must be an object of strings, found {shown_value(metadata)}")
     tensors = [(name, _info(name, value, 8 + length, where)) for name, value in header.items()]
     tensors.sort(key=lambda found: (found[1].start, found[1].end))
     at = 8 + length

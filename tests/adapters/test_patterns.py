@@ -1,5 +1,6 @@
 """What is taken of a regular expression means what it means to Python's own `re`, and costs little to find out."""
 
+import contextlib
 import itertools
 import re
 import string
@@ -141,12 +142,10 @@ LOOKING = "(?=(a|aa)+$)(?=(a+)+$)(?=(a|a?)+$)(?!(a*)*b)(a|aa)+"
 )
 def test_never_runs_away(pattern):
     """Matched or refused at once; plain `re` takes longer than anybody waits for most of these."""
-    start = time.perf_counter()
-    try:
+    start = time.process_time()
+    with contextlib.suppress(AdapterFormatError, AdapterMismatchError):
         assert compile_pattern(pattern, "here").fullmatch("a" * 500 + "c") is False
-    except (AdapterFormatError, AdapterMismatchError):
-        pass
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("pattern", ["(a", "a)", "[a", "[", "*a", "a|*", "a\\", "[b-a]", "(?P<x>a)(?P<x>b)"])

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from jlora import LoRAError
 from jlora.adapters import Adapter
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from tests.adapters.conftest import PREFIX, Q, V, lora_tensors
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
@@ -57,7 +57,7 @@ def test_conversion(folder_of, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", np.int32, "floaty", "complex64", "float8_e4m3fn"])
 def test_conversion_to_a_dtype_that_is_not_served(folder_of, dtype):
-    with pytest.raises(LoRAError, match="dtype"):
+    with pytest.raises(LoRAUsageError, match="dtype"):
         load(folder_of(), dtype=dtype)
 
 
@@ -192,6 +192,28 @@ def test_unserved_tensors(folder_of, key):
         load(folder_of(lora_tensors({Q: 4}) | {key: np.ones((2, 2), np.float32)}))
     assert f"'{key}'" in str(raised.value)
     assert UNSERVED[key] in str(raised.value)
+
+
+def test_names_in_messages_are_escaped_and_cut(folder_of):
+    odd = "\x1b[31m\nadapter 'other': all is well" + "x" * 5000
+    for tensors in (
+        {odd: np.ones((4, 6), np.float32)},
+        lora_tensors({Q: 4}) | {f"{odd}.lora_A.weight": np.ones((4, 6), np.float32)},
+        {f"{odd}.lora_A.weight": np.ones((4, 6), np.float32)},
+        lora_tensors({"m." + "y" * 500: 4}),
+        lora_tensors({Q: 4}) | {A: np.ones((1,) * 50, np.float32)},
+    ):
+        with pytest.raises(LoRAError) as raised:
+            load(folder_of(tensors), name=odd)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 1500
+
+
+def test_a_folder_of_an_odd_name(folder_of):
+    folder = folder_of({}, name="sql\x1b[31m\nadapter 'x': fine")
+    with pytest.raises(AdapterFormatError) as raised:
+        load(folder)
+    assert str(raised.value).isprintable()
 
 
 def test_convolution(folder_of):

@@ -130,7 +130,8 @@ class Adapter:
           name: the adapter's name; by default the last part of `path`.
           revision: branch, tag or commit of a Hugging Face repo.
           dtype: convert A and B to this float dtype (float16, bfloat16, float32, float64); None keeps the file's.
-          allow_nonfinite: let NaN and infinity through, which are refused otherwise.
+          allow_nonfinite: let NaN and infinity through, which are refused otherwise (looking for them takes about as
+            long as copying the weights once).
           local_only: never ask the network; what Hugging Face's cache holds is still found.
           check: called with the adapter's shapes before a tensor is read; what it raises is raised.
           max_bytes: refuse weights of more bytes than this, in the file or as kept.

@@ -240,8 +240,7 @@ def _read(file: StableFile, at: str, info: TensorInfo, dtype: np.dtype | None, a
     """One tensor, converted to `dtype` if given; read-only."""
     array = np.empty(info.shape, _DTYPES[info.dtype])
     file.read_into(info.start, array.reshape(-1).view(np.uint8).data)
-    finite = all_finite(array)
-    if not (finite or allow_nonfinite):
+    if not (allow_nonfinite or all_finite(array)):
         raise AdapterFormatError(
             f"{at} holds NaN or infinity; expected finite numbers (allow_nonfinite=True lets them in)"
         )
@@ -249,7 +248,7 @@ def _read(file: StableFile, at: str, info: TensorInfo, dtype: np.dtype | None, a
         read = array
         with np.errstate(over="ignore", invalid="ignore"):
             array = read.astype(dtype)
-        if not all_finite(array) and (finite or (np.isinf(array) & np.isfinite(read)).any()):
+        if not (np.can_cast(read.dtype, dtype) or all_finite(array)) and (np.isinf(array) & np.isfinite(read)).any():
             raise AdapterFormatError(f"{at} ({read.dtype}) holds values too large for {dtype}")
     array.flags.writeable = False
     return array

@@ -200,6 +200,17 @@ def test_content_from_the_hub_is_its_etags(folder_of, tmp_path):
     assert other != keys[0]
 
 
+@pytest.mark.parametrize("change", [cut, overwrite])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_blob_that_changes_while_it_is_read(folder_of, tmp_path, monkeypatch, change, name):
+    """Its etag stays the same, so that the content's key cannot tell."""
+    home = snapshot(folder_of(), tmp_path / "cache", ["ab" * 20, "cd" * 32])
+    (home / CONFIG).write_text((home / CONFIG).read_text() + " " * 2000)
+    during(monkeypatch, lambda: change(home / name), 1 if name == CONFIG else 4)
+    with pytest.raises(AdapterFormatError, match=f"{name}: changed while it was read"):
+        Adapter.from_pretrained(home)
+
+
 def test_a_name_that_is_no_etag_says_nothing_of_the_content(folder_of, tmp_path):
     home = snapshot(folder_of(), tmp_path / "cache", ["config", "weights"])
     first = Adapter.from_pretrained(home).content

@@ -106,6 +106,7 @@ REFUSED = {
     "left over": ({"a": entry()}, 9, "has .* bytes; expected"),
     "backwards": ({"a": entry(offsets=(8, 0))}, 8, "expected 8 bytes"),
     "too few bytes": ({"a": entry(offsets=(0, 4))}, 4, "expected 8 bytes"),
+    "too many bytes": ({"a": entry(offsets=(0, 12))}, 12, "expected 8 bytes"),
     "huge": ({"a": entry(shape=(2**62, 2**62))}, 8, "data_offsets"),
     "three offsets": ({"a": entry(offsets=(0, 8, 8))}, 8, "3 data_offsets"),
     "negative": ({"a": entry(shape=(-2,), offsets=(0, -8))}, 8, "whole numbers"),

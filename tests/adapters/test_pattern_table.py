@@ -109,20 +109,20 @@ def test_out_of_time(monkeypatch):
         lookup(["q[a]"], ["q"])
 
 
-def seconds(keys, modules):
-    """The best of three, of this process alone: what it costs, and not what else the machine does."""
+def costs_at_most(seconds, keys, modules):
+    """In one of three tries, by this process's own time: what it costs, and not what else the machine does."""
     taken = []
-    for _ in range(3):
+    while len(taken) < 3 and (not taken or taken[-1] > seconds):
         start = time.process_time()
         lookup(keys, modules)
         taken.append(time.process_time() - start)
-    return min(taken)
+    assert taken[-1] <= seconds, taken
 
 
 def test_a_hundred_thousand_keys():
-    assert seconds([f"model.layers.{i}.self_attn.q_proj" for i in range(100_000)], MODULES) < 0.1
-    assert seconds([rf"layers\.({i}|7{i})\.mlp\.(up|down)_proj" for i in range(100_000)], MODULES) < 3
+    costs_at_most(0.1, [f"model.layers.{i}.self_attn.q_proj" for i in range(100_000)], MODULES)
+    costs_at_most(3, [rf"layers\.({i}|7{i})\.mlp\.(up|down)_proj" for i in range(100_000)], MODULES)
 
 
 def test_as_many_keys_as_modules():
-    assert seconds(["^" + re.escape(module) for module in MODULES], MODULES) < 0.05
+    costs_at_most(0.05, ["^" + re.escape(module) for module in MODULES], MODULES)

@@ -13,7 +13,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 # Packages that `import jlora` may load beyond those of flax.nnx and the standard library; each takes milliseconds.
-LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors"}
+LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors", "re2"}
 # Parts of jlora that load when they are used.
 ON_DEMAND = ("jlora.models", "jlora.cli")
 

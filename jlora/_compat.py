@@ -1,4 +1,4 @@
-"""Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen to hold in."""
+"""Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen in."""
 
 import operator
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import jax
 import jax._src.core
 from flax import nnx
 
-# flax 0.12.8 to 0.12.12: a Variable keeps its array in a slot of this name. Its accessors check traces and cost 10 to 20 us each on
-# some paths, which a swap of hundreds of arrays cannot pay; both of these are functions of C.
+# flax 0.12.8 to 0.12.12: a Variable keeps its array in a slot of this name. Its accessors check traces, which a swap of
+# hundreds of arrays cannot pay, and are Python, where an interrupt may come in between; both of these are C.
 raw_value: Callable[[Any], jax.Array] = nnx.Variable._raw_value.__get__  # pyright: ignore
 set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set__  # pyright: ignore
 

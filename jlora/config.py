@@ -93,6 +93,7 @@ class LoRARequest:
       base_model_name: if given, must equal the adapter's `base_model_name_or_path`, or the load is refused.
       load_inplace: replace an adapter of the same name that is already loaded, also in its slot.
       revision: branch, tag or commit of a Hugging Face repo.
+      local_only: never ask the network for it; what Hugging Face's cache holds is still found.
     """
 
     name: str
@@ -100,10 +101,13 @@ class LoRARequest:
     base_model_name: str | None = None
     load_inplace: bool = False
     revision: str | None = None
+    local_only: bool = False
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise LoRAUsageError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
         if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
             raise LoRAUsageError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
+        if not isinstance(self.local_only, bool):
+            raise LoRAUsageError(f"LoRARequest({self.name!r}): local_only must be a bool, got {self.local_only!r}")
         object.__setattr__(self, "path", str(self.path))

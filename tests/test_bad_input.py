@@ -205,6 +205,13 @@ def header_size(size: int):
     return weights(lambda data: struct.pack("<Q", size) + data[8:])
 
 
+def renamed(data: bytes, one: str, other: str) -> bytes:
+    """One tensor under another's name, which the header then gives twice."""
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = data[8:end].replace(json.dumps(one).encode(), json.dumps(other).encode())
+    return struct.pack("<Q", len(header)) + header + data[end:]
+
+
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 WHOLE = "is not a whole safetensors file"
 
@@ -228,11 +235,26 @@ DAMAGED = {
     "flipped header size": (weights(lambda data: bytes([data[0] ^ 1]) + data[1:]), FORMAT, WEIGHTS, WHOLE),
     "flipped name": (flip(b"q_proj", 0, 0), FORMAT, WEIGHTS, "self_attn.p_proj'", "expected one A and one B"),
     "flipped half": (flip(b"lora_A", 5, 1), MISMATCH, WEIGHTS, "q_proj.lora_C.weight'", "expected lora_A, lora_B"),
+    "tensor twice": (
+        weights(lambda data: renamed(data, f"{PREFIX}{V}.lora_A.weight", A)), FORMAT, WEIGHTS, WHOLE,
+        f"tensor {A!r} is given twice",
+    ),
+    "NaN": (rewrite(lambda t: t[A].fill(np.nan)), FORMAT, WEIGHTS, A, "holds NaN or infinity"),
+    "one infinity": (rewrite(lambda t: t[B].__setitem__((3, 1), np.inf)), FORMAT, WEIGHTS, B, "holds NaN or infinity"),
     # JSON
     "empty config": (config(""), FORMAT, CONFIG, "is not JSON"),
     "cut config": (config('{"peft_type": "LORA", "r'), FORMAT, CONFIG, "is not JSON"),
     "config is not UTF-8": (config(b'{"peft_type": "\xff"}'), FORMAT, CONFIG, "is not JSON"),
     "config too deep": (config("[" * 100_000), FORMAT, CONFIG, "is not JSON"),
+    "lone surrogate": (config(r'{"peft_type": "LORA", "revision": "\ud800"}'), FORMAT, CONFIG, "is not JSON", "ud800"),
+    "nested repeats": (
+        fields(target_modules="(" * 16 + ".+" + ")+" * 16 + "b"), MISMATCH, WEIGHTS,
+        "does not target",
+    ),
+    "rank by look-ahead": (
+        fields(rank_pattern={"(?=.*" * 8 + "b" + ")" * 8 + ".*": 4}), MISMATCH, CONFIG,
+        "field 'rank_pattern', key '(?=.*(?=.*", "not served",
+    ),
     "config is a list": (config("[]"), FORMAT, CONFIG, "must hold a JSON object, found a list"),
     "config is a string": (config('"LORA"'), FORMAT, CONFIG, "must hold a JSON object, found a string"),
     "config is a number": (config("8"), FORMAT, CONFIG, "must hold a JSON object, found a number"),
@@ -438,8 +460,8 @@ ARGUMENTS = {
     "unpin": (lambda m: m.unpin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
     "export": (lambda m: m.export_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
     "add a name": (lambda m: m.add_adapter("first"), jlora.LoRAError, "LoRARequest or an Adapter", "str"),
-    "request without a name": (lambda m: jlora.LoRARequest("", "x"), jlora.LoRAError, "name"),
-    "request without a path": (lambda m: jlora.LoRARequest("x", ""), jlora.LoRAError, "'x'", "path"),
+    "request without a name": (lambda m: jlora.LoRARequest("", "x"), jlora.LoRAUsageError, "name"),
+    "request without a path": (lambda m: jlora.LoRARequest("x", ""), jlora.LoRAUsageError, "'x'", "path"),
     "replace what is held": (
         lambda m: m.add_adapter(jlora.LoRARequest("first", "nowhere", load_inplace=True)),
         jlora.AdapterInUseError, "'first'", "open batch",
@@ -533,14 +555,15 @@ def test_adapters_in_memory(world, case):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_weights_out_of_a_broken_training_run(world, tmp_path, value):
-    """NaN and infinity are refused on request only; served, they stay in the rows of their own adapter."""
+    """NaN and infinity are refused unless asked for; served, they stay in the rows of their own adapter."""
     folder = write(tmp_path / "adapter", {Q: 8, V: 4, DOWN: 4, EMBED: 4, HEAD: 4}, lora_alpha=4)
     rewrite(lambda t: [array.fill(value) for array in t.values()])(folder)
+    request = jlora.LoRARequest("broken", str(folder))
     if not np.isfinite(value):
-        with world.unharmed(), pytest.raises(FORMAT, match=r"adapter 'broken'.*lora_.* holds NaN or infinity"):
-            jlora.Adapter.from_pretrained(folder, name="broken", check_finite=True)
+        world.refused(request, FORMAT, WEIGHTS, "lora_", "holds NaN or infinity", "allow_nonfinite")
+        request = jlora.Adapter.from_pretrained(folder, name="broken", allow_nonfinite=True)
     # On leaving the block its slot goes to others, who must find nothing of it there.
-    with world.added(jlora.LoRARequest("broken", str(folder))):
+    with world.added(request):
         for names in (["broken", "first", None], ["second", "broken", "second"], [None, None, "broken"]):
             got = world.logits(names)
             assert not np.isfinite(got[names.index("broken")]).all()
@@ -561,6 +584,8 @@ def survives(world, folder):
     """The folder is refused with an error of its own, or served; nothing else changes either way."""
     names = ["second", "first", None]
     request = jlora.LoRARequest("fuzzed", str(folder))
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))  # a file of just now would be waited for
     world.check(names, world.logits(names))
     before = world.state()
     with contextlib.ExitStack() as stack:

@@ -21,7 +21,7 @@ assert os.environ == environment, "a library leaves the environment alone"
 """
 
 # Packages that the names of `jlora` may load beyond those of flax.nnx and the standard library; each takes little.
-LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors"}
+LIGHT = {"jlora", "jaxtyping", "wadler_lindig", "safetensors", "re2"}
 # Parts of jlora that load when they are used.
 ON_DEMAND = ("jlora.models", "jlora.cli")
 

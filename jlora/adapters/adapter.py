@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from safetensors.numpy import save_file
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import read_checkpoint
-from jlora.adapters.peft_config import CONFIG_FILE, Kind, read_config, scaling_of
-from jlora.adapters.resolve import WEIGHTS_FILE, adapter_files, resolve
-from jlora.errors import AdapterFormatError, LoRAError
+from jlora.adapters.files import content_key
+from jlora.adapters.messages import printable, shown, shown_path, shown_value
+from jlora.adapters.peft_config import CONFIG_FILE, PEFT_FIELDS, Kind, read_config, scaling_of
+from jlora.adapters.resolve import WEIGHTS_FILE, Found, adapter_files, resolve
+from jlora.adapters.shapes import AdapterShapes
+from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
@@ -74,6 +77,12 @@ class Adapter:
       use_rslora: whether scalings are alpha / sqrt(rank).
       fan_in_fan_out: PEFT's field of that name (base weights stored transposed); without effect on A and B.
       task_type: PEFT's field of that name.
+      peft_fields: further fields of its `adapter_config.json` that are of no effect here and that PEFT reads back
+        (`auto_mapping`, `revision`, `lora_dropout`, ...), as JSON values.
+      unchecked: lines on what of its configuration no module could be checked against: a regular expression of
+        `target_modules` or `exclude_modules` that has no safe matcher. The tensors say what is targeted.
+      content: what changes when the files that it was read from may have changed (`content_key`); None if made of
+        arrays.
     """
 
     name: str
@@ -83,6 +92,9 @@ class Adapter:
     use_rslora: bool = False
     fan_in_fan_out: bool = False
     task_type: str | None = None
+    peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    unchecked: tuple[str, ...] = ()
+    content: str | None = None
 
     @property
     def rank(self) -> int:
@@ -103,32 +115,59 @@ class Adapter:
         name: str | None = None,
         revision: str | None = None,
         dtype: DType | None = None,
-        check_finite: bool = False,
+        allow_nonfinite: bool = False,
+        local_only: bool = False,
+        check: Callable[[AdapterShapes], None] | None = None,
+        max_bytes: int | None = None,
     ) -> "Adapter":
         """Loads a PEFT LoRA.
+
+        Everything that the header of the weights says is checked before a tensor is read, and files that change while
+        they are read are refused.
 
         Args:
           path: local folder (`~` is expanded), or a Hugging Face repo id.
           name: the adapter's name; by default the last part of `path`.
           revision: branch, tag or commit of a Hugging Face repo.
           dtype: convert A and B to this float dtype (float16, bfloat16, float32, float64); None keeps the file's.
-          check_finite: refuse NaN and infinity.
+          allow_nonfinite: let NaN and infinity through, which are refused otherwise (looking for them takes about as
+            long as copying the weights once).
+          local_only: never ask the network; what Hugging Face's cache holds is still found.
+          check: called with the adapter's shapes before a tensor is read; what it raises is raised.
+          max_bytes: refuse weights of more bytes than this, in the file or as kept.
 
         Raises:
           AdapterNotFoundError: nothing at that path, and no such repo within reach.
-          AdapterFormatError: files missing or malformed.
-          AdapterMismatchError: a PEFT feature that is not served; the message names it.
+          AdapterFormatError: files missing, malformed or changing; NaN or infinity.
+          AdapterMismatchError: a PEFT feature that is not served; the message names it. More than `max_bytes`.
+          LoRAUsageError: an argument of the wrong kind.
         """
         target = None if dtype is None else _float_dtype(dtype)
-        folder, name = resolve(path, name, revision)
-        config_file, weights_file = adapter_files(folder, name)
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
+        found = resolve(path, name, revision, local_only=local_only)
+        name = found.name
+        files = config_file, weights_file = adapter_files(found)
+        content = _content(found, files)
         config = read_config(config_file, name)
-        checkpoint = read_checkpoint(weights_file, name, config, dtype=target, check_finite=check_finite)
-        modules = {}
-        for module, (kind, a, b) in checkpoint.pairs.items():
-            alpha = config.alpha(module)
-            scaling = scaling_of(alpha, a.shape[0], config.use_rslora)
-            modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling)
+        checkpoint = read_checkpoint(
+            weights_file,
+            name,
+            config,
+            dtype=target,
+            allow_nonfinite=allow_nonfinite,
+            check=check,
+            max_bytes=max_bytes,
+        )
+        if _content(found, files) != content:  # each file held still while it was read, but not both of them
+            raise AdapterFormatError(f"adapter {shown(name)}: {shown_path(found.folder)}: changed while it was read")
+        alphas = config.alphas(checkpoint.pairs)
+        modules = {
+            module: ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alphas[module], scaling=shapes.scaling)
+            for (module, shapes), (a, b) in zip(
+                checkpoint.shapes.modules.items(), checkpoint.pairs.values(), strict=True
+            )
+        }
         return cls(
             name=name,
             modules=modules,
@@ -137,6 +176,9 @@ class Adapter:
             use_rslora=config.use_rslora,
             fan_in_fan_out=config.fan_in_fan_out,
             task_type=config.task_type,
+            peft_fields=config.peft_fields,
+            unchecked=config.unchecked,
+            content=content,
         )
 
     @classmethod
@@ -164,11 +206,17 @@ class Adapter:
 
         Raises:
           AdapterFormatError: not float matrices of one rank a pair.
-          LoRAError: `alpha` or `embeddings` name other modules than `arrays` does.
+          LoRAUsageError: `alpha` or `embeddings` name other modules than `arrays` does, or an alpha is no number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
-        if alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
-            raise LoRAError(f"adapter {name!r}: alpha and embeddings must name the modules of arrays, {sorted(arrays)}")
+        if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
+            raise LoRAUsageError(
+                f"adapter {shown(name)}: alpha and embeddings must name the modules of arrays, "
+                f"{shown_value(sorted(arrays), 500)}"
+            )
+        for module, value in alphas.items():
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise LoRAUsageError(f"adapter {shown(name)}: alpha of {shown(module)} must be a number, got {value!r}")
         modules = {}
         for module, (a, b) in arrays.items():
             a, b = np.asarray(a), np.asarray(b)
@@ -186,16 +234,20 @@ class Adapter:
     def save_pretrained(self, path: str | os.PathLike) -> None:
         """Writes a folder that PEFT and `from_pretrained` load; arrays come back bitwise, in their own dtypes.
 
-        The folder is made if need be. Each file is written beside its place and then moved there, so a reader never
-        meets half a file.
+        What says where LoRA goes (`target_modules` and its kin) is written as the modules' full names, and ranks and
+        alphas that differ under full names too. The folder is made if need be. Each file is written beside its place
+        and then moved there, so a reader never meets half a file.
 
         Raises:
           LoRAError: `path` is a file, the adapter has no module, or a module's scaling is not what PEFT would
             compute from its alpha and rank.
+          LoRAUsageError: `peft_fields` has other fields than a loaded adapter's can.
         """
         folder = Path(os.path.expanduser(os.fspath(path)))
         if folder.exists() and not folder.is_dir():
-            raise LoRAError(f"adapter {self.name!r}: {folder} is a file; expected a folder to write to")
+            raise LoRAError(
+                f"adapter {shown(self.name)}: {shown_path(folder)} is a file; expected a folder to write to"
+            )
         config = self._peft_config()
         folder.mkdir(parents=True, exist_ok=True)
         weights_part, config_part = folder / (WEIGHTS_FILE + ".part"), folder / (CONFIG_FILE + ".part")
@@ -217,22 +269,30 @@ class Adapter:
 
     def _peft_config(self) -> dict[str, Any]:
         if not self.modules:
-            raise LoRAError(f"adapter {self.name!r} has no module to save")
+            raise LoRAError(f"adapter {shown(self.name)} has no module to save")
+        if not self.peft_fields.keys() <= PEFT_FIELDS:
+            raise LoRAUsageError(
+                f"adapter {shown(self.name)}: peft_fields may hold {', '.join(sorted(PEFT_FIELDS))}; found "
+                f"{shown_value(sorted(self.peft_fields.keys() - PEFT_FIELDS), 500)}"
+            )
         for name, module in self.modules.items():
             expected = scaling_of(module.alpha, module.rank, self.use_rslora)
             if module.scaling != expected:
                 raise LoRAError(
-                    f"adapter {self.name!r}: module {name!r} has scaling {module.scaling}, but PEFT would compute "
-                    f"{expected} from alpha {module.alpha}, rank {module.rank} and use_rslora={self.use_rslora}; "
-                    "change alpha, or fold the difference into b"
+                    f"adapter {shown(self.name)}: module {shown(name)} has scaling {module.scaling}, but PEFT would "
+                    f"compute {expected} from alpha {module.alpha}, rank {module.rank} and "
+                    f"use_rslora={self.use_rslora}; change alpha, or fold the difference into b"
                 )
         rank = _commonest(module.rank for module in self.modules.values())
         alpha = _commonest(module.alpha for module in self.modules.values())
         return {
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "inference_mode": True,
+            **self.peft_fields,
             "peft_type": "LORA",
             "task_type": self.task_type,
             "base_model_name_or_path": self.base_model_name,
-            "inference_mode": True,
             "r": rank,
             "lora_alpha": _as_int(alpha),
             "use_rslora": self.use_rslora,
@@ -240,18 +300,26 @@ class Adapter:
             "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},
             "target_modules": list(self.modules),
             "fan_in_fan_out": self.fan_in_fan_out,
-            "bias": "none",
-            "lora_dropout": 0.0,
         }
+
+
+def _content(found: Found, files: Sequence[Path]) -> str:
+    try:
+        return content_key(found.folder, files)
+    except OSError as error:
+        raise AdapterFormatError(
+            f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read: "
+            f"{printable(str(error))}"
+        ) from error
 
 
 def _float_dtype(dtype: DType) -> np.dtype:
     try:
         found = np.dtype(dtype)
     except TypeError as error:
-        raise LoRAError(f"dtype {dtype!r} is not a dtype") from error
+        raise LoRAUsageError(f"dtype {dtype!r} is not a dtype") from error
     if found not in _FLOATS:
-        raise LoRAError(f"dtype must be one of {', '.join(map(str, _FLOATS))}; found {found}")
+        raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, _FLOATS))}; found {found}")
     return found
 
 

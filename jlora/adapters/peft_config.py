@@ -5,19 +5,26 @@ this version does not know is let through only while it is null, false, or an em
 PEFT writes a feature that is off; anything else could change the result and is refused by name.
 """
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from jlora.adapters.files import StableFile
+from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
+from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
+from jlora.adapters.strict_json import parse_object
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"
 
 Kind = Literal["linear", "embedding"]
+T = TypeVar("T")
+
+# The longest that is read. A hundred thousand rank patterns are about 6 MB.
+_MAX_BYTES = 32 << 20
 
 # Fields that say how the adapter was trained or started; they do not enter PEFT's forward pass. The four *_config of
 # the starting values are read by PEFT only when `init_lora_weights` names them, and stay behind after a conversion.
@@ -75,9 +82,10 @@ class PeftConfig:
     Attributes:
       r, lora_alpha: rank and alpha of modules that no pattern names.
       use_rslora: scaling is alpha / sqrt(rank) instead of alpha / rank.
-      rank_patterns, alpha_patterns: (pattern, value) in file order; the first that matches a module counts.
-      target_modules: names, or one regular expression; None stands for "all-linear".
-      exclude_modules: the same, for modules left out.
+      rank_patterns, alpha_patterns: in file order; the first key that matches a module counts.
+      target_modules: names, or one regular expression; None stands for "all-linear". A regular expression that RE2
+        cannot take is in `unchecked`, and every module counts as targeted: the file's tensors say which are.
+      exclude_modules: the same, for modules left out; one that RE2 cannot take leaves out none.
       layers_to_transform: layer indices that names in `target_modules` are limited to; None means all.
       layers_pattern: names of the list that holds the layers; empty means any.
       fan_in_fan_out: the base layer stores its weight transposed. A and B do not, so it has no effect on them.
@@ -85,32 +93,44 @@ class PeftConfig:
       task_type: such as "CAUSAL_LM".
       ensure_weight_tying: PEFT gave a tied output layer the embedding's LoRA, transposed, and took its name out of
         `target_modules`; its tensors are in the file like any other module's.
+      unchecked: the fields whose regular expressions no module was checked against, each with it and the reason.
+      peft_fields: fields that are of no effect here and that PEFT reads back, as the file has them.
     """
 
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_patterns: tuple[tuple[Pattern, int], ...]
-    alpha_patterns: tuple[tuple[Pattern, float], ...]
-    target_modules: tuple[str, ...] | Pattern | None
-    exclude_modules: tuple[str, ...] | Pattern
-    layers_to_transform: tuple[int, ...] | None
+    rank_patterns: PatternTable[int]
+    alpha_patterns: PatternTable[float]
+    target_modules: frozenset[str] | Pattern | None
+    exclude_modules: frozenset[str] | Pattern
+    layers_to_transform: frozenset[int] | None
     layers_pattern: tuple[str, ...]
     fan_in_fan_out: bool
     base_model_name: str | None
     task_type: str | None
     ensure_weight_tying: bool
+    unchecked: tuple[str, ...]
+    peft_fields: Mapping[str, Any] = field(compare=False)
 
-    def rank(self, module: str) -> int:
-        """Rank of a module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`."""
-        return next((value for pattern, value in self.rank_patterns if pattern.fullmatch(module)), self.r)
+    def ranks(self, modules: Iterable[str]) -> dict[str, int]:
+        """Rank of each module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`.
 
-    def alpha(self, module: str) -> float:
-        """Alpha of a module, by the same rule."""
-        return next((value for pattern, value in self.alpha_patterns if pattern.fullmatch(module)), self.lora_alpha)
+        Raises:
+          AdapterMismatchError: `PatternTable.lookup` cannot tell.
+        """
+        return self.rank_patterns.lookup(modules, self.r)
+
+    def alphas(self, modules: Iterable[str]) -> dict[str, float]:
+        """Alpha of each module, by the same rule."""
+        return self.alpha_patterns.lookup(modules, self.lora_alpha)
 
     def targets(self, module: str, kind: Kind) -> bool:
-        """Whether PEFT, given this configuration, would put LoRA on the module (`check_target_module_exists`)."""
+        """Whether PEFT, given this configuration, would put LoRA on the module (`check_target_module_exists`).
+
+        Raises:
+          AdapterMismatchError: a name that `Pattern.fullmatch` cannot tell.
+        """
         if isinstance(self.exclude_modules, Pattern):
             if self.exclude_modules.fullmatch(module):
                 return False
@@ -137,7 +157,9 @@ class PeftConfig:
             # Without a pattern PEFT asks for a dot before the list's name, so the very first part cannot be the list.
             for i in range(2 if pattern is None else 1, len(parts) - 1):
                 if pattern in (None, parts[i - 1]) and parts[i].isdecimal():
-                    return int(parts[i])
+                    # PEFT takes 01, and the digits of other scripts, for numbers; no model has such a layer.
+                    canonical = parts[i].isascii() and (parts[i] == "0" or not parts[i].startswith("0"))
+                    return int(parts[i]) if canonical else None
         return None
 
 
@@ -157,47 +179,60 @@ def read_config(file: Path, adapter: str) -> PeftConfig:
       AdapterFormatError: not readable, not a JSON object, a name given twice, or a value of the wrong type or range.
       AdapterMismatchError: a PEFT feature that is not served, or a field that is not known; the message names it.
     """
-    where = f"adapter {adapter!r}: {file}"
-    try:
-        raw = json.loads(
-            file.read_text("utf-8"),
-            object_pairs_hook=lambda pairs: _unique(pairs, where),
-            parse_constant=lambda word: _fail(where, f"holds {word}, which is not a JSON number"),
-        )
-    except OSError as error:
-        raise AdapterFormatError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise AdapterFormatError(f"{where}: must hold a JSON object, found {_kind(raw)}")
-    return _parse(raw, where)
+    where = f"adapter {shown(adapter)}: {shown_path(file)}"
+    with StableFile(file, where) as opened:
+        if opened.size > _MAX_BYTES:
+            raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
+        text = opened.read(0, opened.size)
+    return _parse(parse_object(text, where), where)
 
 
 def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
     peft_type = raw.get("peft_type")
     if not isinstance(peft_type, str):
-        raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {_kind(peft_type)}")
+        raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {kind_of(peft_type)}")
     if peft_type != "LORA":
-        raise AdapterMismatchError(f"{where}: field 'peft_type' is {peft_type!r}; only \"LORA\" adapters are served")
+        raise AdapterMismatchError(f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served")
     _refuse_unserved(raw, where)
     _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
     targets, layers, layers_pattern = _targets(raw, where)
+    unchecked: list[str] = []
+    # Every module counts as targeted, and none as left out, where an expression cannot be asked.
+    if targets is not None:
+        targets = _or_unchecked(targets, "target_modules", compile_pattern(".*", where), unchecked, where)
+    excluded = _or_unchecked(raw.get("exclude_modules") or [], "exclude_modules", frozenset(), unchecked, where)
     return PeftConfig(
         r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=_typed(raw, "use_rslora", bool, False, where),
-        rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
-        alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
+        rank_patterns=_patterns(raw, "rank_pattern", int, _rank, where),
+        alpha_patterns=_patterns(raw, "alpha_pattern", float, _number, where),
         target_modules=targets,
-        exclude_modules=_names_or_pattern(raw.get("exclude_modules") or [], f"{where}: field 'exclude_modules'"),
+        exclude_modules=excluded,
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
         fan_in_fan_out=_typed(raw, "fan_in_fan_out", bool, False, where),
         base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
         task_type=_typed(raw, "task_type", str, None, where),
         ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
+        unchecked=tuple(unchecked),
+        peft_fields={name: value for name, value in raw.items() if name in PEFT_FIELDS},
     )
 
+
+def _or_unchecked(
+    value: Any, name: str, instead: frozenset[str] | Pattern, unchecked: list[str], where: str
+) -> frozenset[str] | Pattern:
+    """Names or a regular expression; `instead`, and a line in `unchecked`, for an expression that RE2 cannot take."""
+    try:
+        return _names_or_pattern(value, f"{where}: field {name!r}")
+    except AdapterMismatchError as error:
+        unchecked.append(str(error).removeprefix(f"{where}: "))
+        return instead
+
+
+# What a load keeps and a save writes beside what an `Adapter` has attributes for.
+PEFT_FIELDS = _WITHOUT_EFFECT | {"init_lora_weights", "ensure_weight_tying"}
 
 _SERVED = frozenset(
     (
@@ -221,19 +256,20 @@ _SERVED = frozenset(
 
 
 def _refuse_unserved(raw: Mapping[str, Any], where: str) -> None:
-    for field, value in raw.items():
-        if field in _SERVED or field in _WITHOUT_EFFECT:
+    for name, value in raw.items():
+        if name in _SERVED or name in _WITHOUT_EFFECT:
             continue
-        if field in _REFUSED:
-            feature, off = _REFUSED[field]
+        at = f"{where}: field {shown(name)} is {shown_value(value)}"
+        if name in _REFUSED:
+            feature, off = _REFUSED[name]
             if not any(type(value) is type(o) and value == o for o in off):
                 raise AdapterMismatchError(
-                    f"{where}: field {field!r} is {_show(value)}: {feature} is not served; expected {off[-1]!r}. "
+                    f"{at}: {feature} is not served; expected {off[-1]!r}. "
                     "Train the adapter without it, or merge it into a base model of its own"
                 )
         elif not (value is None or value is False or value in ("", [], {})):
             raise AdapterMismatchError(
-                f"{where}: field {field!r} is {_show(value)}, and this version of jlora does not know the field; only "
+                f"{at}, and this version of jlora does not know the field; only "
                 "null, false or empty would be safe to pass over. If it does not matter at inference, remove it"
             )
 
@@ -243,21 +279,21 @@ def _refuse_base_changing_init(init: Any, where: str) -> None:
     if init is None or isinstance(init, bool):
         return
     if not isinstance(init, str):
-        raise AdapterFormatError(f"{where} must be a boolean or a string, found {_kind(init)}")
+        raise AdapterFormatError(f"{where} must be a boolean or a string, found {kind_of(init)}")
     if init.lower() in _HARMLESS_INITS:
         return
     if init.lower().startswith(_BASE_CHANGING_INITS):
         raise AdapterMismatchError(
-            f"{where} is {init!r}, which changes the base weights, so the adapter does not fit the base model as "
+            f"{where} is {shown(init)}, which changes the base weights, so the adapter does not fit the base model as "
             "published. Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), "
             "which turns it into a plain LoRA (LoftQ has no such conversion)"
         )
     raise AdapterMismatchError(
-        f"{where} is {init!r}, which is not known; expected a boolean or one of {', '.join(_HARMLESS_INITS)}"
+        f"{where} is {shown(init)}, which is not known; expected a boolean or one of {', '.join(_HARMLESS_INITS)}"
     )
 
 
-def _targets(raw, where) -> tuple[tuple[str, ...] | Pattern | None, tuple[int, ...] | None, tuple[str, ...]]:
+def _targets(raw: Mapping[str, Any], where: str) -> tuple[Any, frozenset[int] | None, tuple[str, ...]]:
     """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
     targets = raw.get("target_modules")
     layers = raw.get("layers_to_transform")
@@ -268,106 +304,97 @@ def _targets(raw, where) -> tuple[tuple[str, ...] | Pattern | None, tuple[int, .
             'Write the names, such as ["q_proj", "v_proj"]'
         )
     if isinstance(targets, str):
-        for field, value in (("layers_to_transform", layers), ("layers_pattern", layers_pattern)):
+        for name, value in (("layers_to_transform", layers), ("layers_pattern", layers_pattern)):
             if value is not None:
-                raise AdapterFormatError(f"{where}: field {field!r} cannot be used when 'target_modules' is a string")
+                raise AdapterFormatError(f"{where}: field {name!r} cannot be used when 'target_modules' is a string")
         if targets.lower() == "all-linear":
             return None, None, ()
     if layers_pattern and layers is None:
         raise AdapterFormatError(f"{where}: field 'layers_pattern' is given without 'layers_to_transform'")
     return (
-        _names_or_pattern(targets, f"{where}: field 'target_modules'"),
+        targets,
         _layers(layers, f"{where}: field 'layers_to_transform'"),
         _layers_pattern(layers_pattern, f"{where}: field 'layers_pattern'"),
     )
 
 
-def _layers(value: Any, where: str) -> tuple[int, ...] | None:
+def _layers(value: Any, where: str) -> frozenset[int] | None:
     if value is None or value == []:
         return None
     values = value if isinstance(value, list) else [value]
     for v in values:
         if isinstance(v, bool) or not isinstance(v, int) or v < 0:
-            raise AdapterFormatError(f"{where} must be layer indices, found {_show(value)}")
-    return tuple(values)
+            raise AdapterFormatError(f"{where} must be layer indices, found {shown_value(value)}")
+    return frozenset(values)
 
 
 def _layers_pattern(value: Any, where: str) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value] if value else []
     for v in values:
         if not isinstance(v, str):
-            raise AdapterFormatError(f"{where} must be a name or a list of names, found {_show(value)}")
+            raise AdapterFormatError(f"{where} must be a name or a list of names, found {shown_value(value)}")
         if not v.replace("_", "").isalnum():
-            raise AdapterMismatchError(f'{where} is {_show(value)}; only plain names such as "layers" are served')
+            raise AdapterMismatchError(f'{where} is {shown_value(value)}; only plain names such as "layers" are served')
     return tuple(values)
 
 
-def _patterns(raw, field: str, check, where: str) -> tuple:
-    value = raw.get(field)
-    where = f"{where}: field {field!r}"
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise AdapterFormatError(f"{where} must be an object of names and numbers, found {_kind(value)}")
-    return tuple(
-        # PEFT's get_pattern_key: the whole name, or its end after a dot.
-        (compile_pattern(rf"(.*\.)?({key})$", where), check(number, f"{where}, key {key!r}"))
-        for key, number in value.items()
-    )
+def _patterns(
+    raw: Mapping[str, Any], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
+) -> PatternTable[T]:
+    value = raw.get(name)
+    where = f"{where}: field {name!r}"
+    if value is not None and not isinstance(value, dict):
+        raise AdapterFormatError(f"{where} must be an object of names and numbers, found {kind_of(value)}")
+    numbers = list((value or {}).values())
+    # There may be very many: their types and extremes tell whether all of them pass, and each is looked at if not.
+    if not (
+        set(map(type, numbers)) <= {int, kind} and _passes(check, min(numbers, default=1), max(numbers, default=1))
+    ):
+        for key, number in (value or {}).items():
+            check(number, f"{where}, key {shown(key)}")
+    return pattern_table(dict(zip(value or {}, map(kind, numbers), strict=True)), where)
 
 
-def _names_or_pattern(value: Any, where: str) -> tuple[str, ...] | Pattern:
+def _passes(check: Callable[[Any, str], object], *numbers: Any) -> bool:
+    try:
+        for number in numbers:
+            check(number, "")
+    except AdapterFormatError:
+        return False
+    return True
+
+
+def _names_or_pattern(value: Any, where: str) -> frozenset[str] | Pattern:
     if isinstance(value, str):
         return compile_pattern(value, where)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise AdapterFormatError(f"{where} must be a list of names or a regular expression, found {_show(value)}")
-    return tuple(value)
+        raise AdapterFormatError(f"{where} must be a list of names or a regular expression, found {shown_value(value)}")
+    return frozenset(value)
 
 
-def _named(names: tuple[str, ...], module: str) -> bool:
-    return any(module == name or module.endswith("." + name) for name in names)
+def _named(names: frozenset[str], module: str) -> bool:
+    """Whether one of the names is the module's, or its end after a dot."""
+    at = 0
+    while module[at:] not in names:
+        if (at := module.find(".", at) + 1) == 0:
+            return False
+    return True
 
 
 def _rank(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdapterFormatError(f"{where} must be a positive integer, found {_show(value)}")
+        raise AdapterFormatError(f"{where} must be a positive integer, found {shown_value(value)}")
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
-        raise AdapterFormatError(f"{where} must be a finite number, found {_show(value)}")
+        raise AdapterFormatError(f"{where} must be a finite number, found {shown_value(value)}")
     return float(value)
 
 
-def _typed(raw, field: str, kind: type, default: Any, where: str) -> Any:
-    value = raw.get(field, default)
+def _typed(raw: Mapping[str, Any], name: str, kind: type, default: Any, where: str) -> Any:
+    value = raw.get(name, default)
     if not isinstance(value, kind) and not (value is None and default is None):
-        raise AdapterFormatError(f"{where}: field {field!r} must be {kind.__name__}, found {_show(value)}")
+        raise AdapterFormatError(f"{where}: field {name!r} must be {kind.__name__}, found {shown_value(value)}")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise AdapterFormatError(f"{where}: field {key!r} is given twice")
-        found[key] = value
-    return found
-
-
-def _fail(where: str, what: str):
-    raise AdapterFormatError(f"{where}: {what}")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or nothing"}
-    return names.get(type(value), "a number")
-
-
-def _show(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
-        return f"{_kind(value)} too large to print"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -3,84 +3,125 @@
 import os
 import re
 import stat
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from jlora.adapters.files import in_hub_cache
+from jlora.adapters.messages import printable, shown, shown_path, shown_value
 from jlora.adapters.peft_config import CONFIG_FILE
-from jlora.errors import AdapterFormatError, AdapterNotFoundError
+from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_MAX_PATH = 500
 
 
-def resolve(path: str | os.PathLike, adapter: str | None = None, revision: str | None = None) -> tuple[Path, str]:
+@dataclass(frozen=True)
+class Found:
+    """An adapter's folder on this machine.
+
+    Attributes:
+      folder: it.
+      name: the adapter's name.
+      repo_id, revision: where on the Hugging Face hub it came from; None if it is a folder of the user's.
+      local_only: whether the network is off limits.
+    """
+
+    folder: Path
+    name: str
+    repo_id: str | None = None
+    revision: str | None = None
+    local_only: bool = False
+
+
+def resolve(
+    path: str | os.PathLike[str], adapter: str | None = None, revision: str | None = None, *, local_only: bool = False
+) -> Found:
     """Finds an adapter's folder, downloading it from the Hugging Face hub if there is no such local folder.
 
     Args:
-      path: a local folder (`~` is expanded), or a repo id of the form "owner/name".
+      path: a local folder (`~` is expanded), or a repo id of the form "owner/name". `./x`, `/x`, `~/x` and names
+        of more than two parts are never looked for on the hub.
       adapter: the adapter's name; by default the last part of `path`.
       revision: branch, tag or commit of the repo; a local folder has none and ignores it.
-
-    Returns:
-      The folder, and the adapter's name.
+      local_only: look for a repo in Hugging Face's cache only.
 
     Raises:
       AdapterNotFoundError: no such folder, and no such repo or no way to reach it.
       AdapterFormatError: `path` is a file.
+      LoRAUsageError: an argument of the wrong kind.
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise LoRAUsageError(f"an adapter's path must be a string or a path of text, got {shown_value(path)}")
+    for argument, value in (("name", adapter), ("revision", revision)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise LoRAUsageError(f"an adapter's {argument} must be a non-empty string, got {shown_value(value)}")
+    if not isinstance(local_only, bool):
+        raise LoRAUsageError(f"local_only must be a bool, got {shown_value(local_only)}")
     if adapter is None:
         adapter = os.path.basename(text.rstrip("/")) or text
-    where = f"adapter {adapter!r}"
+    where = f"adapter {shown(adapter)}: {shown(text, _MAX_PATH)}"
     local = os.path.expanduser(text)
     if text and os.path.isdir(local):
-        return Path(local), adapter
+        return Found(Path(local), adapter)
     if text and os.path.exists(local):
-        raise AdapterFormatError(
-            f"{where}: {text!r} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
-        )
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", text):
+        raise AdapterFormatError(f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    if not _REPO_ID.fullmatch(text):
         raise AdapterNotFoundError(
-            f'{where}: {text!r} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
+            f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
         )
-    return _download(text, adapter, revision), adapter
+    return Found(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
 
 
-def _download(repo_id: str, adapter: str, revision: str | None) -> Path:
+def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool) -> Path:
     import huggingface_hub  # here, because it is slow to import and a local folder does not need it
 
     try:
         folder = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]
+            repo_id, revision=revision, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE], local_files_only=local_only
         )
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through; all mean "not here"
-        reason = (str(error).strip().splitlines() or [""])[0]
-        at = f" at revision {revision!r}" if revision else ""
+        reason = printable((str(error).strip().splitlines() or [""])[0])
+        at = f" at revision {shown(revision)}" if revision else ""
+        how = (
+            f"it is not in Hugging Face's cache{at}, and local_only forbids asking the network"
+            if local_only
+            else f"it could not be fetched from the Hugging Face hub{at}"
+        )
         raise AdapterNotFoundError(
-            f"adapter {adapter!r}: there is no local folder {repo_id!r}, and it could not be fetched from the "
-            f"Hugging Face hub{at}: {type(error).__name__}: {reason}"
+            f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}: "
+            f"{type(error).__name__}: {reason}"
         ) from error
     return Path(folder)
 
 
-def adapter_files(folder: Path, adapter: str) -> tuple[Path, Path]:
+def adapter_files(found: Found) -> tuple[Path, Path]:
     """The configuration and weights files of an adapter folder, checked to be regular files inside it.
 
     Raises:
       AdapterFormatError: a file is missing, is not a regular file, or is a link that leads out of the folder. The
         links of Hugging Face's cache, from `snapshots/<commit>/` to the same repo's `blobs/`, are let through. If
-        only pickled weights are there, they are not opened; the message shows how to convert them.
+        only pickled weights are there, or in the repo, they are not opened; the message shows how to convert them.
     """
-    weights = folder / WEIGHTS_FILE
+    weights = found.folder / WEIGHTS_FILE
     if not os.path.lexists(weights):
         for name in _PICKLE_FILES:
-            if (folder / name).exists():
-                raise AdapterFormatError(_pickle_message(folder / name, weights, adapter))
-    return _checked(folder, CONFIG_FILE, adapter), _checked(folder, WEIGHTS_FILE, adapter)
+            if (found.folder / name).exists():
+                load = f"w = torch.load({str(found.folder / name)!r}, map_location='cpu', weights_only=True)"
+                raise _pickled(found, shown_path(found.folder / name), load, str(weights), "")
+        if found.repo_id is not None and not found.local_only:
+            for name in _PICKLE_FILES:
+                if name in _files_of_repo(found.repo_id, found.revision):
+                    raise _pickled_on_the_hub(found, name)
+    return _checked(found.folder, CONFIG_FILE, found.name), _checked(found.folder, WEIGHTS_FILE, found.name)
 
 
 def _checked(folder: Path, name: str, adapter: str) -> Path:
     file = folder / name
-    where = f"adapter {adapter!r}: {file}"
+    where = f"adapter {shown(adapter)}: {shown_path(file)}"
     try:
         home, target = folder.resolve(), file.resolve(strict=True)
         mode = target.stat().st_mode
@@ -89,22 +130,45 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
             f"{where}: is missing; an adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}"
         ) from error
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise AdapterFormatError(f"{where}: cannot be opened: {error}") from error
-    in_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
-    if not target.is_relative_to(home) and not in_cache:
-        raise AdapterFormatError(f"{where}: is a link to {target}, outside the adapter folder; copy the file here")
+        raise AdapterFormatError(f"{where}: cannot be opened: {printable(str(error))}") from error
+    if not target.is_relative_to(home) and not in_hub_cache(folder, target):
+        raise AdapterFormatError(
+            f"{where}: is a link to {shown_path(target)}, outside the adapter folder; copy the file here"
+        )
     if not stat.S_ISREG(mode):
         raise AdapterFormatError(f"{where}: is not a regular file")
     return file
 
 
-def _pickle_message(pickle: Path, weights: Path, adapter: str) -> str:
+def _files_of_repo(repo_id: str, revision: str | None) -> Collection[str]:
+    """The repo's file names; none if they cannot be had, as they only make an error clearer."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.list_repo_files(repo_id, revision=revision)
+    except Exception:  # as in _download
+        return ()
+
+
+def _pickled_on_the_hub(found: Found, name: str) -> AdapterFormatError:
+    folder = (found.repo_id or "").rpartition("/")[2]
+    load = (
+        "import huggingface_hub as h; "
+        f"d = h.snapshot_download({found.repo_id!r}, revision={found.revision!r}, local_dir={folder!r}, "
+        f"allow_patterns=[{CONFIG_FILE!r}, {name!r}]); "
+        f"w = torch.load({folder + '/' + name!r}, map_location='cpu', weights_only=True)"
+    )
+    return _pickled(
+        found, f"{found.repo_id}/{name}", load, f"{folder}/{WEIGHTS_FILE}", f"\nand load the folder {folder!r}"
+    )
+
+
+def _pickled(found: Found, pickle: str, load: str, weights: str, then: str) -> AdapterFormatError:
     code = (
-        "import torch, safetensors.torch as s; "
-        f"w = torch.load({str(pickle)!r}, map_location='cpu', weights_only=True); "
-        f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {str(weights)!r})"
+        f"import torch, safetensors.torch as s; {load}; "
+        f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {weights!r})"
     ).replace('"', '\\"')
-    return (
-        f"adapter {adapter!r}: {pickle}: is a pickle file, which can run any code when opened, so it is never opened. "
-        f'If you trust it, convert it once:\n  python -c "{code}"'
+    return AdapterFormatError(
+        f"adapter {shown(found.name)}: {pickle}: is a pickle file, which can run any code when opened, so it is never "
+        f'opened. If you trust it, convert it once:\n  python -c "{code}"{then}'
     )

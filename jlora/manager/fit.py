@@ -1,13 +1,13 @@
 """Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from jlora.adapters import Adapter, ModuleLoRA
+from jlora.adapters import Adapter, BaseShape
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap import WrappedModel, kernel_of
@@ -27,13 +27,6 @@ class Shapes(Protocol):
     def a_shape(self) -> tuple[int, ...]: ...
     @property
     def b_shape(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    kind: str
-    a_shape: tuple[int, ...]
-    b_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -83,15 +76,13 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     return placed
 
 
-def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str, *, allow_nonfinite: bool) -> Fitted:
+def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -> Fitted:
     """Check every tensor of `adapter` against the model and bring it into slot dtype.
 
     Raises:
       AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.
-      AdapterFormatError: NaN or infinity, unless `allow_nonfinite`.
     """
-    shapes = {name: _Shapes(m.kind, m.a.shape, m.b.shape) for name, m in adapter.modules.items()}
-    placed = place(where, shapes, index)
+    placed = place(where, adapter.modules, index)
     problems = [
         f"{name}.base_layer.weight: {problem}"
         for name, weight in adapter.base_weights.items()
@@ -105,8 +96,6 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str, *
         ranks[site, layer] = max(ranks.get((site, layer), 0), adapter.modules[name].rank)
     for name, (site, layer, first, count) in placed.items():
         module, spec, row = adapter.modules[name], site.spec, (site, layer)
-        if not allow_nonfinite:
-            _check_finite(f"{where}: {name}", module)
         a, b, shift = scaled(f"{where}: {name}", module.a, module.b.T, module.scaling, site)
         placements.append(Placement(name, site, layer, first, count, module.rank, module.alpha, module.scaling, shift))
         if count == spec.slices == 1:
@@ -160,13 +149,15 @@ def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
     return None
 
 
-def _check_finite(where: str, module: ModuleLoRA) -> None:
-    for label, factor in (("A", module.a), ("B", module.b)):
-        if not np.isfinite(factor).all():
-            raise AdapterFormatError(
-                f"{where}: {label} holds NaN or infinity; expected finite numbers (LoRAConfig.allow_nonfinite lets "
-                "them through)"
-            )
+def check_finite(where: str, adapter: Adapter) -> None:
+    """Raises AdapterFormatError for NaN and infinity."""
+    for name, module in adapter.modules.items():
+        for label, factor in (("A", module.a), ("B", module.b)):
+            if not np.isfinite(factor).all():
+                raise AdapterFormatError(
+                    f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
+                    "(LoRAConfig.allow_nonfinite lets them through)"
+                )
 
 
 def scaled(
@@ -214,8 +205,22 @@ def _balance(a: np.ndarray, b: np.ndarray) -> int:
     return round((math.log2(largest[1]) - math.log2(largest[0])) / 2)
 
 
-def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
-    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
+def check_base_shapes(where: str, weights: Mapping[str, BaseShape], wrapped: WrappedModel, index: SiteIndex) -> None:
+    """Raises AdapterMismatchError where base weights of these shapes cannot be the model's own."""
+    problems: list[str] = []
+    for name, weight in weights.items():
+        if index.skipped(name):
+            continue
+        own = _own_weight(name, wrapped, index)
+        if isinstance(own, str):
+            problems.append(f"{name}.base_layer.weight: {own}")
+        elif own.shape != weight.shape:
+            problems.append(f"{name}.base_layer.weight: shape {weight.shape}, and the model's own has {own.shape}")
+    _raise(where, problems)
+
+
+def _own_weight(name: str, wrapped: WrappedModel, index: SiteIndex) -> Any:
+    """The model's own weight [N, K] (or table [V, D]) under a checkpoint name, on its device; or why there is none."""
     found: tuple[Site, int, int, int] | str = ""
     for kind in ("embedding", "linear"):
         found = index.find(kind, name)
@@ -225,20 +230,26 @@ def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: S
         return f"no wrapped module can be compared with it ({found})"
     site, layer, first, count = found
     param, spec = kernel_of(wrapped.modules[site])
-    own = np.asarray(param[...])
+    own = param[...]
     if site.spec.layers is not None:
         own = own[layer]
     if spec is not None:
         own = own.transpose(*spec.in_axes, *spec.out_axes).reshape(spec.in_features, spec.out_features).T
         start = sum(site.spec.out_sizes[:first])
         own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
+    return own
+
+
+def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
+    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
+    own = _own_weight(name, wrapped, index)
+    if isinstance(own, str):
+        return own
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
+    own = np.asarray(own)
     with np.errstate(over="ignore", invalid="ignore"):
         stored = weight.astype(own.dtype)
     if not np.array_equal(own, stored):
         return "its values differ from the model's own weight: it was trained on another base model"
     return None
-
-
-Check = Callable[[Mapping[str, Shapes]], None]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from jlora.adapters import Adapter
+from jlora.adapters import Adapter, AdapterShapes
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
     AdapterInUseError,
@@ -19,7 +19,7 @@ from jlora.errors import (
 from jlora.layers.wrap import WrappedModel
 from jlora.manager.blocks import pack
 from jlora.manager.content import Content
-from jlora.manager.fit import describe, fit, rank_vector
+from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.names import SiteIndex
@@ -136,19 +136,34 @@ class Host:
         return result
 
     def _read(self, request: LoRARequest) -> Adapter:
+        """Read an adapter's files. What its shapes tell against it is found before a tensor is read."""
         path = request.path if self._resolve is None else self._resolve(request)
-        adapter = Adapter.from_pretrained(path, name=request.name, revision=request.revision)
-        if request.base_model_name is not None and adapter.base_model_name != request.base_model_name:
-            raise AdapterMismatchError(
-                f"adapter {request.name!r} ({request.path}): base_model_name_or_path is {adapter.base_model_name!r}, "
-                f"and the request asks for {request.base_model_name!r}"
-            )
-        return adapter
+        where = describe(request.name, request.path)
+
+        def check(shapes: AdapterShapes) -> None:
+            if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
+                raise AdapterMismatchError(
+                    f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
+                    f"{request.base_model_name!r}"
+                )
+            place(where, shapes.modules, self._index)
+            check_base_shapes(where, shapes.base_weights, self._wrapped, self._index)
+
+        return Adapter.from_pretrained(
+            path,
+            name=request.name,
+            revision=request.revision,
+            local_only=request.local_only,
+            allow_nonfinite=self._config.allow_nonfinite,
+            check=check,
+        )
 
     def stage(self, adapter: Adapter, request: LoRARequest | None) -> Content:
         """Check, cast and pack an adapter; no lock is held."""
         where = describe(adapter.name, None if request is None else request.path)
-        fitted = fit(adapter, self._wrapped, self._index, where, allow_nonfinite=self._config.allow_nonfinite)
+        if request is None and not self._config.allow_nonfinite:  # files were looked at while they were read
+            check_finite(where, adapter)
+        fitted = fit(adapter, self._wrapped, self._index, where)
         pool = self._slots.pool
         return Content(
             name=adapter.name,
@@ -160,6 +175,7 @@ class Host:
             base_model_name=adapter.base_model_name,
             use_rslora=adapter.use_rslora,
             request=request,
+            key=adapter.content,
         )
 
     def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:

@@ -1,6 +1,8 @@
 """Adapters made in memory, and the round trip through a PEFT folder."""
 
+import dataclasses
 import json
+import time
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from jlora.adapters import Adapter, ModuleLoRA
-from jlora.errors import AdapterFormatError, LoRAError
+from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
 from tests.adapters.conftest import Q, V, lora_tensors
 
 # Names that end in one another, or read as a regular expression.
@@ -91,6 +93,75 @@ def test_saved_over_itself(folder_of):
     assert_same(adapter, Adapter.from_pretrained(folder))
 
 
+FIELDS = {
+    "task_type": "CAUSAL_LM",
+    "fan_in_fan_out": True,
+    "base_model_name_or_path": "org/base",
+    "auto_mapping": {"base_model_class": "Net", "parent_library": "my.models"},
+    "revision": "v2",
+    "inference_mode": False,
+    "lora_dropout": 0.05,
+    "peft_version": "0.21.2",
+    "megatron_core": "megatron.core",
+    "init_lora_weights": "gaussian",
+    "ensure_weight_tying": False,
+    "use_rslora": True,
+    "runtime_config": {"ephemeral_gpu_offload": False},
+    "qalora_group_size": 16,
+    "eva_config": None,
+}
+
+
+def test_what_peft_reads_back_is_kept(folder_of, tmp_path):
+    adapter = Adapter.from_pretrained(folder_of(**FIELDS))
+    adapter.save_pretrained(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert {name: written[name] for name in FIELDS} == FIELDS
+    assert_same(adapter, Adapter.from_pretrained(tmp_path / "again"))
+    assert Adapter.from_pretrained(tmp_path / "again").peft_fields == adapter.peft_fields
+
+
+def test_what_is_kept_says_nothing_of_shapes_and_targets(folder_of, tmp_path):
+    """What the modules themselves say wins over what was read; a field that could change the result is not written."""
+    adapter = Adapter.from_pretrained(folder_of(exclude_modules=["x"], layers_to_transform=[0, 1], **FIELDS))
+    assert not {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "bias"} & set(
+        adapter.peft_fields
+    )
+    for name in ("use_dora", "r", "new_field"):
+        odd = dataclasses.replace(adapter, peft_fields={name: True})
+        with pytest.raises(LoRAUsageError, match=f"peft_fields may hold .*found .*{name}"):
+            odd.save_pretrained(tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_what_could_not_be_checked_is_said(folder_of):
+    adapter = Adapter.from_pretrained(folder_of(target_modules=r"^(?!.*vision).*_proj"))
+    assert set(adapter.modules) == {Q, V}
+    assert [line.partition(":")[0] for line in adapter.unchecked] == ["field 'target_modules'"]
+    assert Adapter.from_pretrained(folder_of(target_modules=r".*_proj")).unchecked == ()
+
+
+def test_224_mixed_ranks_cost_what_reading_costs(tmp_path):
+    ranks = {
+        f"model.layers.{i}.block.{name}": 1 + (7 * i + j) % 16 for i in range(32) for j, name in enumerate("qkvogud")
+    }
+    alphas = {name: float(1 + i % 5) for i, name in enumerate(ranks)}
+    mixed = Adapter.from_arrays("mixed", arrays_of(0, ranks, k=64, n=64), alpha=alphas)
+    mixed.save_pretrained(tmp_path / "mixed")
+    plain = arrays_of(0, dict.fromkeys(ranks, 8), k=64, n=64)
+    Adapter.from_arrays("plain", plain, alpha=8).save_pretrained(tmp_path / "plain")
+    assert len(json.loads((tmp_path / "mixed" / "adapter_config.json").read_text())["rank_pattern"]) > 200
+    taken = {}
+    for name in ("mixed", "plain") * 5:
+        start = time.process_time()
+        found = Adapter.from_pretrained(tmp_path / name)
+        taken[name] = min(time.process_time() - start, taken.get(name, 9.0))
+        if name == "mixed":
+            assert {module: lora.rank for module, lora in found.modules.items()} == ranks
+            assert {module: lora.alpha for module, lora in found.modules.items()} == alphas
+    assert taken["mixed"] - taken["plain"] < 0.1
+
+
 def test_from_arrays():
     arrays = arrays_of(0, {Q: 2, V: 4})
     adapter = Adapter.from_arrays("a", arrays, alpha=8)
@@ -139,10 +210,18 @@ def test_kind():
         ModuleLoRA(a=np.ones((1, 1)), b=np.ones((1, 1)), kind="conv", alpha=1, scaling=1)
 
 
-@pytest.mark.parametrize("options", [{"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}])
+@pytest.mark.parametrize(
+    "options", [{"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}, {"alpha": 1, "embeddings": Q}]
+)
 def test_from_arrays_with_other_names(options):
-    with pytest.raises(LoRAError, match="must name the modules"):
+    with pytest.raises(LoRAUsageError, match="must name the modules"):
         Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), **options)
+
+
+@pytest.mark.parametrize("alpha", ["8", None, True, [8]])
+def test_alphas_of_the_wrong_kind(alpha):
+    with pytest.raises(LoRAUsageError, match="must be a number"):
+        Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=alpha)
 
 
 def test_what_cannot_be_saved(tmp_path):

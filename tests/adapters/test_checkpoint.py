@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from jlora import LoRAError
 from jlora.adapters import Adapter
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from tests.adapters.conftest import PREFIX, Q, V, lora_tensors
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
@@ -57,7 +57,7 @@ def test_conversion(folder_of, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", np.int32, "floaty", "complex64", "float8_e4m3fn"])
 def test_conversion_to_a_dtype_that_is_not_served(folder_of, dtype):
-    with pytest.raises(LoRAError, match="dtype"):
+    with pytest.raises(LoRAUsageError, match="dtype"):
         load(folder_of(), dtype=dtype)
 
 
@@ -194,6 +194,28 @@ def test_unserved_tensors(folder_of, key):
     assert UNSERVED[key] in str(raised.value)
 
 
+def test_names_in_messages_are_escaped_and_cut(folder_of):
+    odd = "\x1b[31m\nadapter 'other': all is well" + "x" * 5000
+    for tensors in (
+        {odd: np.ones((4, 6), np.float32)},
+        lora_tensors({Q: 4}) | {f"{odd}.lora_A.weight": np.ones((4, 6), np.float32)},
+        {f"{odd}.lora_A.weight": np.ones((4, 6), np.float32)},
+        lora_tensors({"m." + "y" * 500: 4}),
+        lora_tensors({Q: 4}) | {A: np.ones((1,) * 50, np.float32)},
+    ):
+        with pytest.raises(LoRAError) as raised:
+            load(folder_of(tensors), name=odd)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 1500
+
+
+def test_a_folder_of_an_odd_name(folder_of):
+    folder = folder_of({}, name="sql\x1b[31m\nadapter 'x': fine")
+    with pytest.raises(AdapterFormatError) as raised:
+        load(folder)
+    assert str(raised.value).isprintable()
+
+
 def test_convolution(folder_of):
     with pytest.raises(AdapterMismatchError, match="convolutions"):
         load(folder_of({A: np.ones((4, 6, 3, 3), np.float32), B: np.ones((5, 4, 1, 1), np.float32)}))
@@ -234,13 +256,13 @@ def test_base_weight_of_another_shape(folder_of):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_check_finite(folder_of, value, dtype):
+def test_nan_and_infinity(folder_of, value, dtype):
     tensors = lora_tensors({Q: 4}, dtype=dtype)
     tensors[B][4, 3] = value
     folder = folder_of(tensors)
     with pytest.raises(AdapterFormatError, match=r"lora_B.weight' holds NaN or infinity"):
-        load(folder, check_finite=True)
-    assert not np.isfinite(load(folder).modules[Q].b).all()
+        load(folder)
+    assert not np.isfinite(load(folder, allow_nonfinite=True).modules[Q].b).all()
 
 
 # ---- damaged files

@@ -1,6 +1,7 @@
 """Whatever is done to an adapter's files, loading gives a consistent Adapter or a LoRAError, and nothing else."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -55,6 +56,8 @@ def folder(tmp_path_factory):
 def load(folder, config: bytes, tensors: bytes) -> Adapter | None:
     (folder / "adapter_config.json").write_bytes(config)
     (folder / "adapter_model.safetensors").write_bytes(tensors)
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))  # a file of just now would be waited for
     try:
         adapter = Adapter.from_pretrained(folder, name="fuzzed")
     except LoRAError:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
+import time
 
 import pytest
 
 from jlora.adapters.peft_config import read_config, scaling_of
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
 BASE = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
@@ -22,12 +24,20 @@ def read(tmp_path):
     return parse
 
 
+def rank(config, module):
+    return config.ranks([module])[module]
+
+
+def alpha(config, module):
+    return config.alphas([module])[module]
+
+
 # ---- served
 
 
 def test_rank_and_alpha(read):
     config = read(r=16, lora_alpha=32)
-    assert (config.rank("q_proj"), config.alpha("q_proj"), config.use_rslora) == (16, 32.0, False)
+    assert (rank(config, "q_proj"), alpha(config, "q_proj"), config.use_rslora) == (16, 32.0, False)
 
 
 def test_defaults_are_pefts(read):
@@ -69,13 +79,13 @@ PATTERN = {
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_patterns_match_a_suffix_at_a_dot(read, field, module, expected):
     config = read(lora_alpha=4, **{field: PATTERN})
-    assert (config.rank(module) if field == "rank_pattern" else config.alpha(module)) == expected
+    assert (rank(config, module) if field == "rank_pattern" else alpha(config, module)) == expected
 
 
 def test_first_pattern_wins_and_a_caret_is_exact(read):
     config = read(rank_pattern={"q_proj": 2, "self_attn.q_proj": 3}, alpha_pattern={r"^attn\.q_proj": 3})
-    assert config.rank("self_attn.q_proj") == 2
-    assert (config.alpha("attn.q_proj"), config.alpha("x.attn.q_proj")) == (3, 8)
+    assert rank(config, "self_attn.q_proj") == 2
+    assert (alpha(config, "attn.q_proj"), alpha(config, "x.attn.q_proj")) == (3, 8)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +251,108 @@ def test_target_modules_missing(read, drop):
         read(drop=drop, target_modules=None)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("use_dora", value) for value in (0, 0.0, "", [], {})),
+        *(("lora_bias", value) for value in (0, 0.0, "")),
+        *(("bias", value) for value in (False, 0, "", "NONE")),
+        *(("modules_to_save", value) for value in (0, 0.0, "", True)),
+        *(("layer_replication", value) for value in (0, 0.0, "")),
+        *(("kasa_config", value) for value in (0, 0.0, "", [])),
+    ],
+)
+def test_what_equals_off_but_is_another_type_is_not_off(read, field, value):
+    """To Python 0 == False; to PEFT some of these switch a feature on, so none is taken for off."""
+    with pytest.raises(AdapterMismatchError, match=f"'{field}' is {re.escape(repr(value))}"):
+        read(**{field: value})
+
+
+# ---- not checked
+
+LOOKING = [
+    "^(?!.*vision)",
+    r"^(?!.*vision).*\.(q|v)_proj$",
+    "(?i).*Q_PROJ",
+    "(a|b){1001}",
+    "a" * 9000,
+    r"(a)\1",
+    "[[:x:]]",
+]
+
+
+@pytest.mark.parametrize("pattern", LOOKING)
+def test_targets_that_cannot_be_checked(read, pattern):
+    """The tensors say what is targeted: the expression is not asked, and that is reported."""
+    config = read(target_modules=pattern)
+    assert config.targets("model.vision.q_proj", "linear")
+    (line,) = config.unchecked
+    assert line.startswith("field 'target_modules': ")
+    assert line.isprintable()
+    assert len(line) < 700
+    excluded = read(exclude_modules=pattern)
+    assert excluded.targets("model.q_proj", "linear")
+    assert not excluded.targets("model.v_proj", "linear")
+    assert excluded.unchecked[0].startswith("field 'exclude_modules': ")
+    assert len(read(target_modules=pattern, exclude_modules=pattern).unchecked) == 2
+
+
+def test_what_can_be_checked_is(read):
+    assert read(target_modules=r".*\.(q|v)_proj", exclude_modules=".*vision.*").unchecked == ()
+    assert read().unchecked == ()
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", [p for p in LOOKING if p != "a" * 9000])
+def test_ranks_that_cannot_be_looked_up(read, field, pattern):
+    with pytest.raises(AdapterMismatchError) as raised:
+        read(**{field: {"q_proj": 4, pattern: 2}})
+    assert f"field '{field}', key '{pattern[:100]}".replace("\\", "\\\\") in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize(
+    "index", ["01", "00", "001", "\u0661", "\uff11", "1\u0661", "\u0967", "\u00b9", "+1", "1_0", " 1"]
+)
+@pytest.mark.parametrize("fields", [{}, {"layers_pattern": "layers"}])
+def test_layers_are_numbered_in_plain_digits(read, index, fields):
+    config = read(layers_to_transform=[0, 1, 10, 11], **fields)
+    assert config.targets("model.layers.1.q_proj", "linear")
+    assert config.targets("model.layers.10.q_proj", "linear")
+    assert not config.targets(f"model.layers.{index}.q_proj", "linear")
+
+
+@pytest.mark.parametrize("index", ["01", "\u0661"])
+def test_a_layer_that_is_none_does_not_pass_for_a_later_number(read, index):
+    assert not read(layers_to_transform=[1]).targets(f"model.layers.{index}.experts.1.q_proj", "linear")
+
+
+def test_many_names(read):
+    names = [f"model.layers.{i}.q_proj" for i in range(100_000)]
+    config = read(target_modules=names, exclude_modules=[f"{name}.x" for name in names], layers_to_transform=[0])
+    start = time.process_time()
+    assert all(config.targets(name, "linear") for name in names[:10_000])
+    assert time.process_time() - start < 1
+
+
+def test_a_hundred_thousand_ranks(read):
+    names = {f"model.layers.{i}.self_attn.q_proj": 2 + i % 7 for i in range(100_000)}
+    text = json.dumps(BASE | {"rank_pattern": names})
+    taken, parsing = [], []
+    for _ in range(5):
+        start = time.process_time()
+        found = read(text).ranks(list(names)[:224])
+        taken.append(time.process_time() - start)
+        start = time.process_time()
+        json.loads(text)
+        parsing.append(time.process_time() - start)
+    assert min(taken) - min(parsing) < 0.1
+    assert list(found.values()) == list(names.values())[:224]
+
+
 # ---- malformed
 
 
@@ -262,6 +374,15 @@ def test_target_modules_missing(read, drop):
         ('{"peft_type": "LORA", "target_modules": ["q"], "lora_alpha": 1e999}', "'lora_alpha' must be a finite number"),
         ("{}", "'peft_type' must be the string"),
         ('{"peft_type": 3}', "'peft_type' must be the string"),
+        (r'{"peft_type": "LORA", "revision": "\ud800"}', "is not JSON: a string holds '\\ud800'"),
+        (r'{"peft_type": "LORA", "\udfff": null}', "is not JSON: a string holds '\\udfff'"),
+        (r'{"peft_type": "LORA", "auto_mapping": [{"x": ["\uDC00\uD800"]}]}', "is not JSON: a string holds"),
+        ('{"a": ' * 100_000, "is not JSON"),
+        (
+            '{"peft_type": "LORA", "target_modules": ["q"], "r": ' + "[" * 900 + "]" * 900 + "}",
+            "'r' must be a positive integer",
+        ),
+        (r'{"a\u001b[31m\nb": 1, "a\u001b[31m\nb": 1}', r"'a\x1b[31m\nb' is given twice"),
     ],
 )
 def test_malformed_file(read, text, cause):
@@ -326,6 +447,34 @@ def test_layers_pattern_is_a_plain_name(read):
         read(layers_to_transform=[1], layers_pattern="lay.*")
     with pytest.raises(AdapterFormatError, match="'layers_pattern'"):
         read(layers_to_transform=[1], layers_pattern=[3])
+
+
+def test_whole_surrogate_pairs_are_text(read):
+    assert read(rb'{"peft_type": "LORA", "target_modules": ["q"], "base_model_name_or_path": "\ud83d\ude00"}'.decode())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"peft_type": "\x1b[31mLORA\n" * 99},
+        {"init_lora_weights": "pissa\x1b[31m\n" + "x" * 999},
+        {"init_lora_weights": "\x1b[31m\n" + "x" * 999},
+        {"new\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999},
+        {"use_dora": "\x1b[31m\n" + "x" * 999},
+        {"target_modules": "(\x1b[31m\n" + "x" * 999},
+        {"rank_pattern": {"(\x1b[31m\n" + "x" * 999: 3}},
+        {"rank_pattern": {"\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999}},
+        {"alpha_pattern": {"\x1b[31m\n": 10**4000}},
+        {"layers_to_transform": ["\x1b[31m\n" * 999]},
+        {"layers_to_transform": [1], "layers_pattern": "\x1b[31m\n" * 999},
+        {"task_type": ["\x1b[31m\n" * 999]},
+    ],
+)
+def test_messages_are_escaped_and_cut(read, fields):
+    with pytest.raises(LoRAError) as raised:
+        read(**fields)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1200
 
 
 def test_missing_file(tmp_path):

@@ -114,7 +114,7 @@ def assert_served(base, model, folder, same_layout=True):
     """
     model.save_pretrained(folder / "theirs")
     expected = lora_modules(model)
-    adapter = Adapter.from_pretrained(folder / "theirs", check_finite=True)
+    adapter = Adapter.from_pretrained(folder / "theirs")
     assert_holds(adapter, expected)
     adapter.save_pretrained(folder / "ours")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "ours", autocast_adapter_dtype=False).eval()
@@ -180,6 +180,28 @@ def test_tied_adapters(tmp_path, targets):
     table, head = adapter.modules["model.embed_tokens"], adapter.modules["lm_head"]
     np.testing.assert_array_equal(head.a, table.b.T)
     np.testing.assert_array_equal(head.b, table.a.T)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_what_is_saved_opens_with_auto_peft_model(tmp_path, task):
+    """`AutoPeftModel` finds the base model by the configuration alone: name, revision, task or class."""
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=task, lora_dropout=0.25)
+    model = trained(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "theirs")
+    adapter = Adapter.from_pretrained(tmp_path / "theirs")
+    adapter.save_pretrained(tmp_path / "ours")
+    auto = peft.AutoPeftModelForCausalLM if task else peft.AutoPeftModel
+    again = auto.from_pretrained(tmp_path / "ours").eval()
+    theirs, ours = model.peft_config["default"], again.peft_config["default"]
+    for field in ("task_type", "lora_dropout", "revision", "auto_mapping", "base_model_name_or_path", "peft_version"):
+        assert getattr(ours, field) == getattr(peft.LoraConfig.from_pretrained(tmp_path / "theirs"), field), field
+    assert ours.lora_dropout == theirs.lora_dropout == 0.25
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -1,7 +1,9 @@
 """Where an adapter is found, and what is refused before a file is opened. No network: the download is replaced."""
 
 import os
+import shlex
 import shutil
+import socket
 import sys
 import types
 
@@ -10,8 +12,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import resolve
-from jlora.errors import AdapterFormatError, AdapterNotFoundError
+from jlora.adapters.resolve import Found, resolve
+from jlora.config import LoRARequest
+from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
 
 @pytest.fixture
@@ -25,22 +28,29 @@ def no_hub(monkeypatch):
 @pytest.fixture
 def hub(monkeypatch):
     """Records calls; `hub.answer` is the folder to give back or the error to raise."""
-    state = types.SimpleNamespace(calls=[], answer=None)
+    state = types.SimpleNamespace(calls=[], answer=None, files=[])
 
-    def download(repo_id, *, revision=None, allow_patterns=None):
-        state.calls.append((repo_id, revision, sorted(allow_patterns)))
+    def download(repo_id, *, revision, allow_patterns, local_files_only):
+        state.calls.append((repo_id, revision, sorted(allow_patterns), local_files_only))
         if isinstance(state.answer, Exception):
             raise state.answer
         return str(state.answer)
 
+    def files(repo_id, *, revision=None):
+        state.calls.append((repo_id, revision, "files"))
+        if isinstance(state.files, Exception):
+            raise state.files
+        return state.files
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", files)
     return state
 
 
 def test_local_folder(folder_of, no_hub):
     folder = folder_of(name="sql")
-    assert resolve(folder) == (folder, "sql")
-    assert resolve(f"{folder}/") == (folder.parent / "sql", "sql")
+    assert resolve(folder) == Found(folder, "sql")
+    assert resolve(f"{folder}/") == Found(folder.parent / "sql", "sql")
     assert Adapter.from_pretrained(str(folder), name="other").name == "other"
 
 
@@ -57,11 +67,37 @@ def test_relative_folder_beats_the_hub(folder_of, monkeypatch, no_hub):
 
 
 @pytest.mark.parametrize(
-    "path", ["missing", "./a/b", "/no/such/folder", "a/b/c", "~/x/y", "", "../a", "a/../b", "a\0b", "x" * 5000]
+    "path",
+    [
+        *("missing", "./a/b", "/no/such/folder", "a/b/c", "~/x/y", "~x/y", "", "../a", "a/../b", "a\0b", "x" * 5000),
+        *("./owner/name", "owner/name/", "/owner/name", "~owner/name", "owner/name/more", "owner//name", ".owner/name"),
+        *("öwner/name", "owner/name\n", "owner/\x1b[31mname", "-o/name", "owner/" + "x" * 200),
+    ],
 )
 def test_neither_a_folder_nor_a_repo(path, no_hub):
     with pytest.raises(AdapterNotFoundError, match="does not exist, and is not a Hugging Face repo id"):
         resolve(path, "sql")
+
+
+@pytest.mark.parametrize("path", ["a\nadapter 'b': all is well", "\x1b[2Jx", "x" * 100_000, "a\x85b/c/d"])
+def test_paths_are_escaped_and_cut(path, no_hub):
+    for name in (None, "sql", path):
+        with pytest.raises(AdapterNotFoundError) as raised:
+            resolve(path, name)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("path", [3, None, b"folder", ["folder"], 3.0])
+def test_paths_of_the_wrong_kind(path, no_hub):
+    with pytest.raises(LoRAUsageError, match="path must be a string"):
+        Adapter.from_pretrained(path)
+
+
+@pytest.mark.parametrize("options", [{"name": 3}, {"name": ""}, {"revision": 3}, {"revision": ""}, {"local_only": 1}])
+def test_options_of_the_wrong_kind(folder_of, options):
+    with pytest.raises(LoRAUsageError, match=next(iter(options))):
+        Adapter.from_pretrained(folder_of(), **options)
 
 
 def test_a_file(folder_of, no_hub):
@@ -74,7 +110,7 @@ def test_hub(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     adapter = Adapter.from_pretrained("org/sql-lora", revision="v2")
     assert adapter.name == "sql-lora"
-    assert hub.calls == [("org/sql-lora", "v2", ["adapter_config.json", "adapter_model.safetensors"])]
+    assert hub.calls == [("org/sql-lora", "v2", ["adapter_config.json", "adapter_model.safetensors"], False)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +132,64 @@ def test_hub_out_of_reach(hub, error):
     assert "no local folder 'org/sql-lora'" in message
     assert "'v2'" in message
     assert type(error).__name__ in message
+
+
+def test_local_only(folder_of, hub):
+    hub.answer = folder_of(name="snapshot")
+    assert Adapter.from_pretrained("org/sql-lora", local_only=True).name == "sql-lora"
+    (hub.answer / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterFormatError, match="is missing"):
+        Adapter.from_pretrained("org/sql-lora", local_only=True)
+    hub.answer = LocalEntryNotFoundError("Cannot find it\x1b[31m\nin the disk cache")
+    with pytest.raises(AdapterNotFoundError, match=r"not in Hugging Face's cache.*local_only forbids") as raised:
+        Adapter.from_pretrained("org/sql-lora", local_only=True)
+    assert str(raised.value).isprintable()
+    assert {call[3:] for call in hub.calls} == {(True,)}  # and never asked what files the repo has
+
+
+def test_local_only_makes_no_connection(monkeypatch, tmp_path):
+    """Hugging Face's own client, with every way to a socket barred."""
+
+    def connect(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(AdapterNotFoundError, match="local_only forbids"):
+        Adapter.from_pretrained("org/no-such-adapter-anywhere", local_only=True)
+
+
+def test_local_only_of_a_request():
+    assert LoRARequest("a", "org/a").local_only is False
+    assert LoRARequest("a", "org/a", local_only=True).local_only is True
+    with pytest.raises(LoRAUsageError, match="local_only"):
+        LoRARequest("a", "org/a", local_only="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_a_repo_that_has_a_pickle_only(folder_of, hub, revision):
+    hub.answer = folder_of(name="snapshot")
+    (hub.answer / "adapter_model.safetensors").unlink()
+    hub.files = ["README.md", "adapter_config.json", "adapter_model.bin"]
+    with pytest.raises(AdapterFormatError, match=r"org/sql-lora/adapter_model\.bin: is a pickle") as raised:
+        Adapter.from_pretrained("org/sql-lora", revision=revision)
+    first, command, last = str(raised.value).split("\n")
+    assert "adapter 'sql-lora'" in first
+    assert last == "and load the folder 'sql-lora'"
+    code = shlex.split(command)
+    assert code[:2] == ["python", "-c"]
+    assert f"snapshot_download('org/sql-lora', revision={revision!r}, local_dir='sql-lora'" in code[2]
+    assert "weights_only=True" in code[2]
+    compile(code[2], "command", "exec")
+
+
+@pytest.mark.parametrize("files", [[], ["adapter_config.json"], ConnectionError("gone")])
+def test_a_repo_without_weights(folder_of, hub, files):
+    hub.answer, hub.files = folder_of(name="snapshot"), files
+    (hub.answer / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterFormatError, match=r"adapter_model\.safetensors: is missing"):
+        Adapter.from_pretrained("org/sql-lora")
 
 
 def test_hub_is_imported_only_when_asked(folder_of, monkeypatch):
@@ -148,6 +242,33 @@ def hub_cache(folder, tmp_path, blobs):
 def test_links_of_the_hub_cache(folder_of, tmp_path):
     snapshot = hub_cache(folder_of(), tmp_path, "models--org--sql/blobs")
     assert Adapter.from_pretrained(snapshot).rank == 4
+
+
+@pytest.mark.parametrize("beside", ["models--org--sql/elsewhere", "models--org--sql/refs", "models--org--sql/blobs2"])
+def test_links_of_the_hub_cache_that_lead_outside_blobs(folder_of, tmp_path, beside):
+    snapshot = hub_cache(folder_of(), tmp_path, beside)
+    with pytest.raises(AdapterFormatError, match="outside the adapter folder"):
+        Adapter.from_pretrained(snapshot)
+
+
+def test_links_to_another_snapshot(folder_of, tmp_path):
+    folder = hub_cache(folder_of(), tmp_path, "models--org--sql/blobs")
+    other = folder.parent / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(f"../other/{file.name}")
+    assert Adapter.from_pretrained(other).rank == 4
+    with pytest.raises(AdapterFormatError, match="outside the adapter folder"):
+        Adapter.from_pretrained(folder)
+
+
+def test_blobs_beside_a_folder_that_is_no_snapshot(folder_of, tmp_path):
+    snapshot = hub_cache(folder_of(), tmp_path, "models--org--sql/blobs")
+    snapshot.parent.rename(snapshot.parent.parent / "adapters")
+    with pytest.raises(AdapterFormatError, match="outside the adapter folder"):
+        Adapter.from_pretrained(tmp_path / "models--org--sql" / "adapters" / "0a1b")
 
 
 def test_links_to_another_repo_of_the_hub_cache(folder_of, tmp_path):

@@ -1,0 +1,117 @@
+"""Files that may change under us: read without a memory map, and refused when they did."""
+
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from jlora.adapters.messages import printable
+from jlora.errors import AdapterFormatError
+
+# Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.
+_TICK_NS = 20_000_000
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class StableFile:
+    """One open regular file. Leaving the `with` block raises if it changed since it was opened.
+
+    Attributes:
+      size: in bytes, when it was opened.
+
+    Raises:
+      AdapterFormatError: not readable, not a regular file, shorter than asked for, or changed while it was read.
+    """
+
+    def __init__(self, file: Path, where: str):
+        self._where = where
+        try:
+            # A pipe put in the file's place must not hang the load.
+            self._fd = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._before = os.fstat(self._fd)
+        if not stat.S_ISREG(self._before.st_mode):
+            os.close(self._fd)
+            raise AdapterFormatError(f"{where}: is not a regular file")
+        self._io = os.fdopen(self._fd, "rb", buffering=0)
+        self.size = self._before.st_size
+
+    def __enter__(self) -> "StableFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._io:  # closes it
+            # What was read may be wrong because of the change: that is then the better reason.
+            if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
+                raise self._moved() from error
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`."""
+        buffer = bytearray(size)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills a buffer of bytes with those from `offset`."""
+        left = buffer
+        try:
+            self._io.seek(offset)
+            while left:
+                if not (got := self._io.readinto(left)):
+                    raise self._moved()
+                left = left[got:]
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _changed(self) -> bool:
+        return _signature(os.fstat(self._fd)) != _signature(self._before)
+
+    def _moved(self) -> AdapterFormatError:
+        return AdapterFormatError(f"{self._where}: changed while it was read; load it again when it is complete")
+
+    def _unreadable(self, error: OSError) -> AdapterFormatError:
+        return AdapterFormatError(f"{self._where}: cannot be read: {printable(error.strerror or str(error))}")
+
+
+def _signature(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+
+
+def content_key(folder: Path, files: Sequence[Path]) -> str:
+    """What changes when the content of an adapter's files may have changed; equal for equal content otherwise.
+
+    For a file of Hugging Face's cache, the name of its blob, which is the etag of the hub; for any other its size, time
+    of change, inode and device. A file that changed within the last 20 ms is waited for: file systems date changes in
+    ticks, and a second change within one would not show. (On one that counts in whole seconds it still can go unseen.)
+
+    Args:
+      folder: the adapter's folder.
+      files: the files in it, as `adapter_files` gives them.
+
+    Raises:
+      OSError: a file is gone.
+    """
+    return " ".join(_file_key(folder, file) for file in files)
+
+
+def _file_key(folder: Path, file: Path) -> str:
+    target = file.resolve(strict=True)
+    if in_hub_cache(folder, target) and _ETAG.fullmatch(target.name):
+        return f"{file.name}:{target.name}"
+    found = target.stat()
+    if (age := time.time_ns() - found.st_mtime_ns) < _TICK_NS and age >= 0:
+        time.sleep((_TICK_NS - age) / 1e9)
+        found = target.stat()
+    return f"{file.name}:" + "-".join(map(str, _signature(found)))
+
+
+def in_hub_cache(folder: Path, target: Path) -> bool:
+    """Whether a folder is a snapshot of Hugging Face's cache, `snapshots/<commit>`, and the target a blob beside it."""
+    home = folder.resolve()
+    return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"

@@ -1,0 +1,103 @@
+"""The safetensors format, read strictly and with ordinary reads: a memory map of a file that shrinks kills the process.
+
+A file is eight bytes of header length, a JSON header that names every tensor with its dtype, shape and bytes, and the
+bytes, without gaps. (https://github.com/huggingface/safetensors, "Format".)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jlora.adapters.files import StableFile
+from jlora.adapters.messages import shown, shown_value
+from jlora.adapters.strict_json import parse_object
+from jlora.errors import AdapterFormatError
+
+# Enough for a hundred thousand modules. The format itself stops at 100 MB.
+_MAX_HEADER = 32 << 20
+# Bits of an element.
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of the file: safetensors' name of its dtype, its shape, and the place of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
+    """Reads the header and nothing else.
+
+    Args:
+      file: the open file.
+      where: adapter and file, for messages.
+
+    Returns:
+      The tensors by name, in the order of their bytes.
+
+    Raises:
+      AdapterFormatError: not a whole safetensors file: a header that is cut, too long or not JSON; a tensor that is
+        named twice, of an unknown dtype, or of a shape that does not give its size; bytes that overlap, are left over,
+        or lie beyond the end.
+    """
+    where = f"{where}: is not a whole safetensors file"
+    if file.size < 8:
+        raise AdapterFormatError(f"{where}: {file.size} bytes; expected 8 bytes of header length, a header and tensors")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > min(file.size - 8, _MAX_HEADER):
+        raise AdapterFormatError(
+            f"{where}: its header is {length} bytes long; expected at most {min(file.size - 8, _MAX_HEADER)}"
+        )
+    text = file.read(8, length)
+    if not text.startswith(b"{"):
+        raise AdapterFormatError(f"{where}: its header must begin with a brace, found {text[:8]!r}")
+    header = parse_object(text, f"{where}: its header", "tensor")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise AdapterFormatError(f"{where}: __metadata__ must be an object of strings, found {shown_value(metadata)}")
+    tensors = [(name, _info(name, value, 8 + length, where)) for name, value in header.items()]
+    tensors.sort(key=lambda found: (found[1].start, found[1].end))
+    at = 8 + length
+    for name, info in tensors:
+        if info.start != at:
+            raise AdapterFormatError(
+                f"{where}: tensor {shown(name)} begins at byte {info.start}; expected {at}, where the one before ends"
+            )
+        at = info.end
+    if at != file.size:
+        raise AdapterFormatError(f"{where}: it has {file.size} bytes; expected {at}, where the last tensor ends")
+    return dict(tensors)
+
+
+def _info(name: str, value: Any, begin: int, where: str) -> TensorInfo:
+    where = f"{where}: tensor {shown(name)}"
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise AdapterFormatError(f"{where} must have dtype, shape and data_offsets, found {shown_value(value)}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise AdapterFormatError(f"{where} has dtype {shown_value(dtype)}, which is not known")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise AdapterFormatError(
+                f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}"
+            )
+    if len(offsets) != 2 or len(shape) > 64:
+        raise AdapterFormatError(f"{where} has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few")
+    bits = _BITS[dtype] * math.prod(shape)
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise AdapterFormatError(
+            f"{where} of dtype {dtype} and shape {shown_value(shape)} has data_offsets {shown_value(offsets)}; "
+            f"expected {shown_value(bits // 8)} bytes"
+        )
+    return TensorInfo(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])

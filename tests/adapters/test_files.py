@@ -1,0 +1,218 @@
+"""Files that change while they are read, and what tells one content from another."""
+
+import os
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from jlora.adapters import Adapter
+from jlora.adapters.files import StableFile, content_key
+from jlora.errors import AdapterFormatError
+from tests.adapters.conftest import Q, V, lora_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def constant(value, rank=4, width=6):
+    return {name: np.full_like(array, value) for name, array in lora_tensors({Q: rank, V: rank}, k=width).items()}
+
+
+def during(monkeypatch, act, at=2):
+    """Calls `act()` before the `at`-th read of any file (the configuration is the first, the header's length next)."""
+    reads, original = [], StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        reads.append(offset)
+        if len(reads) == at:
+            act()
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    return reads
+
+
+def cut(file):
+    os.truncate(file, 900)
+
+
+def grow(file):
+    with open(file, "ab") as opened:
+        opened.write(b"more")
+
+
+def touch(file):
+    os.utime(file)
+
+
+def overwrite(file):
+    with open(file, "r+b") as opened:
+        opened.seek(-4, os.SEEK_END)
+        opened.write(b"\1\2\3\4")
+
+
+def replace(file):
+    """What `save_pretrained` does: a new file, moved into the old one's place."""
+    shutil.copy(file, file.with_suffix(".part"))
+    os.replace(file.with_suffix(".part"), file)
+
+
+@pytest.mark.parametrize("change", [cut, grow, touch, overwrite, replace, os.remove])
+@pytest.mark.parametrize("at", [2, 3, 4, 6])
+def test_weights_that_change_while_they_are_read(folder_of, monkeypatch, change, at):
+    folder = folder_of()
+    reads = during(monkeypatch, lambda: change(folder / WEIGHTS), at)
+    with pytest.raises(AdapterFormatError, match=r"adapter 'sql': .*changed while it was read"):
+        Adapter.from_pretrained(folder)
+    assert len(reads) >= at
+    monkeypatch.undo()
+    if change in (touch, replace, overwrite):
+        assert Adapter.from_pretrained(folder).modules  # it holds still now
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_configuration_that_changes_before_the_weights_are_read(folder_of, monkeypatch, at):
+    folder = folder_of()
+    during(monkeypatch, lambda: grow(folder / CONFIG), at)
+    with pytest.raises(AdapterFormatError, match="changed while it was read"):
+        Adapter.from_pretrained(folder)
+
+
+def test_a_file_that_is_rewritten_all_the_time(folder_of):
+    """Each load gives one of the contents, or an error; the process survives (a memory map would not let it)."""
+    folder = folder_of()
+    contents = [save(constant(value, width=4096)) for value in (1, 2, 3)]
+    stop = threading.Event()
+
+    def rewrite():
+        turn = 0
+        while not stop.is_set():
+            (folder / WEIGHTS).write_bytes(contents[turn % 3])
+            turn += 1
+            time.sleep(0.004 * (turn % 4))
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    outcomes = []
+    try:
+        for _ in range(60):
+            try:
+                found = Adapter.from_pretrained(folder).modules
+            except AdapterFormatError as error:
+                outcomes.append(str(error))
+            else:
+                values = {float(v) for lora in found.values() for array in (lora.a, lora.b) for v in np.unique(array)}
+                assert len(values) == 1
+                outcomes.append(values)
+    finally:
+        stop.set()
+        writer.join()
+    assert any(isinstance(outcome, str) for outcome in outcomes)
+
+
+def test_a_pipe_put_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(AdapterFormatError, match="here: is not a regular file"):
+        StableFile(tmp_path / "pipe", "here")
+    with pytest.raises(AdapterFormatError, match="here: is not a regular file"):
+        StableFile(tmp_path, "here")
+    with pytest.raises(AdapterFormatError, match="here: cannot be read: No such file"):
+        StableFile(tmp_path / "none", "here")
+
+
+def test_no_descriptor_is_left_open(folder_of, monkeypatch):
+    folder = folder_of()
+    before = len(os.listdir("/proc/self/fd"))
+    Adapter.from_pretrained(folder)
+    during(monkeypatch, lambda: cut(folder / WEIGHTS))
+    for _ in range(3):
+        with pytest.raises(AdapterFormatError):
+            Adapter.from_pretrained(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- content
+
+
+def test_content_is_the_same_until_a_file_changes(folder_of):
+    folder = folder_of()
+    first = Adapter.from_pretrained(folder).content
+    assert isinstance(first, str)
+    assert first.isprintable()
+    assert Adapter.from_pretrained(folder, name="other").content == first
+    assert Adapter.from_pretrained(folder, dtype="bfloat16").content == first
+    seen = {first}
+    for change in (touch, overwrite, replace):
+        for name in (CONFIG, WEIGHTS):
+            if (name, change) != (CONFIG, overwrite):
+                change(folder / name)
+                seen.add(content_key(folder, [folder / CONFIG, folder / WEIGHTS]))
+    assert len(seen) == 6
+
+
+def test_two_changes_within_one_tick_of_the_clock_differ(folder_of):
+    """File systems date changes in ticks of milliseconds: the key waits for one to pass."""
+    folder = folder_of()
+    seen = set()
+    for value in range(20):
+        with open(folder / WEIGHTS, "r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([value]))
+        seen.add(content_key(folder, [folder / WEIGHTS]))
+    assert len(seen) == 20
+
+
+def test_an_old_file_is_not_waited_for(folder_of):
+    folder = folder_of()
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))
+    start = time.perf_counter()
+    for _ in range(100):
+        content_key(folder, [folder / CONFIG, folder / WEIGHTS])
+    assert time.perf_counter() - start < 1.9
+
+
+def test_content_of_arrays_is_not_known():
+    assert Adapter.from_arrays("a", {Q: (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1).content is None
+
+
+def snapshot(folder, cache, etags):
+    home = cache / "models--org--sql" / "snapshots" / "0a1b"
+    blobs = cache / "models--org--sql" / "blobs"
+    home.mkdir(parents=True)
+    blobs.mkdir()
+    for name, etag in zip((CONFIG, WEIGHTS), etags, strict=True):
+        shutil.copy(folder / name, blobs / etag)
+        (home / name).symlink_to(os.path.relpath(blobs / etag, home))
+    return home
+
+
+def test_content_from_the_hub_is_its_etags(folder_of, tmp_path):
+    folder = folder_of()
+    etags = ["ab" * 20, "cd" * 32]
+    keys = [Adapter.from_pretrained(snapshot(folder, tmp_path / cache, etags)).content for cache in ("one", "two")]
+    assert keys[0] == keys[1]  # the same content, downloaded twice
+    assert all(etag in (keys[0] or "") for etag in etags)
+    other = Adapter.from_pretrained(snapshot(folder, tmp_path / "three", ["ab" * 20, "ce" * 32])).content
+    assert other != keys[0]
+
+
+@pytest.mark.parametrize("change", [cut, overwrite])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_blob_that_changes_while_it_is_read(folder_of, tmp_path, monkeypatch, change, name):
+    """Its etag stays the same, so that the content's key cannot tell."""
+    home = snapshot(folder_of(), tmp_path / "cache", ["ab" * 20, "cd" * 32])
+    (home / CONFIG).write_text((home / CONFIG).read_text() + " " * 2000)
+    during(monkeypatch, lambda: change(home / name), 1 if name == CONFIG else 4)
+    with pytest.raises(AdapterFormatError, match=f"{name}: changed while it was read"):
+        Adapter.from_pretrained(home)
+
+
+def test_a_name_that_is_no_etag_says_nothing_of_the_content(folder_of, tmp_path):
+    home = snapshot(folder_of(), tmp_path / "cache", ["config", "weights"])
+    first = Adapter.from_pretrained(home).content
+    touch((home / WEIGHTS).resolve())
+    assert Adapter.from_pretrained(home).content != first

@@ -1,0 +1,128 @@
+"""The first key in file order that matches, against PEFT's rule written with plain `re`."""
+
+import re
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jlora.adapters import pattern_table as source
+from jlora.adapters.pattern_table import pattern_table
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+
+LAYERS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LAYERS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+MODULES = [f"model.layers.{i}.{name}" for i in range(32) for name in LAYERS]
+
+
+def by_peft(keys, module):
+    """`peft.utils.other.get_pattern_key`."""
+    return next((i for i, key in enumerate(keys) if re.match(rf"(.*\.)?({key})$", module)), -1)
+
+
+def lookup(keys, modules, where="here"):
+    return pattern_table({key: i for i, key in enumerate(keys)}, where).lookup(modules, -1)
+
+
+# Few letters, so that keys hide one another, dots stand for letters, and suffixes meet.
+NAMES = st.text("ab.", min_size=1, max_size=7).filter(lambda name: all(name.split(".")))
+KEYS = st.one_of(
+    st.text("ab.", max_size=6),
+    NAMES.map(re.escape),
+    NAMES.map(lambda name: "^" + re.escape(name)),
+    NAMES.map(lambda name: "^" + name),
+    st.lists(st.sampled_from(["a", "b", ".", r"\.", "^", "$", r"\_", "_", r"\-"]), max_size=6).map("".join),
+    st.lists(
+        st.sampled_from(["a", r"\.", ".", "[ab]", "a*", "(a|b)", r"\w", "^", "$", "(b.)?", "a|b"]), max_size=5
+    ).map("".join),
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(KEYS, max_size=8, unique=True), st.lists(NAMES, min_size=1, max_size=6, unique=True))
+@example([r"a\_b", "a_b"], ["a_b"])  # the same name, escaped and not, in either order
+@example(["a_b", r"a\_b"], ["a_b"])
+@example(["a.b", "aab"], ["x.aab", "aab", "a.b"])
+@example([r"a\..b", "a..b"], ["a.ab", "aaab"])
+def test_agrees_with_peft(keys, modules):
+    assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_agrees_with_peft_when_joined_by_few(data):
+    """The same, with so few expressions to a joined one that every boundary between them occurs."""
+    keys = data.draw(
+        st.lists(st.sampled_from(["a*", "[ab]", "b+", "(a|b)a", r"a\.[ab]", "b?b", "ab|b", ".[b]"]), unique=True)
+    )
+    modules = data.draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "_JOINED_KEYS", data.draw(st.integers(1, 4)))
+        found = lookup(keys, modules)
+    assert found == {module: by_peft(keys, module) for module in modules}
+
+
+def test_real_names():
+    keys = [rf"layers\.{i}\.mlp" for i in range(3)] + [r"layers\.(1|2)\.self_attn\.\w+", "layers.3.mlp.up_proj"]
+    keys += ["^model.layers.4.mlp.up_proj", "^layers.5.mlp.up_proj", "up_proj", "k.proj", r".*\.31\.mlp\..*"]
+    found = lookup(keys, MODULES)
+    assert found == {module: by_peft(keys, module) for module in MODULES}
+    assert len(set(found.values())) == 7
+
+
+def test_keys_too_large_together_are_not_too_large_alone():
+    keys = [rf"(a[bc]){{300}}x{i}" for i in range(300)]
+    assert lookup([*keys, "q"], ["ab" * 300 + "x7", "ab" * 300, "q"]) == {
+        "ab" * 300 + "x7": 7,
+        "ab" * 300: -1,
+        "q": 300,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "words"),
+    [
+        ("(", AdapterFormatError, "not a regular expression"),
+        ("a)|(b", AdapterFormatError, "not a regular expression"),  # balanced only with another's brackets around it
+        ("(?!a)", AdapterMismatchError, "not served"),
+        (r"(a)\1", AdapterMismatchError, "not served"),
+        ("(.{100}){90}", AdapterMismatchError, "too large"),
+    ],
+)
+def test_refused_by_name(key, error, words):
+    keys = [*(f"q[{i}]" for i in range(1000)), key, "z+"]
+    with pytest.raises(error, match=words) as raised:
+        lookup(keys, ["q"])
+    assert str(raised.value).startswith(f"here, key {key!r}")
+
+
+def test_classes_beyond_ascii():
+    with pytest.raises(AdapterMismatchError, match=r"here: '\\\\w\+' uses classes.*'é'"):
+        lookup(["[q]", r"\w+"], ["é"])
+    assert lookup([r"[q]", "é"], ["é", "x.é"]) == {"é": 1, "x.é": 1}
+
+
+def test_out_of_time(monkeypatch):
+    monkeypatch.setattr(source, "_MAX_SECONDS", -1.0)
+    with pytest.raises(AdapterMismatchError, match="here: its keys take over"):
+        lookup(["q[a]"], ["q"])
+
+
+def costs_at_most(seconds, keys, modules):
+    """In one of three tries, by this process's own time: what it costs, and not what else the machine does."""
+    taken = []
+    while len(taken) < 3 and (not taken or taken[-1] > seconds):
+        start = time.process_time()
+        lookup(keys, modules)
+        taken.append(time.process_time() - start)
+    assert taken[-1] <= seconds, taken
+
+
+def test_a_hundred_thousand_keys():
+    costs_at_most(0.1, [f"model.layers.{i}.self_attn.q_proj" for i in range(100_000)], MODULES)
+    costs_at_most(3, [rf"layers\.({i}|7{i})\.mlp\.(up|down)_proj" for i in range(100_000)], MODULES)
+
+
+def test_as_many_keys_as_modules():
+    costs_at_most(0.05, ["^" + re.escape(module) for module in MODULES], MODULES)

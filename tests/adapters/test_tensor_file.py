@@ -1,0 +1,296 @@
+"""Safetensors read strictly: what the format's own reader takes is read the same, and what is ambiguous is refused."""
+
+import json
+import struct
+import time
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from jlora.adapters import Adapter, AdapterShapes, BaseShape, ModuleShapes
+from jlora.adapters.checkpoint import all_finite
+from jlora.adapters.files import StableFile
+from jlora.adapters.tensor_file import read_header
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
+from tests.adapters.conftest import PREFIX, Q, V, lora_tensors
+
+WEIGHTS = "adapter_model.safetensors"
+A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
+
+
+def written(header, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def read(path, content: bytes):
+    path.write_bytes(content)
+    with StableFile(path, "here") as opened:
+        return {
+            name: (info.dtype, info.shape, opened.read(info.start, info.end - info.start))
+            for name, info in read_header(opened, "here").items()
+        }
+
+
+DTYPES = ["bool", "uint8", "int8", "int16", "uint32", "int64", "float16", "float32", "float64", ml_dtypes.bfloat16]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=5,
+    ),
+    # safetensors itself writes no JSON for no tensors and empty metadata
+    st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), min_size=1)),
+)
+def test_reads_what_safetensors_writes(tmp_path_factory, tensors, metadata):
+    path = tmp_path_factory.mktemp("tensors") / "file"
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
+    found = read(path, save(arrays, metadata))
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name][1:] == (array.shape, array.tobytes())
+
+
+PLACES = st.integers(0, 9)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c", "__metadata__"]),
+            st.sampled_from(["F32", "U8", "F16", "I64", "F4", "F31", ""]),
+            st.one_of(st.lists(st.integers(-1, 4), max_size=3), st.none()),
+            st.lists(st.integers(-1, 24), min_size=1, max_size=3),
+        ),
+        max_size=3,
+    ),
+    st.integers(0, 24),
+)
+def test_takes_nothing_that_safetensors_refuses(tmp_path_factory, entries, size):
+    path = tmp_path_factory.mktemp("tensors") / "file"
+    members = [
+        f"{json.dumps(name)}: {json.dumps({'dtype': dtype, 'shape': shape, 'data_offsets': offsets})}"
+        for name, dtype, shape, offsets in entries
+    ]
+    content = written(("{" + ", ".join(members) + "}").encode(), bytes(size))
+    try:
+        found = read(path, content)
+    except AdapterFormatError:
+        return
+    with safetensors.safe_open(path, "numpy") as opened:
+        assert set(opened.keys()) == set(found)
+        for name, (dtype, shape, _) in found.items():
+            assert (dtype, list(shape)) == (opened.get_slice(name).get_dtype(), opened.get_slice(name).get_shape())
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)} | more
+
+
+REFUSED = {
+    "hole": ({"a": entry(), "b": entry(offsets=(12, 20))}, 20, "tensor 'b' begins at byte .* expected"),
+    "begins late": ({"a": entry(offsets=(4, 12))}, 12, "tensor 'a' begins at byte"),
+    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, 12, "tensor 'b' begins at byte"),
+    "same bytes": ({"a": entry(), "b": entry()}, 8, "tensor 'b' begins at byte"),
+    "beyond the end": ({"a": entry()}, 7, "has .* bytes; expected"),
+    "left over": ({"a": entry()}, 9, "has .* bytes; expected"),
+    "backwards": ({"a": entry(offsets=(8, 0))}, 8, "expected 8 bytes"),
+    "too few bytes": ({"a": entry(offsets=(0, 4))}, 4, "expected 8 bytes"),
+    "too many bytes": ({"a": entry(offsets=(0, 12))}, 12, "expected 8 bytes"),
+    "huge": ({"a": entry(shape=(2**62, 2**62))}, 8, "data_offsets"),
+    "three offsets": ({"a": entry(offsets=(0, 8, 8))}, 8, "3 data_offsets"),
+    "negative": ({"a": entry(shape=(-2,), offsets=(0, -8))}, 8, "whole numbers"),
+    "fraction": ({"a": entry(shape=(2.0,))}, 8, "whole numbers"),
+    "boolean": ({"a": entry("U8", shape=(True,), offsets=(0, 1))}, 1, "whole numbers"),
+    "unknown dtype": ({"a": entry("F31")}, 8, "dtype 'F31'"),
+    "dtype is a list": ({"a": entry(["F32"])}, 8, "dtype"),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "must have dtype, shape and data_offsets"),
+    "another field": ({"a": entry(extra=1)}, 8, "must have dtype, shape and data_offsets"),
+    "not an object": ({"a": 3}, 0, "must have dtype"),
+    "metadata": ({"__metadata__": 3, "a": entry()}, 8, "__metadata__"),
+    "metadata of a number": ({"__metadata__": {"b": 3}, "a": entry()}, 8, "__metadata__"),
+    "NaN": (b'{"a": NaN}', 0, "NaN"),
+    "space first": (b' {"a": 3}', 0, "begin with a brace"),
+    "lone surrogate": (rb'{"\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8, "ud800"),
+    "deep": (b'{"a":' + b"[" * 200_000, 0, "is not JSON"),
+    "huge number": (b'{"a":' + b"1" * 5000 + b"}", 0, "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_headers(tmp_path, case):
+    header, size, words = REFUSED[case]
+    with pytest.raises(AdapterFormatError, match=f"here: is not a whole safetensors file: .*{words}") as raised:
+        read(tmp_path / "file", written(header, bytes(size)))
+    assert str(raised.value).isprintable()
+
+
+def test_a_tensor_that_is_named_twice(folder_of):
+    """The format's own reader takes the last; here the two could disagree about which was checked."""
+    folder = folder_of()
+    whole = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = whole[8 : 8 + length].rstrip()
+    twice = header[:-1] + b"," + json.dumps({A: json.loads(header)[A]}).encode()[1:]
+    (folder / WEIGHTS).write_bytes(written(twice, whole[8 + length :]))
+    assert A in load((folder / WEIGHTS).read_bytes())
+    with pytest.raises(AdapterFormatError, match=rf"tensor '{A}' is given twice"):
+        Adapter.from_pretrained(folder)
+
+
+# ---- nothing is read before it is known to fit
+
+
+def sparse(folder, rows, columns=6, dtype="F32"):
+    """A file that says it has a matrix of `rows` rows, and takes no room on the disk."""
+    bits = {"F32": 32, "F64": 64}[dtype]
+    size = rows * columns * bits // 8
+    header = {A: entry(dtype, (rows, columns), (0, size)), B: entry("F32", (5, rows), (size, size + 20 * rows))}
+    (folder / WEIGHTS).write_bytes(written(header))
+    with open(folder / WEIGHTS, "ab") as opened:
+        opened.truncate(opened.tell() + size + 20 * rows)
+    return folder
+
+
+def refused_for_nothing(error, words, folder, **options):
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(error, match=words):
+            Adapter.from_pretrained(folder, **options)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - start < 1
+
+
+ROWS = 68_000_000  # 3 GB of A and B
+
+
+def test_a_sparse_file_is_refused_before_it_is_read(folder_of):
+    def check(shapes):
+        module = shapes.modules[Q]
+        raise AdapterMismatchError(f"{shapes.name}: A is {module.a_shape}")
+
+    folder = sparse(folder_of(r=ROWS), ROWS)
+    assert (folder / WEIGHTS).stat().st_size > 2.9e9
+    refused_for_nothing(AdapterMismatchError, rf"sql: A is \({ROWS}, 6\)", folder, check=check)
+    refused_for_nothing(AdapterMismatchError, r"take \d+ bytes; at most 1000000 are allowed", folder, max_bytes=10**6)
+    refused_for_nothing(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
+
+
+def test_a_rank_in_the_configuration_allocates_nothing(folder_of):
+    refused_for_nothing(AdapterFormatError, "has rank 4; expected 400000", folder_of(r=400_000))
+    refused_for_nothing(AdapterFormatError, "has rank 4; expected 1000000", folder_of(r=10**300))
+
+
+def test_a_sparse_configuration(folder_of):
+    folder = folder_of()
+    with open(folder / "adapter_config.json", "r+b") as opened:
+        opened.truncate(3 << 30)
+    refused_for_nothing(AdapterFormatError, "adapter_config.json: has 3221225472 bytes; at most", folder)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_a_check_is_told(folder_of, dtype):
+    embed = "model.embed_tokens"
+    tensors = lora_tensors({Q: 4, V: 2}, dtype=np.float16) | {
+        f"{PREFIX}{embed}.lora_embedding_A": np.ones((4, 11), np.float32),
+        f"{PREFIX}{embed}.lora_embedding_B": np.ones((6, 4), np.float64),
+        f"{PREFIX}{embed}.base_layer.weight": np.ones((11, 6), np.float32),
+    }
+    folder = folder_of(
+        tensors,
+        rank_pattern={"v_proj": 2},
+        target_modules=["q_proj", "v_proj", "embed_tokens"],
+        base_model_name_or_path="org/base",
+    )
+    told = []
+    adapter = Adapter.from_pretrained(folder, name="x", dtype=dtype, check=told.append)
+    half, full, double = (np.dtype(dtype or d) for d in ("float16", "float32", "float64"))
+    linear = {"kind": "linear", "a_dtype": half, "b_dtype": half}
+    assert told == [
+        AdapterShapes(
+            name="x",
+            modules={
+                Q: ModuleShapes(a_shape=(4, 6), b_shape=(5, 4), scaling=2.0, **linear),
+                V: ModuleShapes(a_shape=(2, 6), b_shape=(5, 2), scaling=4.0, **linear),
+                embed: ModuleShapes(
+                    kind="embedding", a_shape=(4, 11), b_shape=(6, 4), scaling=2.0, a_dtype=full, b_dtype=double
+                ),
+            },
+            base_weights={embed: BaseShape(shape=(11, 6), dtype=np.dtype("float32"))},
+            base_model_name="org/base",
+            nbytes=adapter.nbytes,
+        )
+    ]
+    for module, lora in adapter.modules.items():
+        shapes = told[0].modules[module]
+        assert (lora.kind, lora.scaling, lora.rank) == (shapes.kind, shapes.scaling, shapes.rank)
+        assert (lora.a.shape, lora.b.shape) == (shapes.a_shape, shapes.b_shape)
+        assert (lora.a.dtype, lora.b.dtype) == (shapes.a_dtype, shapes.b_dtype)
+
+
+def test_max_bytes(folder_of):
+    folder = folder_of(lora_tensors({Q: 4, V: 4}, k=40))
+    size = (folder / WEIGHTS).stat().st_size
+    assert Adapter.from_pretrained(folder, max_bytes=size).modules
+    with pytest.raises(AdapterMismatchError, match=rf"take {size} bytes; at most {size - 1} are allowed"):
+        Adapter.from_pretrained(folder, max_bytes=size - 1)
+    kept = Adapter.from_pretrained(folder, dtype="float64").nbytes
+    assert kept > size
+    with pytest.raises(AdapterMismatchError, match=rf"take {kept} bytes"):
+        Adapter.from_pretrained(folder, dtype="float64", max_bytes=size)
+    for wrong in (0, -1, 1.5, "1", True):
+        with pytest.raises(LoRAUsageError, match="max_bytes"):
+            Adapter.from_pretrained(folder, max_bytes=wrong)
+
+
+def test_memory_of_a_load(folder_of):
+    """No more than what is kept, and one tensor more where it is converted."""
+    tensors = lora_tensors({Q: 4, V: 4}, k=100_000, n=100_000)
+    folder = folder_of(tensors)
+    one, all_of_it = 4 * 400_000, 16 * 400_000
+    for options, most in (({}, all_of_it), ({"dtype": "float64"}, 2 * all_of_it + one)):
+        tracemalloc.start()
+        try:
+            Adapter.from_pretrained(folder, **options)
+            assert tracemalloc.get_traced_memory()[1] < most + 400_000
+        finally:
+            tracemalloc.stop()
+
+
+# ---- finite
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_every_bit_pattern(dtype):
+    """All 65,536 numbers of two bytes, and as many of the wider ones, each alone among finite ones."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    width = np.dtype(dtype).itemsize
+    numbers = bits.view(dtype) if width == 2 else (bits.astype(f"u{width}") << (8 * width - 16)).view(dtype)
+    finite = np.array([np.isfinite(float(number)) for number in numbers])
+    assert finite.any()
+    assert not finite.all()
+    assert all_finite(numbers[finite])
+    assert not any(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(~finite))
+    assert all(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(finite)[::97])
+
+
+@pytest.mark.parametrize("place", [0, 1, 131_071, 131_072, 299_999])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_one_among_many(dtype, place):
+    array = np.ones((3, 100_000), dtype)
+    assert all_finite(array)
+    array.reshape(-1)[place] = np.nan
+    assert not all_finite(array)

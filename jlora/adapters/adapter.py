@@ -63,6 +63,14 @@ class ModuleLoRA:
     def rank(self) -> int:
         return self.a.shape[0]
 
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        return self.a.shape
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        return self.b.shape
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:

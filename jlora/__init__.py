@@ -11,10 +11,12 @@ from jlora.errors import (
     LoRAUsageError,
     NoFreeSlotError,
 )
-from jlora.layers.linear import LinearLayer
+from jlora.layers.discover import register_layer
+from jlora.layers.einsum import einsum_spec
 from jlora.layers.scope import LoRABatch, use
 from jlora.layers.site import SlotParam, SlotRanks
-from jlora.layers.wrap import register_layer
+from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.wrap import LayerInfo
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.pallas import api as ops
@@ -28,7 +30,9 @@ __all__ = [
     "AdapterInfo",
     "AdapterMismatchError",
     "AdapterNotFoundError",
-    "LinearLayer",
+    "EmbedSpec",
+    "LayerInfo",
+    "LinearSpec",
     "LoRABatch",
     "LoRAConfig",
     "LoRAError",
@@ -40,6 +44,7 @@ __all__ = [
     "SlotParam",
     "SlotRanks",
     "Stats",
+    "einsum_spec",
     "ops",
     "register_layer",
     "use",

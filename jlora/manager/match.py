@@ -1,18 +1,15 @@
 """Match an adapter's checkpoint names to the sites of a wrapped model, and check every tensor against its site."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jlora.adapters import Adapter, ModuleLoRA
-from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.errors import AdapterMismatchError
 from jlora.layers.site import Site
-from jlora.layers.wrap import WrappedModel, kernel_of
-
-NameMap = Mapping[str, str]
-NameRules = tuple[tuple[re.Pattern[str], str], ...]
+from jlora.layers.wrap import WrappedModel, checkpoint_weight
+from jlora.manager.names import SiteIndex
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -58,71 +55,6 @@ class HostAdapter:
         return any(p.site is site for p in self.placements)
 
 
-def name_rules(name_map: NameMap | None) -> NameRules:
-    """The rules of a name map, compiled. Raises `LoRAError` for one that is no regular expression and replacement."""
-    rules = []
-    for pattern, replacement in (name_map or {}).items():
-        try:
-            rule = re.compile(pattern)
-            rule.sub(replacement, "")  # reads the replacement too
-        except (re.error, IndexError, TypeError) as error:
-            raise LoRAError(
-                f"name_map: {pattern!r} -> {replacement!r} is not a regular expression and its replacement: {error}"
-            ) from None
-        rules.append((rule, replacement))
-    return tuple(rules)
-
-
-class SiteIndex:
-    """Checkpoint name -> site, for one wrapped model."""
-
-    def __init__(self, wrapped: WrappedModel, rules: NameRules):
-        self._wrapped = wrapped
-        self._rules = rules
-        self._sites: dict[tuple[str, str], list[Site]] = {}
-        for site in wrapped.modules:
-            for name in site.parts:
-                self._sites.setdefault((site.kind, name), []).append(site)
-
-    def model_name(self, name: str) -> str:
-        """The checkpoint name with the first rule of the name map that matches applied."""
-        for pattern, replacement in self._rules:
-            if pattern.search(name):
-                return pattern.sub(replacement, name)
-        return name
-
-    def find(self, kind: str, name: str) -> tuple[Site, int, int, int] | str:
-        """(site, layer, first slice, slices) that a checkpoint name fills, or why there is none."""
-        mapped = self.model_name(name)
-        hits = [(site, 0, mapped) for site in self._sites.get((kind, mapped), ()) if site.spec.layers is None]
-        # A stack of layers is one module, so its checkpoint names have one integer component more than its path.
-        parts = mapped.split(".")
-        for i, part in enumerate(parts):
-            if part.isdecimal():
-                short = ".".join(parts[:i] + parts[i + 1 :])
-                for site in self._sites.get((kind, short), ()):
-                    if site.spec.layers is not None and int(part) < site.spec.layers:
-                        hits.append((site, int(part), short))
-        if len(hits) == 1:
-            site, layer, key = hits[0]
-            return site, layer, *site.parts[key]
-        if hits:
-            places = ", ".join(repr(site.path) for site, _, _ in hits)
-            return f"it could belong to any of {places}; name one of them with name_map"
-        return self._reason(kind, mapped)
-
-    def _reason(self, kind: str, name: str) -> str:
-        for alias in (name, f"{name}.attend"):
-            if alias in self._wrapped.unwrapped:
-                return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
-        other = "embedding" if kind == "linear" else "linear"
-        if (other, name) in self._sites:
-            return f"{name!r} takes {other} weights, and these are {kind} weights"
-        if stacked := self._sites.get((kind, name)):
-            return f"{name!r} is a stack of {stacked[0].spec.layers} layers, and the name has no layer index below that"
-        return f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths)"
-
-
 def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | None = None) -> HostAdapter:
     """Check every tensor of `adapter` against the model and bring it into slot dtype.
 
@@ -137,6 +69,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
     placements: list[Placement] = []
     taken: dict[tuple[Site, int, int], str] = {}
     for name, module in adapter.modules.items():
+        if index.skips(name):
+            continue
         found = index.find(module.kind, name)
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
@@ -153,6 +87,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
         else:
             placements.append(_place(where, name, site, layer, first, count, module))
     for name, weight in adapter.base_weights.items():
+        if index.skips(name):
+            continue
         if problem := _base_differs(name, weight, wrapped, index):
             problems.append(f"{name}.base_layer.weight: {problem}")
     for placement in placements:
@@ -161,6 +97,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, path: str | N
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
         raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+    if not placements:
+        raise AdapterMismatchError(f"{where} brings weights only for modules that `skip` passes over")
     return HostAdapter(adapter.name, tuple(placements), adapter.rank, adapter.base_model_name, adapter.use_rslora, path)
 
 
@@ -212,12 +150,8 @@ def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: S
     if isinstance(found, str):
         return f"no wrapped module can be compared with it ({found})"
     site, layer, first, count = found
-    param, spec = kernel_of(wrapped.modules[site])
-    own = np.asarray(param[...])
-    if site.spec.layers is not None:
-        own = own[layer]
-    if spec is not None:
-        own = own.transpose(*spec.in_axes, *spec.out_axes).reshape(spec.in_features, spec.out_features).T
+    own = checkpoint_weight(wrapped, site, layer)
+    if site.kind == "linear":
         start = sum(site.spec.out_sizes[:first])
         own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
     if own.shape != weight.shape:

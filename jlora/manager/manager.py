@@ -19,13 +19,15 @@ from jlora.errors import (
     NoFreeSlotError,
 )
 from jlora.layers.scope import LoRABatch, host_batch
+from jlora.layers.select import PackedModules
 from jlora.layers.site import Site, SlotParam
-from jlora.layers.wrap import PackedModules, wrap_model
+from jlora.layers.wrap import LayerInfo, wrap_model
 from jlora.manager.batches import Asked, read_arguments, slot_arrays
 from jlora.manager.export import export
 from jlora.manager.leases import Leases
 from jlora.manager.lru import LRU
-from jlora.manager.match import HostAdapter, NameMap, SiteIndex, fit, name_rules
+from jlora.manager.match import HostAdapter, fit
+from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.swap import make_layout, make_write, pack
 
@@ -52,6 +54,9 @@ class LoRAManager:
         takes its sizes from the layer's `output_sizes`, else it splits evenly. None reads `model.packed_modules`.
       name_map: regex -> replacement from checkpoint module names to the model's own dotted paths, for models whose
         paths differ; the first pattern found in a name is substituted.
+      skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose (MTP
+        heads, other pipeline stages, a vision tower); what an adapter brings for those is passed over and shown by
+        `layers()`.
 
     Raises:
       LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, or `name_map` is not
@@ -65,11 +70,12 @@ class LoRAManager:
         *,
         packed_modules: PackedModules | None = None,
         name_map: NameMap | None = None,
+        skip: Sequence[str] = (),
     ):
         self.model = model
         self.config = config
         rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
-        self._wrapped = wrap_model(model, config, packed_modules)
+        self._wrapped = wrap_model(model, config, packed_modules, skip)
         self._wrapped.tracking.claims = self._claims
         self._index = SiteIndex(self._wrapped, rules)
         self._layout = make_layout(tuple(self._wrapped.modules))
@@ -438,6 +444,10 @@ class LoRAManager:
                 )
                 jax.block_until_ready(step(host_batch(slots, token_slots, self._wrapped.tracking)))
                 jax.block_until_ready(step(base_only))
+
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every layer: its path and sizes, and whether it is wrapped or why not."""
+        return self._wrapped.layers()
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

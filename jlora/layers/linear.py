@@ -183,4 +183,6 @@ def _is_bias(value: Any, spec: LinearSpec, y: Array) -> bool:
 def _describe(value: Any) -> str:
     if _is_array(value):
         return f"{value.dtype}{list(value.shape)}"
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    return (
+        f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    )

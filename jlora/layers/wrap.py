@@ -295,7 +295,7 @@ def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
         raise LoRAError(
             f"the slot arrays do not fit on the device: {slots * one:,} bytes are needed, {one:,} for each of "
             f"max_loras={slots} slots of max_lora_rank={sites[0].spec.max_rank} over {len(sites)} layers. Lower those, "
-            f"or leave layers out with target_modules or exclude_modules ({str(error).splitlines()[0][:200]})"
+            f"or leave layers out with target_modules or exclude_modules ({repr(error)[:200]})"
         ) from error
     return arrays
 

@@ -32,6 +32,8 @@ class LoRAConfig:
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
         matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
+      exclude_modules: layers to leave alone, named as in `target_modules`, or modules to leave alone with all that is
+        in them. It wins over `target_modules`; a name that matches nothing raises `LoRAUsageError`.
       max_cpu_bytes: bytes of the host cache; None sets no limit beside `max_cpu_loras`.
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
       allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
@@ -45,6 +47,7 @@ class LoRAConfig:
     max_cpu_loras: int | None = None
     dtype: DType | None = None
     target_modules: Sequence[str] | None = None
+    exclude_modules: Sequence[str] | None = None
     max_cpu_bytes: int | None = None
     max_staging_bytes: int = 256 * 2**20
     allow_nonfinite: bool = False
@@ -66,17 +69,18 @@ class LoRAConfig:
                 f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "every adapter in a slot also lives in the host cache"
             )
-        if isinstance(self.target_modules, str):
-            raise LoRAUsageError(
-                f"LoRAConfig.target_modules must be a list of names, got the string {self.target_modules!r}; "
-                f"write [{self.target_modules!r}]"
-            )
-        if self.target_modules is not None:
-            object.__setattr__(self, "target_modules", tuple(self.target_modules))
-            if not self.target_modules or not all(isinstance(name, str) and name for name in self.target_modules):
+        for field in ("target_modules", "exclude_modules"):
+            names = getattr(self, field)
+            if isinstance(names, str):
                 raise LoRAUsageError(
-                    f"LoRAConfig.target_modules must be None or a list of at least one name, got {self.target_modules}"
+                    f"LoRAConfig.{field} must be a list of names, got the string {names!r}; write [{names!r}]"
                 )
+            if names is not None:
+                object.__setattr__(self, field, tuple(names))
+                if not tuple(names) or not all(isinstance(name, str) and name for name in names):
+                    raise LoRAUsageError(
+                        f"LoRAConfig.{field} must be None or a list of at least one name, got {tuple(names)}"
+                    )
         if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
             raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):

@@ -1,4 +1,4 @@
-"""LoRA on `nnx.Embed`: the table lookup, and `attend`, the logits of a model with tied embeddings."""
+"""LoRA on embeddings: the table lookup, and `attend`, the logits of a model with tied embeddings."""
 
 import functools
 from collections.abc import Callable
@@ -6,56 +6,99 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax import Array
+from jaxtyping import Float, Int
 
-from jlora.layers.linear import add_delta, slot_arrays
+from jlora.errors import LoRAError
+from jlora.layers.linear import NO_LAYOUT, across_mesh, add_delta, first_input, parameters_of, slot_arrays
+from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import enter_site
 from jlora.layers.site import Site
+from jlora.layers.specs import EmbedSpec
 from jlora.pallas.api import expand
+from jlora.pallas.plan import Plan
 
 
-def embed_methods(cls: type[nnx.Embed]) -> dict[str, Callable]:
-    """The methods with which a subclass of the embedding class `cls` serves LoRA: its own, plus the delta."""
+def _lookup(cls: type, name: str) -> Callable[..., Any]:
+    own = getattr(cls, name)
+    parameters = parameters_of(own)
 
-    @functools.wraps(cls.__call__)
-    def call(self, *args, **kwargs):
-        y = cls.__call__(self, *args, **kwargs)
-        # An adapter may target the logits use alone: then there is no site for the lookup.
-        site = getattr(self, "jlora_site", None)
-        return y if site is None else _add_lookup(self, site, y, args[0] if args else kwargs["inputs"])
+    @functools.wraps(own)
+    def lookup(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = own(self, *args, **kwargs)
+        site: Site = vars(self)["jlora_site"]
+        scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is None:
+            return y
+        spec: EmbedSpec = vars(self)["jlora_spec"]
+        tokens = jnp.asarray(first_input(parameters, args, kwargs)[0])
+        if not isinstance(y, jax.Array) or y.shape != (*tokens.shape, spec.features):
+            raise LoRAError(
+                f"{site.path}: {cls.__name__}.{name} must return [..., {spec.features}] for token ids "
+                f"{list(tokens.shape)}, as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
+            )
+        return _add_lookup(self, site, scope, spec, y, tokens)
 
-    @functools.wraps(cls.attend)
-    def attend(self, *args, **kwargs):
-        y = cls.attend(self, *args, **kwargs)
-        site = getattr(self, "jlora_attend_site", None)
-        return y if site is None else add_delta(self, site, y, args[0] if args else kwargs["query"])
+    return lookup
 
-    return {"__call__": call, "attend": attend}
+
+def _attend(cls: type, name: str) -> Callable[..., Any]:
+    own = getattr(cls, name)
+    parameters = parameters_of(own)
+
+    @functools.wraps(own)
+    def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = own(self, *args, **kwargs)
+        site: Site = vars(self)["jlora_attend_site"]
+        scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is None:
+            return y
+        head = vars(self)["jlora_spec"].head
+        query = jnp.asarray(first_input(parameters, args, kwargs)[0])
+        if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], head.out_features):
+            raise LoRAError(
+                f"{site.path}: {cls.__name__}.{name} must return [..., {head.out_features}] for {list(query.shape)}, "
+                f"as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
+            )
+        return add_delta(self, site, scope, y, query, head)
+
+    return attend
+
+
+embed_methods: dict[str, Callable[[type, str], Callable[..., Any]]] = {"lookup": _lookup, "attend": _attend}
 
 
 def _add_lookup(
-    layer: Any, site: Site, base: Float[Array, "*lead N"], tokens: Int[Array, "*lead"]
+    layer: Any, site: Site, scope: Any, spec: EmbedSpec, base: Float[Array, "*lead N"], tokens: Int[Array, "*lead"]
 ) -> Float[Array, "*lead N"]:
-    """base + A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`."""
-    scope = enter_site(site, layer.jlora_tracking)
-    if scope is None or not base.size:
+    """base + scale * A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`."""
+    if not base.size:
         return base
     plan = scope.plan(site, base)
-    if plan is None:  # its rows fit no layout: the scope refuses adapters that bring weights for it
+    if plan is None:
+        note_unserved(site, NO_LAYOUT)
         return base
-    ids = scope.row_slots(site, base)
-    a, b, ranks = slot_arrays(layer, site)
-    with jax.named_scope("lora"):
+    note_served(site)
+
+    def compute(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+        tokens = tokens.reshape(-1)
+        tokens = jnp.where(tokens < 0, tokens + spec.vocab, tokens)  # as the table itself is indexed
         # Rows without an adapter read some slot's column here, and `expand` gives them no tile.
-        h = a.at[ids.clip(0, site.spec.num_slots - 1), 0, :, tokens.reshape(-1)].get(mode="clip")  # [M, R]
+        h = a.at[ids.clip(0, site.spec.num_slots - 1), 0, :, tokens].get(mode="clip").astype(jnp.float32)  # [M, R]
+        rows = base.reshape(-1, spec.features)
         out = expand(
-            h[None].astype(jnp.float32),
+            (h if spec.scale == 1 else h * spec.scale)[None],
             b,
             plan,
             slice_sizes=site.spec.out_sizes,
-            base=base.reshape(-1, site.spec.out_features),
+            base=rows,
             ranks=ranks,
             backend=site.backend,
         )
-    return out.reshape(base.shape)
+        if spec.rows < spec.vocab:
+            out = jnp.where((tokens < spec.rows)[:, None], out, rows)
+        return out.reshape(base.shape)
+
+    with jax.named_scope("lora"):
+        ids = scope.row_slots(site, base)
+        return across_mesh(compute, base, tokens, ids, plan, *slot_arrays(layer, site))

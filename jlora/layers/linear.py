@@ -1,169 +1,80 @@
-"""LoRA on anything linear: how each layer kind lays out rows and features, and the one class that adds the delta."""
+"""LoRA on anything linear: the layer's own output, plus the delta of every row."""
 
 import functools
 import inspect
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
-from flax import nnx
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType
+from jaxtyping import Float
 
 from jlora.errors import LoRAError
+from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import check_slots_fresh, enter_site
 from jlora.layers.site import Site
+from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora
+from jlora.pallas.plan import Plan
 
-Restore = Callable[[Array], Array]
-Rows = Callable[..., tuple[Array, Array, Restore]]
-
-
-@dataclass(frozen=True)
-class LinearLayer:
-    """What jlora must know of a linear layer class.
-
-    Attributes:
-      in_features, out_features: K and N (all axes multiplied).
-      param: name of the kernel attribute; its dtype is the slots' dtype unless configured.
-      in_axes, out_axes: the kernel's axes, in the order in which they flatten to K and to N.
-      rows: `rows(layer, x, y, *args, **kwargs)` -> x as [*lead, K], y as [*lead, N], and the way back from
-        [*lead, N] to y's own shape. None: K and N are the last axes of input and output.
-    """
-
-    in_features: int
-    out_features: int
-    param: str = "kernel"
-    in_axes: tuple[int, ...] = (0,)
-    out_axes: tuple[int, ...] = (1,)
-    rows: Rows | None = None
+NO_LAYOUT = "its rows fit no layout of the batch"
 
 
-def describe_linear(layer: nnx.Linear) -> LinearLayer:
-    return LinearLayer(layer.in_features, layer.out_features)
+def linear_methods(cls: type, name: str) -> Callable[..., Any]:
+    """The method with which a subclass of the linear layer class `cls` serves LoRA: the layer's own, plus the delta."""
+    own = getattr(cls, name)
+    parameters = parameters_of(own)
 
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = own(self, *args, **kwargs)
+        site: Site = vars(self)["jlora_site"]
+        scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is None:
+            return y
+        try:
+            x, base, restore = _rows(self, vars(self)["jlora_spec"], parameters, y, args, kwargs)
+        except Exception as error:
+            if site.inferred is not None and not site.inferred.verified:
+                # A guess that does not hold serves no adapter, now and later, and is no reason to fail.
+                site.inferred.unfit = f"{site.inferred.how}, and {error}"
+                note_unserved(site, site.inferred.unfit)
+                return y
+            if isinstance(error, LoRAError):
+                raise LoRAError(f"{site.path}: {error}") from error
+            raise
+        return restore(add_delta(self, site, scope, base, x, vars(self)["jlora_spec"]))
 
-def describe_general(layer: nnx.LinearGeneral) -> LinearLayer | str:
-    """`nnx.LinearGeneral`, or the reason why it cannot be wrapped."""
-    if layer.batch_axis:
-        return "its batch_axis gives every batch entry a kernel of its own"
-    n_in = len(layer.in_features)
-    return LinearLayer(
-        math.prod(layer.in_features),
-        math.prod(layer.out_features),
-        in_axes=tuple(range(n_in)),
-        out_axes=tuple(range(n_in, n_in + len(layer.out_features))),
-        rows=_general_rows,
-    )
-
-
-def _general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_, **__):
-    # Flax sorts the axes before it contracts them with the kernel's leading ones.
-    axes = sorted(axis % x.ndim for axis in layer.axis)
-    lead = [axis for axis in range(x.ndim) if axis not in axes]
-    x = x.transpose(*lead, *axes)
-    shape = x.shape[: len(lead)]
-    return x.reshape(*shape, -1), y.reshape(*shape, -1), lambda rows: rows.reshape(y.shape)
-
-
-@dataclass(frozen=True)
-class _EinsumAxes:
-    x: tuple[int, ...]  # x transposed to lead + in axes
-    y: tuple[int, ...]  # y transposed to lead + out axes
-    lead: int
-    kernel_in: tuple[int, ...]
-    kernel_out: tuple[int, ...]
-
-
-def _einsum_axes(equation: str, x_ndim: int | None = None) -> _EinsumAxes | str:
-    """Read "BTD,DNH->BTNH", or say why the equation is not a linear layer. Axes of x and y need `x_ndim`."""
-    x, rest = equation.replace(" ", "").split(",")
-    kernel, y = rest.split("->")
-    if "..." in kernel:
-        return f"the kernel of {equation!r} has an ellipsis"
-    if "..." in x:
-        spread = 0 if x_ndim is None else x_ndim - len(x.replace("...", ""))
-        stand_in = "".join(chr(0x3B1 + i) for i in range(spread))  # Greek letters: never in an equation
-        x, y = x.replace("...", stand_in), y.replace("...", stand_in)
-    shared = sorted(set(x) & set(kernel) & set(y))
-    summed = sorted((set(x) - set(kernel) - set(y)) | (set(kernel) - set(x) - set(y)))
-    if len(set(x)) < len(x) or len(set(kernel)) < len(kernel):
-        return f"{equation!r} takes a diagonal"
-    if shared:
-        return f"{equation!r} has a kernel of its own for each entry of {', '.join(shared)}"
-    if summed:
-        return f"{equation!r} sums over {', '.join(summed)} alone"
-    inner = [c for c in kernel if c in x]
-    outer = [c for c in kernel if c in y]
-    lead = [c for c in x if c not in kernel]
-    return _EinsumAxes(
-        tuple(x.index(c) for c in (*lead, *inner)),
-        tuple(y.index(c) for c in (*lead, *outer)),
-        len(lead),
-        tuple(kernel.index(c) for c in inner),
-        tuple(kernel.index(c) for c in outer),
-    )
-
-
-def describe_einsum(layer: nnx.Einsum) -> LinearLayer | str:
-    """`nnx.Einsum`, or the reason why it cannot be wrapped."""
-    if layer.einsum_str is None:
-        return "it has no einsum_str of its own"
-    axes = _einsum_axes(layer.einsum_str)
-    if isinstance(axes, str):
-        return axes
-    shape = layer.kernel_shape
-    return LinearLayer(
-        math.prod(shape[i] for i in axes.kernel_in),
-        math.prod(shape[i] for i in axes.kernel_out),
-        in_axes=axes.kernel_in,
-        out_axes=axes.kernel_out,
-        rows=_einsum_rows,
-    )
-
-
-def _einsum_rows(layer: Any, x: Array, y: Array, einsum_str: str | None = None, *_, **__):
-    own = _einsum_axes(layer.einsum_str)
-    axes = _einsum_axes(einsum_str or layer.einsum_str, x.ndim)
-    if isinstance(axes, str) or isinstance(own, str) or axes.kernel_in != own.kernel_in:
-        raise LoRAError(
-            f"{layer.jlora_site.path}: called with einsum_str={einsum_str!r}, which uses the kernel otherwise than its "
-            f"own {layer.einsum_str!r}: LoRA cannot follow that"
-        )
-    moved = y.transpose(axes.y)
-    shape = moved.shape[: axes.lead]
-    back = tuple(axes.y.index(i) for i in range(y.ndim))
-    return (
-        x.transpose(axes.x).reshape(*shape, -1),
-        moved.reshape(*shape, -1),
-        lambda rows: rows.reshape(moved.shape).transpose(back),
-    )
+    return call
 
 
 def add_delta(
-    layer: Any,
-    site: Site,
-    base: Float[Array, "*lead N"],
-    x: Float[Array, "*lead K"],
+    layer: Any, site: Site, scope: Any, base: Float[Array, "*lead N"], x: Float[Array, "*lead K"], spec: LinearSpec
 ) -> Float[Array, "*lead N"]:
-    """`base` plus the LoRA of every row, in the scope that is open; the base itself in `use(None)`.
+    """`base` plus the LoRA of every row in an open scope; features that are padding stay the base's bits.
 
     Raises:
-      LoRAError: outside `jlora.use`, or where `lead` fits no layout of the batch.
+      LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
     """
-    scope = enter_site(site, layer.jlora_tracking)
-    if scope is None or not base.size:
+    if not base.size:
         return base
     plan = scope.plan(site, base)
-    if plan is None:  # its rows fit no layout: the scope refuses adapters that bring weights for it
+    if plan is None:
+        note_unserved(site, NO_LAYOUT)
         return base
-    a, b, ranks = slot_arrays(layer, site)
-    with jax.named_scope("lora"):
+    note_served(site)
+
+    def compute(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+        rows = base.reshape(-1, spec.out_features)
+        # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
+        x = x.reshape(-1, spec.in_features).astype(a.dtype)
+        real = rows if spec.columns_out is None else spec.columns_out.take(rows)
         out = add_lora(
-            base.reshape(-1, site.spec.out_features),
-            # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-            x.reshape(-1, site.spec.in_features).astype(a.dtype),
+            real,
+            x if spec.columns_in is None else spec.columns_in.take(x),
             a,
             b,
             plan,
@@ -171,12 +82,16 @@ def add_delta(
             ranks=ranks,
             backend=site.backend,
         )
-    return out.reshape(base.shape)
+        out = out if spec.columns_out is None else spec.columns_out.put(rows, out)
+        return out.reshape(base.shape)
+
+    with jax.named_scope("lora"):
+        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
 
 
 def slot_arrays(layer: Any, site: Site) -> tuple[Array, Array, Array]:
     """A [S, n, R, K], B [S, R, N] and ranks [S, n] of a layer inside the forward."""
-    a, b, ranks = (getattr(layer, name)[...] for name in site.attributes)
+    a, b, ranks = (vars(layer)[name][...] for name in site.attributes)
     check_slots_fresh(site.path, a)
     if a.ndim != 4:
         raise LoRAError(
@@ -186,19 +101,88 @@ def slot_arrays(layer: Any, site: Site) -> tuple[Array, Array, Array]:
     return a, b, ranks
 
 
-def linear_methods(cls: type) -> dict[str, Callable]:
-    """The method with which a subclass of the linear layer class `cls` serves LoRA: the layer's own, plus the delta."""
-    name = list(inspect.signature(cls.__call__).parameters)[1]
+def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
+    """`compute(base, *args)`, of base's shape and sharding.
 
-    @functools.wraps(cls.__call__)
-    def call(self, *args, **kwargs):
-        y = cls.__call__(self, *args, **kwargs)
-        if not args:
-            args = (kwargs.pop(name),)
-        spec: LinearLayer = self.jlora_spec
-        if spec.rows is None:
-            return add_delta(self, self.jlora_site, y, args[0])
-        x, base, restore = spec.rows(self, args[0], y, *args[1:], **kwargs)
-        return restore(add_delta(self, self.jlora_site, base, x))
+    Where axes of the mesh are Explicit, JAX wants the sharding of each intermediate value written out; inside, the
+    compiler is asked to find them, as it does everywhere else.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is_explicit(kind))
+    if not explicit:
+        return compute(base, *args)
+    auto: Callable[..., Any] = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding)
+    return auto(base, *args)
 
-    return {"__call__": call}
+
+def _is_explicit(kind: AxisType) -> bool:
+    return kind == AxisType.Explicit
+
+
+def _rows(
+    layer: Any, spec: LinearSpec, parameters: Sequence[str], y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Array, Array, Callable[[Array], Any]]:
+    """x as [*lead, K], y as [*lead, N], and the way back to what the layer returned. Raises where that is not so."""
+    x, args, kwargs = first_input(parameters, args, kwargs)
+    pack: Callable[[Array], Any] = lambda out: out  # noqa: E731 - it is replaced below
+    pair: Any = y if type(y) is tuple else ()
+    if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], spec, pair[0])):
+        # (projection, bias that the caller adds): the delta belongs to the projection.
+        y, pack = pair[0], lambda out: (out, pair[1])
+    if not _is_array(x) or not _is_array(y) or not jnp.issubdtype(y.dtype, jnp.floating):
+        raise LoRAError(
+            "a linear layer takes an array and returns the projection of it, a floating array or (array, bias); this "
+            f"one took {_describe(x)} and returned {_describe(y)}. Say what it computes with jlora.register_layer, or "
+            "leave it out with LoRAConfig.exclude_modules"
+        )
+    restore: Restore
+    if spec.rows is None:
+        flat, base, restore = x, y, lambda rows: rows
+    else:
+        flat, base, restore = spec.rows(layer, x, y, *args, **kwargs)
+    if flat.shape[:-1] != base.shape[:-1] or (flat.shape[-1:], base.shape[-1:]) != (
+        (spec.in_features,),
+        (spec.out_features,),
+    ):
+        raise LoRAError(
+            f"its spec says rows of {spec.in_features} features in and {spec.out_features} out, and a call took "
+            f"{_describe(x)} and returned {_describe(y)}; give the spec of its class `rows`, or leave it out with "
+            "LoRAConfig.exclude_modules"
+        )
+    return flat, base, lambda rows: pack(restore(rows))
+
+
+def first_input(
+    parameters: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """The first argument that is no string (an equation), in the order of the method's own parameters; the others."""
+    for i, value in enumerate(args):
+        if not isinstance(value, str):
+            return value, args[:i] + args[i + 1 :], kwargs
+    for name in (*(p for p in parameters if p in kwargs), *kwargs):
+        if _is_array(kwargs[name]):
+            return kwargs[name], args, {key: value for key, value in kwargs.items() if key != name}
+    return None, args, kwargs
+
+
+def parameters_of(method: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(method).parameters)[1:]
+    except (TypeError, ValueError):  # some callables have no signature
+        return []
+
+
+def _is_array(value: Any) -> TypeGuard[Array]:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_bias(value: Any, spec: LinearSpec, y: Array) -> bool:
+    return _is_array(value) and value.size == spec.out_features and value.ndim < y.ndim
+
+
+def _describe(value: Any) -> str:
+    if _is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    return (
+        f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    )

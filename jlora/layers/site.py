@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jlora._typing import Backend
+from jlora.layers.specs import Inferred
 
 
 class SlotParam(nnx.Variable):
@@ -81,6 +82,7 @@ class Site:
       parts: checkpoint name -> (first slice, number of slices) it fills, for each alias.
       backend: as configured.
       prefix: attribute prefix of this site's arrays on the layer.
+      inferred: how its layer's spec was guessed; None where it is known.
     """
 
     path: str
@@ -90,6 +92,12 @@ class Site:
     parts: Mapping[str, tuple[int, int]] = field(repr=False)
     backend: Backend
     prefix: str = "jlora"
+    inferred: Inferred | None = None
+
+    @property
+    def provisional(self) -> bool:
+        """Whether it takes no adapter yet, because its spec is a guess that `verify` has not confirmed."""
+        return self.inferred is not None and not self.inferred.verified
 
     @property
     def attributes(self) -> tuple[str, str, str]:
@@ -97,16 +105,33 @@ class Site:
         return f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks"
 
 
-def attach(layer: nnx.Module, site: Site) -> None:
-    """Add the zero slot arrays of `site` to `layer`."""
+def allocate(site: Site) -> dict[str, SlotParam]:
+    """The zero slot arrays of `site`, by the name of the layer attribute that will hold each."""
     a, b, ranks = site.attributes
     shape_a, shape_b, shape_ranks = site.spec.shapes
-    setattr(layer, a, SlotParam(jnp.zeros(shape_a, site.spec.dtype)))
-    setattr(layer, b, SlotParam(jnp.zeros(shape_b, site.spec.dtype)))
-    setattr(layer, ranks, SlotRanks(jnp.zeros(shape_ranks, jnp.int32)))
-    setattr(layer, f"{site.prefix}_site", site)
+    return {
+        a: SlotParam(jnp.zeros(shape_a, site.spec.dtype)),
+        b: SlotParam(jnp.zeros(shape_b, site.spec.dtype)),
+        ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32)),
+    }
+
+
+def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:
+    """Give a layer its site and the slot arrays made by `allocate`."""
+    for name, value in (*arrays.items(), (f"{site.prefix}_site", site)):
+        set_attribute(layer, name, value)
 
 
 def detach(layer: nnx.Module, site: Site) -> None:
+    """Take a site and its slot arrays off a layer; what is gone already is left alone."""
     for name in (*site.attributes, f"{site.prefix}_site"):
-        delattr(layer, name)
+        delete_attribute(layer, name)
+
+
+# Flax's own: a layer class may override __setattr__ and __delattr__.
+set_attribute = nnx.Module.__setattr__
+
+
+def delete_attribute(layer: nnx.Module, name: str) -> None:
+    if name in vars(layer):
+        nnx.Module.__delattr__(layer, name)

@@ -1,44 +1,50 @@
-"""Find the eligible layers of any `nnx.Module` and make each of them serve LoRA, in place."""
+"""Make the eligible layers of any `nnx.Module` serve LoRA, in place, all or none: each gets a subclass of its class."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jlora.config import LoRAConfig
-from jlora.errors import LoRAError
+from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
+from jlora.layers.discover import Found, discover
 from jlora.layers.embedding import embed_methods
-from jlora.layers.linear import LinearLayer, describe_einsum, describe_general, describe_linear, linear_methods
-from jlora.layers.site import Site, SlotSpec, attach, detach
+from jlora.layers.linear import linear_methods
+from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
+from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
+from jlora.layers.specs import EmbedSpec, LinearSpec
 
-# "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
-PackedModules = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
-Describe = Callable[[Any], LinearLayer | str]
-
-_describe: dict[type, Describe] = {
-    nnx.Linear: describe_linear,
-    nnx.LinearGeneral: describe_general,
-    nnx.Einsum: describe_einsum,
-}
+_SHARED = ("jlora_spec", "jlora_tracking")
+_NOT_A_LAYER = "is not a linear or embedding layer that jlora knows"
 
 
-def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
-    """Let managers made from now on wrap layers of the class `cls` (and subclasses that keep its `__call__`).
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer, as `LoRAManager.layers()` shows it.
 
-    Args:
-      cls: a linear layer: its `__call__` takes the input first and returns the projection of it.
-      describe: `describe(layer)` returns a `LinearLayer` (sizes, kernel attribute, axes), or a string that says why
-        this instance cannot serve LoRA.
-
-    Example:
-      >>> jlora.register_layer(MyDense, lambda layer: jlora.LinearLayer(layer.n_in, layer.n_out, param="w"))
+    Attributes:
+      path: canonical dotted path; for what `skip` passed over, the checkpoint's name.
+      aliases: the other paths that reach it.
+      kind: "linear", "embedding", "other" (a module that holds parameters and is neither), "skipped".
+      in_features, out_features: sizes an adapter must have; None where the layer is not wrapped.
+      wrapped: whether it serves LoRA.
+      reason: why it is not wrapped, or takes no adapter yet; None where it serves.
     """
-    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-        raise LoRAError(f"register_layer takes a subclass of nnx.Module, got {cls!r}")
-    _describe[cls] = describe
+
+    path: str
+    aliases: tuple[str, ...]
+    kind: str
+    in_features: int | None
+    out_features: int | None
+    wrapped: bool
+    reason: str | None
 
 
 class WrappedModel:
@@ -48,14 +54,58 @@ class WrappedModel:
       modules: Site -> layer.
       tracking: shared by all layers; knows which of them the traced forward calls.
       unwrapped: path -> why that module takes no adapter.
+      skip: patterns of checkpoint modules that this process lacks on purpose.
+      skipped: checkpoint name -> the pattern that passed it over, as adapters brought them.
     """
 
-    def __init__(self, model: nnx.Module):
+    def __init__(self, model: nnx.Module, skip: tuple[re.Pattern[str], ...] = ()):
         self.model = model
         self.modules: dict[Site, nnx.Module] = {}
         self.tracking = Coverage()
         self.unwrapped: dict[str, str] = {}
+        self.skip = skip
+        self.skipped: dict[str, str] = {}
         self._classes: list[tuple[nnx.Module, type]] = []
+        self._others: tuple[str, ...] = ()
+
+    @property
+    def provisional(self) -> dict[Site, str]:
+        """Sites that take no adapter until `verify` has confirmed their spec -> the reason."""
+        return {site: site.inferred.reason for site in self.modules if site.inferred and site.provisional}
+
+    def skips(self, name: str) -> bool:
+        """Whether a checkpoint module is passed over by one of the `skip` patterns; it is counted then."""
+        pattern = next((pattern for pattern in self.skip if pattern.search(name)), None)
+        if pattern is not None:
+            self.skipped[name] = pattern.pattern
+        return pattern is not None
+
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """What is wrapped, what is not and why, and what `skip` passed over so far."""
+        provisional = self.provisional
+        wrapped = [
+            LayerInfo(
+                site.path,
+                site.aliases[1:],
+                site.kind,
+                site.spec.in_features,
+                site.spec.out_features,
+                True,
+                provisional.get(site),
+            )
+            for site in self.modules
+        ]
+        shown = {alias for site in self.modules for alias in site.aliases}
+        other = [
+            LayerInfo(path, (), "other", None, None, False, self.unwrapped[path])
+            for path in self._others
+            if path not in shown
+        ]
+        skipped = [
+            LayerInfo(name, (), "skipped", None, None, False, f"passed over by skip={pattern!r}")
+            for name, pattern in sorted(self.skipped.items())
+        ]
+        return (*wrapped, *other, *skipped)
 
     def check(self) -> None:
         """Raises `LoRAError` once the model was given back."""
@@ -63,203 +113,196 @@ class WrappedModel:
             raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 
     def unwrap(self) -> None:
-        """Give the model back as it was: classes restored, slot arrays gone."""
+        """Give the model back as it was: classes restored, slot arrays gone. Interrupted, it can be called again."""
+        for layer, cls in self._classes:
+            _set_class(layer, cls)
         for site, layer in self.modules.items():
             detach(layer, site)
-        for layer, cls in self._classes:
-            for name in ("jlora_spec", "jlora_tracking"):
-                if hasattr(layer, name):
-                    delattr(layer, name)
-            _set_class(layer, cls)
+        for layer, _ in self._classes:
+            for name in _SHARED:
+                delete_attribute(layer, name)
         self.modules, self._classes = {}, []
 
 
-def wrap_model(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModules | None = None) -> WrappedModel:
+def wrap_model(
+    model: nnx.Module,
+    config: LoRAConfig,
+    packed_modules: PackedModules | None = None,
+    skip: Sequence[str] = (),
+) -> WrappedModel:
     """Wrap the eligible layers of `model` in place and give them zero slots.
 
     Args:
       model: any `nnx.Module`; layers reachable by several paths are wrapped once.
-      config: sizes, dtype, target_modules and backend.
+      config: sizes, dtype, target_modules, exclude_modules and backend.
       packed_modules: which checkpoint names make up a merged projection; None reads the model's own
         `packed_modules` attribute if it has one.
+      skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
 
     Raises:
-      LoRAError: a target that matches nothing or a layer that cannot be wrapped; a model that is wrapped already.
+      LoRAUsageError: a target that matches nothing or a layer that cannot be wrapped; a registered spec that its layer
+        contradicts; a `skip` that is no list of regular expressions.
+      LoRAError: the model is wrapped already; the slots do not fit in memory. Whatever is raised, the model is as it
+        was.
     """
     if config.fully_sharded:
         raise LoRAError("LoRAConfig.fully_sharded shards the factors over a mesh, and meshes are not served yet")
-    packed = packed_modules if packed_modules is not None else getattr(model, "packed_modules", {})
-    paths = _paths(model)
-    layers = {id(layer): layer for _, layer in paths}
-    aliases: dict[int, list[str]] = {}
-    for path, layer in paths:
-        aliases.setdefault(id(layer), []).append(path)
-    heads = {id(layer) for path, layer in paths if path.rpartition(".")[2] == "lm_head"}
+    wrapped = WrappedModel(model, _skip_patterns(skip))
+    plans = _choose(wrapped, config, packed_modules)
+    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in sites])}
+    kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
+    try:
+        for found, sites in plans:
+            for site in sites:
+                attach(found.module, site, arrays[site])
+                wrapped.modules[site] = found.module
+            set_attribute(found.module, "jlora_spec", found.spec)
+            set_attribute(found.module, "jlora_tracking", wrapped.tracking)
+            cls = type(found.module)
+            wrapped._classes.append((found.module, cls))
+            _set_class(found.module, _lora_class(cls, _methods(found, sites)))
+        wrapped.tracking.sites = tuple(wrapped.modules)
+        return wrapped
+    except BaseException:
+        # An interrupt too: no manager would be left to unwrap the model.
+        for layer, cls, attributes in kept:
+            _set_class(layer, cls)
+            vars(layer).update(attributes)
+            for name in set(vars(layer)) - set(attributes):
+                del vars(layer)[name]
+        raise
 
-    wrapped = WrappedModel(model)
-    plans: list[tuple[Any, type, LinearLayer | None, list[Site]]] = []
-    matched: set[str] = set()
-    for key, names in aliases.items():
-        layer = layers[key]
-        if hasattr(layer, "jlora_tracking"):
-            raise LoRAError(f"{names[0]}: this model is wrapped already; call unwrap() on its manager first")
-        found = _sites(layer, tuple(names), config, packed, heads <= {key})
-        if isinstance(found, str):
-            if hits := _hits(config, names, ()):
-                raise LoRAError(f"target_modules {hits} match {names[0]!r} ({type(layer).__name__}), but {found}")
-            wrapped.unwrapped.update((name, found) for name in names)
+
+def checkpoint_weight(wrapped: WrappedModel, site: Site, layer: int = 0) -> np.ndarray:
+    """The base weight of a site as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding."""
+    module = wrapped.modules[site]
+    spec: LinearSpec | EmbedSpec = vars(module)["jlora_spec"]
+    weight = np.asarray(vars(module)[spec.param][...])
+    if site.spec.layers is not None:
+        weight = weight[layer]
+    if isinstance(spec, EmbedSpec):
+        return weight[: spec.rows]
+    flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)
+    if spec.columns_out is not None:
+        flat = flat[spec.columns_out.positions]
+    return flat if spec.columns_in is None else flat[:, spec.columns_in.positions]
+
+
+def _skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    if isinstance(skip, str) or not all(isinstance(pattern, str) and pattern for pattern in skip):
+        raise LoRAUsageError(f"skip must be a list of regular expressions, got {skip!r}")
+    try:
+        return tuple(re.compile(pattern) for pattern in skip)
+    except re.error as error:
+        raise LoRAUsageError(f"skip: {error.pattern!r} is not a regular expression: {error}") from None
+
+
+def _choose(
+    wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None
+) -> list[tuple[Found, list[Site]]]:
+    """The layers to wrap and the sites of each. Nothing is changed yet."""
+    model = wrapped.model
+    packed = packed_modules_of(model, packed_modules)
+    everything = discover(model)
+    for found in everything:
+        if "jlora_tracking" in vars(found.module):
+            raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
+    no_head, heads = tied_heads(everything)
+    selection = Selection(config)
+    plans: list[tuple[Found, list[Site]]] = []
+    others: list[str] = []
+    for found in everything:
+        path, key = found.aliases[0], id(found.module)
+        sites = _sites(found, config, packed, no_head, heads)
+        holds = any(isinstance(value, nnx.Variable) for value in vars(found.module).values())
+        if isinstance(sites, str):
+            excluded = selection.exclusions(found.aliases)
+            if not excluded and (hits := selection.hits(found.aliases)):
+                name = type(found.module).__name__
+                raise LoRAUsageError(f"target_modules {hits} match {path!r} ({name}), but {sites}")
+            wrapped.unwrapped.update((alias, sites) for alias in found.aliases)
+            others += [path] if holds else []
             continue
-        spec, sites = found
-        chosen = []
+        if isinstance(found.spec, EmbedSpec):
+            for role, reason in found.reasons.items():
+                names = found.aliases if role == "lookup" else [f"{alias}.attend" for alias in found.aliases]
+                wrapped.unwrapped.update((alias, reason) for alias in names)
+            if key in no_head:
+                wrapped.unwrapped.update((f"{alias}.attend", no_head[key]) for alias in found.aliases)
+        chosen: list[Site] = []
         for site in sites:
-            hits = _hits(config, site.aliases, site.parts)
-            matched.update(hits)
-            if hits or config.target_modules is None:
+            reason = selection.why_not((*site.aliases, *site.parts))
+            if reason is None:
                 chosen.append(site)
             else:
-                reason = "it is not among the configured target_modules"
                 wrapped.unwrapped.update((name, reason) for name in site.aliases)
+                others.append(site.path)
         if chosen:
-            plans.append((layer, type(layer), spec, chosen))
-    if missing := [t for t in config.target_modules or () if t not in matched]:
-        raise LoRAError(f"target_modules {missing} match no layer of {type(model).__name__}")
+            plans.append((found, chosen))
+    selection.finish(type(model).__name__)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA")
-
-    for layer, cls, spec, sites in plans:
-        _set_class(layer, _lora_class(cls, embed_methods if spec is None else linear_methods))
-        layer.jlora_tracking = wrapped.tracking
-        if spec is not None:
-            layer.jlora_spec = spec
-        for site in sites:
-            attach(layer, site)
-            wrapped.modules[site] = layer
-        wrapped._classes.append((layer, cls))
-    wrapped.tracking.sites = tuple(wrapped.modules)
-    return wrapped
-
-
-def kernel_of(layer: nnx.Module) -> tuple[Any, LinearLayer | None]:
-    """The base parameter of a wrapped layer and how its axes flatten (None for an embedding table)."""
-    spec: LinearLayer | None = getattr(layer, "jlora_spec", None)
-    return getattr(layer, "embedding" if spec is None else spec.param), spec
-
-
-def _paths(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """Every (dotted path, module) below `model`, a shared module once for each path."""
-
-    def walk(node: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, nnx.Module]]:
-        if id(node) in above:
-            return
-        above = (*above, id(node))
-        if isinstance(node, nnx.Pytree) and not isinstance(node, nnx.Variable):
-            if path and isinstance(node, nnx.Module):
-                yield path, node
-            children = vars(node).items()
-        elif isinstance(node, Mapping):
-            children = node.items()
-        elif isinstance(node, (list, tuple)):
-            children = enumerate(node)
-        else:
-            return
-        for name, child in children:
-            yield from walk(child, f"{path}.{name}" if path else str(name), above)
-
-    if type(model) in _describe or isinstance(model, nnx.Embed):
-        raise LoRAError(
-            f"the model itself is a {type(model).__name__}; hold it in an nnx.Module, so that it has a path"
-        )
-    return list(walk(model, "", ()))
-
-
-def _hits(config: LoRAConfig, aliases: Sequence[str], parts: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """The configured targets that name this layer, by a full path or a suffix that starts at a dot."""
-    names = {*aliases, *parts}
-    return [t for t in config.target_modules or () if any(n == t or n.endswith("." + t) for n in names)]
+    wrapped._others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend")))
+    return plans
 
 
 def _sites(
-    layer: nnx.Module, aliases: tuple[str, ...], config: LoRAConfig, packed: PackedModules, tied: bool
-) -> tuple[LinearLayer | None, list[Site]] | str:
+    found: Found, config: LoRAConfig, packed: PackedModules, no_head: dict[int, str], heads: set[int]
+) -> list[Site] | str:
     """The sites of one layer, or why it has none."""
-    if isinstance(layer, nnx.Embed):
-        if type(layer).__call__ is not nnx.Embed.__call__ or type(layer).attend is not nnx.Embed.attend:
-            return f"{type(layer).__name__} overrides the lookup of nnx.Embed, and jlora cannot know what it computes"
-        spec, ndim, param = None, 2, layer.embedding
-    else:
-        base = next((cls for cls in type(layer).__mro__ if cls in _describe), None)
-        if base is None:
-            return f"{type(layer).__name__} is not a linear or embedding layer that jlora knows (jlora.register_layer)"
-        if type(layer).__call__ is not base.__call__:
-            return (
-                f"{type(layer).__name__} overrides the __call__ of {base.__name__}, and jlora cannot know what it "
-                "computes (jlora.register_layer says so)"
-            )
-        described = _describe[base](layer)
-        if isinstance(described, str):
-            return described
-        spec, param = described, getattr(layer, described.param)
-        ndim = len(spec.in_axes) + len(spec.out_axes)
-    stack = param.ndim - ndim
-    if stack not in (0, 1):
-        return f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers"
-    dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
+    spec, aliases = found.spec, found.aliases
+    if isinstance(spec, str):
+        return spec
+    param = vars(found.module)[spec.param]
+    axes = 2 if isinstance(spec, EmbedSpec) else len(spec.in_axes) + len(spec.out_axes)
+    shape = tuple(param.get_value().shape)
+    stack = len(shape) - axes
+    if stack > 1:
+        return f"its parameter has shape {shape}: {stack} axes more than one stack of layers"
+    dtype = jnp.dtype(param.get_value().dtype if config.dtype is None else config.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
-    layers = param.shape[0] if stack else None
 
-    def slot_spec(in_features: int, out_sizes: tuple[int, ...]) -> SlotSpec:
-        return SlotSpec(layers, config.max_loras, in_features, out_sizes, config.max_lora_rank, dtype.name)
+    def slot_spec(k: int, sizes: tuple[int, ...]) -> SlotSpec:
+        layers = shape[0] if stack else None
+        return SlotSpec(layers, config.max_loras, k, sizes, config.max_lora_rank, dtype.name)
 
-    if spec is None:
-        rows, features = layer.num_embeddings, layer.features  # type: ignore[attr-defined]  # an nnx.Embed
-        whole = dict.fromkeys(aliases, (0, 1))
-        sites = [Site(aliases[0], aliases, "embedding", slot_spec(rows, (features,)), whole, config.backend)]
-        if tied:
-            # No layer is called lm_head, so the table may serve as one; PEFT calls those weights "lm_head".
-            names = tuple(f"{alias}.attend" for alias in aliases)
-            parts = dict.fromkeys((*aliases, *names, "lm_head"), (0, 1))
-            head = slot_spec(features, (rows,))
-            sites.append(
-                Site(names[0], (*names, "lm_head"), "linear", head, parts, config.backend, prefix="jlora_attend")
-            )
-        return None, sites
-    sizes, parts = _slices(layer, aliases, spec.out_features, packed)
-    return spec, [Site(aliases[0], aliases, "linear", slot_spec(spec.in_features, sizes), parts, config.backend)]
+    if isinstance(spec, LinearSpec):
+        sizes, parts = slices(found.module, aliases, spec.real_out, packed)
+        slots = slot_spec(spec.real_in, sizes)
+        return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=found.inferred)]
+    sites: list[Site] = []
+    key = id(found.module)
+    if spec.lookup is not None:
+        parts = dict.fromkeys(aliases, (0, 1))
+        slots = slot_spec(spec.rows, (spec.features,))
+        sites.append(Site(aliases[0], aliases, "embedding", slots, parts, config.backend))
+    if spec.attend is not None and key not in no_head:
+        # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
+        names = tuple(f"{alias}.attend" for alias in aliases)
+        also = ("lm_head",) if key in heads else ()
+        parts = dict.fromkeys((*aliases, *names, *also), (0, 1))
+        slots = slot_spec(spec.features, (spec.rows,))
+        sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix="jlora_attend"))
+    return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
 
 
-def _slices(
-    layer: nnx.Module, aliases: tuple[str, ...], out_features: int, packed: PackedModules
-) -> tuple[tuple[int, ...], dict[str, tuple[int, int]]]:
-    """Output slices of a layer, and the checkpoint names that fill them."""
-    sizes: tuple[int, ...] = tuple(getattr(layer, "output_sizes", ())) or (out_features,)
-    names: dict[str, tuple[int, int]] = {}
-    path = aliases[0]
-    entry = next((packed[alias.rpartition(".")[2]] for alias in aliases if alias.rpartition(".")[2] in packed), None)
-    if isinstance(entry, Mapping):
-        covered = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in entry.items()}
-        sizes = tuple(size for group in covered.values() for size in group)
-    elif entry is not None:
-        if len(sizes) == 1 and out_features % len(entry) == 0:
-            sizes = (out_features // len(entry),) * len(entry)
-        if len(sizes) != len(entry):
-            raise LoRAError(
-                f"{path}: packed_modules names {len(entry)} parts {tuple(entry)}, but the layer has output_sizes "
-                f"{sizes}; give the sizes: {{name: size, ...}}"
-            )
-        covered = {name: (size,) for name, size in zip(entry, sizes, strict=True)}
-    else:
-        covered = {}
-    if sum(sizes) != out_features:
-        raise LoRAError(f"{path}: output slices {sizes} sum to {sum(sizes)}, but the layer has {out_features} outputs")
-    for alias in aliases:
-        parent = alias.rpartition(".")[0]
-        names[alias] = (0, len(sizes))
-        start = 0
-        for name, group in covered.items():
-            names[f"{parent}.{name}" if parent else name] = (start, len(group))
-            start += len(group)
-    return sizes, names
+def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
+    """The slot arrays of all sites, on the device before the model is touched."""
+    try:
+        arrays = [(site, allocate(site)) for site in sites]
+        jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
+    except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        one = sum(site.spec.slot_nbytes for site in sites)
+        slots = sites[0].spec.num_slots
+        raise LoRAError(
+            f"the slot arrays do not fit on the device: {slots * one:,} bytes are needed, {one:,} for each of "
+            f"max_loras={slots} slots of max_lora_rank={sites[0].spec.max_rank} over {len(sites)} layers. Lower those, "
+            f"or leave layers out with target_modules or exclude_modules ({repr(error)[:200]})"
+        ) from error
+    return arrays
 
 
 def _set_class(layer: nnx.Module, cls: type) -> None:
@@ -267,14 +310,26 @@ def _set_class(layer: nnx.Module, cls: type) -> None:
     object.__setattr__(layer, "__class__", cls)
 
 
+def _methods(found: Found, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]:
+    """(kind, name) of the methods that serve LoRA."""
+    if isinstance(found.spec, LinearSpec):
+        return (("linear", "__call__"),)
+    assert isinstance(found.spec, EmbedSpec)
+    names = {"embedding": ("lookup", found.spec.lookup), "linear": ("attend", found.spec.attend)}
+    return tuple((role, name) for role, name in (names[site.kind] for site in sites) if name is not None)
+
+
+_MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {"linear": linear_methods, **embed_methods}
+
+
 @functools.cache
-def _lora_class(cls: type, methods: Callable[[type], dict[str, Callable]]) -> type:
+def _lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
     """The subclass of a layer's own class that serves LoRA; one a class, so that jit sees one type.
 
     It has the layer's class as its only base: Python lets an object change to a class of the same layout alone.
     """
-    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods(cls)}
-    is_pytree = getattr(
-        cls, "_pytree__is_pytree", True
-    )  # flax's own default would undo `class Dense(..., pytree=False)`
+    served = {name: _MAKERS[kind](cls, name) for kind, name in methods}
+    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, **served}
+    # flax's own default would undo `class Dense(..., pytree=False)`
+    is_pytree = getattr(cls, "_pytree__is_pytree", True)
     return type(cls)(f"{cls.__name__}WithLoRA", (cls,), body, pytree=is_pytree)

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jlora.adapters import Adapter, BaseShape
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
-from jlora.layers.wrap import WrappedModel, kernel_of
+from jlora.layers.wrap import WrappedModel, checkpoint_weight
 from jlora.manager.blocks import Row
 from jlora.manager.content import Placement
 from jlora.manager.names import SiteIndex
@@ -54,7 +54,7 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     placed: dict[str, tuple[Site, int, int, int]] = {}
     taken: dict[tuple[Site, int, int], str] = {}
     for name, module in modules.items():
-        if index.skipped(name):
+        if index.skips(name):
             continue
         found = index.find(module.kind, name)
         if isinstance(found, str):
@@ -86,7 +86,7 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -
     problems = [
         f"{name}.base_layer.weight: {problem}"
         for name, weight in adapter.base_weights.items()
-        if not index.skipped(name) and (problem := _base_differs(name, weight, wrapped, index))
+        if not index.skips(name) and (problem := _base_differs(name, weight, wrapped, index))
     ]
     _raise(where, problems)
     placements: list[Placement] = []
@@ -205,49 +205,45 @@ def _balance(a: np.ndarray, b: np.ndarray) -> int:
     return round((math.log2(largest[1]) - math.log2(largest[0])) / 2)
 
 
-def check_base_shapes(where: str, weights: Mapping[str, BaseShape], wrapped: WrappedModel, index: SiteIndex) -> None:
+def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
     """Raises AdapterMismatchError where base weights of these shapes cannot be the model's own."""
     problems: list[str] = []
     for name, weight in weights.items():
-        if index.skipped(name):
+        if index.skips(name):
             continue
-        own = _own_weight(name, wrapped, index)
-        if isinstance(own, str):
-            problems.append(f"{name}.base_layer.weight: {own}")
-        elif own.shape != weight.shape:
-            problems.append(f"{name}.base_layer.weight: shape {weight.shape}, and the model's own has {own.shape}")
+        found = _base_site(name, index)
+        if isinstance(found, str):
+            problems.append(f"{name}.base_layer.weight: {found}")
+            continue
+        site, _, first, count = found
+        outputs, inputs = sum(site.spec.out_sizes[first : first + count]), site.spec.in_features
+        own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
+        if own != tuple(weight.shape):
+            problems.append(f"{name}.base_layer.weight: shape {tuple(weight.shape)}, and the model's own has {own}")
     _raise(where, problems)
 
 
-def _own_weight(name: str, wrapped: WrappedModel, index: SiteIndex) -> Any:
-    """The model's own weight [N, K] (or table [V, D]) under a checkpoint name, on its device; or why there is none."""
+def _base_site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
     found: tuple[Site, int, int, int] | str = ""
     for kind in ("embedding", "linear"):
         found = index.find(kind, name)
         if not isinstance(found, str):
-            break
-    if isinstance(found, str):
-        return f"no wrapped module can be compared with it ({found})"
-    site, layer, first, count = found
-    param, spec = kernel_of(wrapped.modules[site])
-    own = param[...]
-    if site.spec.layers is not None:
-        own = own[layer]
-    if spec is not None:
-        own = own.transpose(*spec.in_axes, *spec.out_axes).reshape(spec.in_features, spec.out_features).T
-        start = sum(site.spec.out_sizes[:first])
-        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
-    return own
+            return found
+    return f"no wrapped module can be compared with it ({found})"
 
 
 def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
     """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
-    own = _own_weight(name, wrapped, index)
-    if isinstance(own, str):
-        return own
+    found = _base_site(name, index)
+    if isinstance(found, str):
+        return found
+    site, layer, first, count = found
+    own = checkpoint_weight(wrapped, site, layer)
+    if site.kind == "linear":
+        start = sum(site.spec.out_sizes[:first])
+        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
-    own = np.asarray(own)
     with np.errstate(over="ignore", invalid="ignore"):
         stored = weight.astype(own.dtype)
     if not np.array_equal(own, stored):

@@ -147,7 +147,7 @@ class Host:
                     f"{request.base_model_name!r}"
                 )
             place(where, shapes.modules, self._index)
-            check_base_shapes(where, shapes.base_weights, self._wrapped, self._index)
+            check_base_shapes(where, shapes.base_weights, self._index)
 
         return Adapter.from_pretrained(
             path,

@@ -21,8 +21,9 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.scope import staged
+from jlora.layers.select import PackedModules
 from jlora.layers.site import SlotParam
-from jlora.layers.wrap import PackedModules, wrap_model
+from jlora.layers.wrap import LayerInfo, wrap_model
 from jlora.manager.batches import Name, read_arguments
 from jlora.manager.content import Content
 from jlora.manager.export import export
@@ -65,6 +66,9 @@ class LoRAManager:
         takes its sizes from the layer's `output_sizes`, else it splits evenly. None reads `model.packed_modules`.
       name_map: regex -> replacement from checkpoint module names to the model's own dotted paths, for models whose
         paths differ; the first pattern found in a name is substituted.
+      skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose (MTP
+        heads, other pipeline stages, a vision tower); what an adapter brings for those is passed over and shown by
+        `layers()`.
       resolve: request -> local folder, for stores that are neither a folder nor the Hugging Face hub. Called on the
         loading thread.
 
@@ -80,12 +84,13 @@ class LoRAManager:
         *,
         packed_modules: PackedModules | None = None,
         name_map: NameMap | None = None,
+        skip: Sequence[str] = (),
         resolve: Callable[[LoRARequest], str] | None = None,
     ):
         self.model = model
         self.config = config
         rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
-        self._wrapped = wrap_model(model, config, packed_modules)
+        self._wrapped = wrap_model(model, config, packed_modules, skip)
         index = SiteIndex(self._wrapped, rules)
         # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
         # for moments only, never while anything is read, cast or compiled.
@@ -464,6 +469,10 @@ class LoRAManager:
                     jax.block_until_ready(step(base_only))
         finally:
             lease.close()
+
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Every layer: its path and sizes, and whether it is wrapped or why not."""
+        return self._wrapped.layers()
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

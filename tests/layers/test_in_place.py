@@ -1,6 +1,7 @@
 """Wrapping changes what a layer computes and nothing else: paths, attributes, classes, aliases; unwrap undoes it."""
 
 import copy
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.site import SlotParam, SlotRanks
+from jlora.layers.wrap import wrap_model
 from tests.layers.merging import (
     Target,
     assert_close,
@@ -218,3 +221,105 @@ def test_slot_arrays_are_their_own_filter():
     assert {path[-1] for path in nnx.to_flat_state(ranks).paths} == {"jlora_ranks", "jlora_attend_ranks"}
     assert len(jax.tree.leaves(slots)) == 2 * len(manager._pool.sites)
     assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))
+
+
+# --- All or nothing ------------------------------------------------------------------------------------------------
+
+
+def held(model):
+    """Everything that wrapping might leave behind: classes and attributes of every module, by identity."""
+    return {
+        path: (type(module), {name: id(value) for name, value in vars(module).items() if name != "_pytree__nodes"})
+        for path, module in modules_of(model).items()
+    }
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")])
+def test_slots_that_do_not_fit_leave_the_model_as_it_was(monkeypatch, error):
+    model, zeros, calls = Model(), jnp.zeros, []
+    before = held(model)
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 7:
+            raise error
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr("jlora.layers.site.jnp.zeros", full)
+    # 6 sites: embed (11 -> 6), its logits (6 -> 11) and 4 of 6 -> 6; 3 slots of rank 4 in float32, and a rank each.
+    needed = 3 * (4 * 4 * (17 + 17 + 4 * 12) + 6 * 4)
+    with pytest.raises(LoRAError, match=f"{needed:,} bytes are needed, {needed // 3:,} for each of max_loras=3"):
+        make_manager(model)
+    monkeypatch.undo()
+    assert held(model) == before
+    make_manager(model)
+
+
+def test_slots_that_no_machine_holds():
+    model = Model()
+    before = held(model)
+    with pytest.raises(LoRAError, match=r"do not fit on the device: [0-9,]{17,} bytes are needed"):
+        make_manager(model, max_lora_rank=10**11)
+    assert held(model) == before
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+def interrupted_at(line: int, function, *args):
+    """Call `function` and raise at its line number `line`, counted over all lines that run in jlora.layers.
+
+    Returns (result or None, whether it was interrupted)."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if "/jlora/layers/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                raise Stop
+        return trace
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function(*args), False
+    except Stop:
+        return None, True
+    finally:
+        sys.settrace(old)
+
+
+def test_an_interrupt_at_any_line_of_wrapping_leaves_the_model_as_it_was():
+    model = Block(nnx.Rngs(0))
+    before, graphdef = held(model), nnx.graphdef(model)
+    line, lines = 0, 0
+    while True:
+        line += 1
+        wrapped, stopped = interrupted_at(line, wrap_model, model, LoRAConfig(max_loras=1, max_lora_rank=1))
+        if not stopped:
+            break
+        lines += 1
+        assert held(model) == before
+        assert nnx.graphdef(model) == graphdef
+    assert lines > 200
+    assert held(model) != before
+    wrapped.unwrap()
+    assert held(model) == before
+
+
+def test_unwrap_can_be_called_again_after_an_interrupt_at_any_line():
+    model = Block(nnx.Rngs(0))
+    before, graphdef, line, stopped = held(model), nnx.graphdef(model), 0, True
+    while stopped:
+        line += 1
+        wrapped = wrap_model(model, LoRAConfig(max_loras=1, max_lora_rank=1))
+        _, stopped = interrupted_at(line, wrapped.unwrap)
+        if stopped:
+            wrapped.unwrap()
+        assert held(model) == before
+        assert nnx.graphdef(model) == graphdef
+    assert line > 20

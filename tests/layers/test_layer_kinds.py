@@ -8,9 +8,9 @@ from flax import nnx
 
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.linear import LinearLayer
+from jlora.layers.discover import _describe, register_layer
 from jlora.layers.scope import use
-from jlora.layers.wrap import _describe, register_layer
+from jlora.layers.specs import LinearSpec
 from tests.layers.merging import (
     Target,
     assert_close,
@@ -251,7 +251,7 @@ def test_registered_layer(registered, pytree):
         def __call__(self, x):
             return self.dense(inputs=x)
 
-    register_layer(Dense, lambda layer: LinearLayer(*layer.sizes, param="w", in_axes=(1,), out_axes=(0,)))
+    register_layer(Dense, lambda layer: LinearSpec(*layer.sizes, param="w", in_axes=(1,), out_axes=(0,)))
     model = Model()
     adapter = make_adapter("one", [Target("dense", 6, 5, "")], 2)
     x = normal(3, 2, 6)
@@ -285,7 +285,7 @@ def test_registered_layer_with_rows_of_its_own(registered):
     def rows(layer, x, y):
         return x, y.reshape(*y.shape[:2], -1), lambda flat: flat.reshape(y.shape)
 
-    register_layer(Projection, lambda _: LinearLayer(6, 8, "w", in_axes=(1,), out_axes=(0, 2), rows=rows))
+    register_layer(Projection, lambda _: LinearSpec(6, 8, "w", in_axes=(1,), out_axes=(0, 2), rows=rows))
     target = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
     check_against_merged(Holder(Projection((2, 6, 4), nnx.Rngs(0))), [target], normal(3, 2, 6))
 
@@ -303,11 +303,6 @@ def test_registered_layer_says_why_not(registered):
         register_layer(int, lambda layer: "no")  # type: ignore[type-var]  # the point of the test
 
 
-class Doubled(nnx.Linear):
-    def __call__(self, x):
-        return 2 * super().__call__(x)
-
-
 class Kept(nnx.Linear):
     """Overrides nothing that matters."""
 
@@ -316,9 +311,7 @@ class Kept(nnx.Linear):
 
 
 REFUSED = {
-    "overridden call": (lambda r: Doubled(6, 6, rngs=r), "Doubled overrides the __call__ of Linear"),
     "convolution": (lambda r: nnx.Conv(6, 6, (1,), rngs=r), "Conv is not a linear or embedding layer that jlora knows"),
-    "flax's own LoRA": (lambda r: nnx.LoRALinear(6, 6, lora_rank=2, rngs=r), "LoRALinear overrides the __call__"),
     "batched kernel": (lambda r: nnx.LinearGeneral(6, 6, batch_axis={0: 3}, rngs=r), "a kernel of its own"),
     "batched einsum": (lambda r: nnx.Einsum("BTD,BDH->BTH", (3, 6, 6), rngs=r), "of its own for each entry of B"),
     "diagonal": (lambda r: nnx.Einsum("TD,DD->TD", (6, 6), rngs=r), "takes a diagonal"),

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.linear import LinearLayer
+from jlora.layers.discover import _describe, register_layer
 from jlora.layers.scope import use
-from jlora.layers.wrap import _describe, register_layer
+from jlora.layers.specs import LinearSpec
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
 
@@ -188,7 +188,7 @@ def test_negative_zero_stays_negative():
             x = self.embed(tokens)
             return jnp.concatenate([x, self.zeros(x), self.embed.attend(x) * 0 - 0.0], -1)
 
-    register_layer(Zeros, lambda layer: LinearLayer(6, 6, "w"))
+    register_layer(Zeros, lambda layer: LinearSpec(6, 6, "w"))
     try:
         targets = [Target("zeros", 6, 6, ""), Target("embed", 3, 6, "", kind="embedding")]
         model = Holder()

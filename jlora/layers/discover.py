@@ -1,0 +1,230 @@
+"""Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from jlora.errors import LoRAUsageError
+from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
+from jlora.layers.specs import (
+    Describe,
+    EmbedSpec,
+    Inferred,
+    LinearSpec,
+    Spec,
+    describe_embed,
+    describe_general,
+    describe_linear,
+)
+
+_describe: dict[type, Describe] = {
+    nnx.Linear: describe_linear,
+    nnx.LinearGeneral: describe_general,
+    nnx.Einsum: describe_einsum,
+    nnx.Embed: describe_embed,
+}
+_BIASES = ("bias", "b")
+
+
+def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
+    """Let managers made from now on wrap layers of the class `cls` (and subclasses that keep its methods).
+
+    Args:
+      cls: a layer class. Linear: its `__call__` takes the input (the first argument that is an array) and returns the
+        projection of it, or (projection, bias). Embedding: its methods are those that the spec names.
+      describe: `describe(layer)` returns a `LinearSpec`, what `einsum_spec` returns, an `EmbedSpec`, or a string that
+        says why this instance cannot serve LoRA.
+
+    Raises:
+      LoRAUsageError: `cls` is no subclass of `nnx.Module`.
+
+    Example:
+      >>> jlora.register_layer(MyDense, lambda layer: jlora.LinearSpec(layer.n_in, layer.n_out, param="w"))
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
+        raise LoRAUsageError(f"register_layer takes a subclass of nnx.Module, got {cls!r}")
+    _describe[cls] = describe
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One module of a model.
+
+    Attributes:
+      module: the module.
+      aliases: every dotted path that reaches it.
+      spec: what it computes, or why it cannot serve LoRA.
+      inferred: set where the spec is a guess.
+      reasons: method of an embedding -> why that method serves no LoRA.
+    """
+
+    module: nnx.Module
+    aliases: tuple[str, ...]
+    spec: Spec | str
+    inferred: Inferred | None
+    reasons: Mapping[str, str]
+
+
+def discover(model: nnx.Module) -> list[Found]:
+    """Every module below `model`, in path order, a shared one once.
+
+    Raises:
+      LoRAUsageError: the model is itself a layer, so it has no path; a registered spec that its layer contradicts.
+    """
+    if type(model) in _describe or isinstance(model, nnx.Embed):
+        raise LoRAUsageError(
+            f"the model itself is a {type(model).__name__}; hold it in an nnx.Module, so that it has a path"
+        )
+    modules: dict[int, nnx.Module] = {}
+    aliases: dict[int, list[str]] = {}
+    for path, module in walk(model):
+        modules[id(module)] = module
+        aliases.setdefault(id(module), []).append(path)
+    return [_found(modules[key], tuple(paths)) for key, paths in aliases.items()]
+
+
+def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    """Every (dotted path, module) below `model`, a shared module once for each path."""
+
+    def below(node: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, nnx.Module]]:
+        if id(node) in above:
+            return
+        above = (*above, id(node))
+        if isinstance(node, nnx.Pytree) and not isinstance(node, nnx.Variable):
+            if path and isinstance(node, nnx.Module):
+                yield path, node
+            children = vars(node).items()
+        elif isinstance(node, Mapping):
+            children = node.items()
+        elif isinstance(node, list | tuple):
+            children = enumerate(node)
+        else:
+            return
+        for name, child in children:
+            yield from below(child, f"{path}.{name}" if path else str(name), above)
+
+    return below(model, "", ())
+
+
+def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
+    """An attribute that an object or its class really has: a `__getattr__` that answers to everything is not asked."""
+    missing = object()
+    if inspect.getattr_static(obj, name, missing) is missing:
+        return default
+    return getattr(obj, name)
+
+
+def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+    cls = type(module)
+    base = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
+    reasons: dict[str, str] = {}
+    inferred = None
+    if base is None:
+        spec = _einsum_by_equation(module)
+        if isinstance(spec, LinearSpec):
+            inferred = Inferred(f"{cls.__name__} was taken for an einsum by its equation and its only parameter")
+    elif issubclass(base, nnx.Embed) or cls.__call__ is base.__call__:
+        spec = _describe[base](module)
+    else:
+        spec = _guess(module, base)
+        inferred = Inferred(f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one")
+    if isinstance(spec, EmbedSpec):
+        inferred, (spec, reasons) = None, _kept_methods(spec, cls, base or cls, aliases[0])
+    if isinstance(spec, LinearSpec | EmbedSpec):
+        problem = _contradiction(module, spec)
+        if problem and inferred is None:
+            raise LoRAUsageError(f"{aliases[0]} ({cls.__name__}): {problem}")
+        spec = problem or spec
+    elif not isinstance(spec, str):
+        raise LoRAUsageError(
+            f"{aliases[0]} ({cls.__name__}): describe must return a LinearSpec, an EmbedSpec or a string that says why "
+            f"not, got {type(spec).__name__}"
+        )
+    return Found(module, aliases, spec, inferred if isinstance(spec, LinearSpec) else None, reasons)
+
+
+def _guess(module: nnx.Module, base: type) -> Spec | str:
+    """The spec of a subclass that overrides the call: that of its base class, as long as nothing speaks against it."""
+    try:
+        spec = _describe[base](module)
+    except Exception as error:  # written for the base class: it may ask for what the subclass does not have
+        spec = f"{type(module).__name__} is not the {base.__name__} that it derives from ({error!r})"
+    if isinstance(spec, str) or spec.param in vars(module):
+        return spec
+    return _einsum_by_equation(module)
+
+
+def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
+    """The spec of a module with one equation and one parameter beside a bias, or why it has none."""
+    name = type(module).__name__
+    equations = {value for value in vars(module).values() if is_equation(value)}
+    params = {key: value for key, value in vars(module).items() if isinstance(value, nnx.Param) and key not in _BIASES}
+    if len(equations) != 1 or len(params) != 1:
+        return f"{name} is not a linear or embedding layer that jlora knows (jlora.register_layer)"
+    equation, (param, kernel) = equations.pop(), *params.items()
+    axes = einsum_axes(equation)
+    if isinstance(axes, str):
+        return axes
+    letters = len(axes.kernel_in) + len(axes.kernel_out)
+    shape = kernel.get_value().shape[-letters:]
+    if len(shape) != letters:
+        return f"{name} has the equation {equation!r}, and a parameter of the shape {shape}"
+    return einsum_spec(equation, shape, param)
+
+
+def _kept_methods(spec: EmbedSpec, cls: type, base: type, path: str) -> tuple[Spec | str, dict[str, str]]:
+    """The spec without the methods that a subclass of the registered class overrides."""
+    reasons: dict[str, str] = {}
+    for role in ("lookup", "attend"):
+        name = getattr(spec, role)
+        if name is None:
+            continue
+        if not callable(getattr(cls, name, None)):
+            raise LoRAUsageError(f"{path}: EmbedSpec.{role} is {name!r}, and {cls.__name__} has no such method")
+        if getattr(cls, name) is not getattr(base, name):
+            reasons[role] = (
+                f"{cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what it computes "
+                "(jlora.register_layer with a jlora.EmbedSpec says so)"
+            )
+    if all(role in reasons or getattr(spec, role) is None for role in ("lookup", "attend")):
+        return next(iter(reasons.values())), {}
+    return replace(spec, **dict.fromkeys(reasons)), reasons
+
+
+def _contradiction(module: nnx.Module, spec: Spec) -> str | None:
+    """What the parameter of a layer says against its spec."""
+    param = vars(module).get(spec.param)
+    if not isinstance(param, nnx.Variable):
+        return f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(_variables(module))}"
+    shape, dtype = tuple(param.get_value().shape), param.get_value().dtype
+    axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
+    if len(shape) < len(axes):
+        return f"its parameter {spec.param!r} has shape {shape}, and its spec names {len(axes)} axes"
+    own = shape[len(shape) - len(axes) :]
+    if sorted(axes) != list(range(len(axes))):
+        return f"in_axes and out_axes must name each axis of {spec.param!r} {own} once, got {axes}"
+    if not str(dtype).startswith(("float", "bfloat")):
+        return None  # quantised and packed weights have shapes of their own
+    if isinstance(spec, EmbedSpec):
+        return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
+    sizes = tuple(_product(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
+    if sizes != (spec.in_features, spec.out_features):
+        return (
+            f"its parameter {spec.param!r} {own} has {sizes[0]} features in and {sizes[1]} out by in_axes="
+            f"{spec.in_axes} and out_axes={spec.out_axes}, and its spec says {spec.in_features} and {spec.out_features}"
+        )
+    return None
+
+
+def _variables(module: nnx.Module) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+
+
+def _product(sizes: Iterator[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

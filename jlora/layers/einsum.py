@@ -1,0 +1,142 @@
+"""Einsum equations that are linear layers: which axes of input, kernel and output are rows, K and N."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.specs import LinearSpec, Restore
+
+_EQUATION = re.compile(r"[A-Za-z.\s]+,[A-Za-z.\s]+->[A-Za-z.\s]*")
+
+
+def is_equation(value: Any) -> bool:
+    """True for a string such as "BTD,DNH->BTNH"."""
+    return isinstance(value, str) and _EQUATION.fullmatch(value) is not None
+
+
+@dataclass(frozen=True)
+class EinsumAxes:
+    """How the axes of one equation flatten: x transposed by `x` is lead + in axes, y by `y` is lead + out axes."""
+
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    lead: int
+    kernel_in: tuple[int, ...]
+    kernel_out: tuple[int, ...]
+
+
+def einsum_axes(equation: str, x_ndim: int | None = None) -> EinsumAxes | str:
+    """Read "BTD,DNH->BTNH", or say why the equation is not a linear layer. Axes of x and y need `x_ndim`."""
+    if not is_equation(equation):
+        return f"{equation!r} is not an einsum of one input and one kernel"
+    x, rest = re.sub(r"\s", "", equation).split(",")
+    kernel, y = rest.split("->")
+    if "..." in kernel:
+        return f"the kernel of {equation!r} has an ellipsis"
+    if "..." in x:
+        spread = 0 if x_ndim is None else x_ndim - len(x.replace("...", ""))
+        stand_in = "".join(chr(0x3B1 + i) for i in range(spread))  # Greek letters: never in an equation
+        x, y = x.replace("...", stand_in), y.replace("...", stand_in)
+    shared = sorted(set(x) & set(kernel) & set(y))
+    summed = sorted((set(x) - set(kernel) - set(y)) | (set(kernel) - set(x) - set(y)))
+    if len(set(x)) < len(x) or len(set(kernel)) < len(kernel):
+        return f"{equation!r} takes a diagonal"
+    if shared:
+        return f"{equation!r} has a kernel of its own for each entry of {', '.join(shared)}"
+    if summed:
+        return f"{equation!r} sums over {', '.join(summed)} alone"
+    inner = [c for c in kernel if c in x]
+    outer = [c for c in kernel if c in y]
+    if not inner or not outer:
+        return f"{equation!r} has no axis that goes {'in' if not inner else 'out'}"
+    if x_ndim is not None and x_ndim != len(x):
+        return f"{equation!r} takes {len(x)} axes, and the input has {x_ndim}"
+    lead = [c for c in x if c not in kernel]
+    return EinsumAxes(
+        tuple(x.index(c) for c in (*lead, *inner)),
+        tuple(y.index(c) for c in (*lead, *outer)),
+        len(lead),
+        tuple(kernel.index(c) for c in inner),
+        tuple(kernel.index(c) for c in outer),
+    )
+
+
+@dataclass(frozen=True)
+class EinsumRows:
+    """The `rows` of an einsum layer: its own equation, or the one that a call gives for the same kernel."""
+
+    equation: str
+
+    def __call__(self, layer: Any, x: Array, y: Array, *args: Any, **kwargs: Any) -> tuple[Array, Array, Restore]:
+        given = next((value for value in (*args, *kwargs.values()) if is_equation(value)), None)
+        own, axes = einsum_axes(self.equation), einsum_axes(given or self.equation, x.ndim)
+        if isinstance(axes, str):
+            raise LoRAError(f"it cannot follow the call: {axes}")
+        if isinstance(own, str) or axes.kernel_in != own.kernel_in:
+            raise LoRAError(
+                f"called with einsum_str={given!r}, which uses the kernel otherwise than its own {self.equation!r}: "
+                "LoRA cannot follow that"
+            )
+        moved = y.transpose(axes.y)
+        shape = moved.shape[: axes.lead]
+        back = tuple(axes.y.index(i) for i in range(y.ndim))
+        return (
+            x.transpose(axes.x).reshape(*shape, -1),
+            moved.reshape(*shape, -1),
+            lambda rows: rows.reshape(moved.shape).transpose(back),
+        )
+
+
+def einsum_spec(
+    equation: str,
+    shape: Sequence[int],
+    param: str = "w",
+    *,
+    in_index: Sequence[int] | None = None,
+    out_index: Sequence[int] | None = None,
+) -> LinearSpec:
+    """The spec of a layer that computes `einsum(equation, x, kernel)`.
+
+    Args:
+      equation: input, kernel and output: "BTD,DNH->BTNH". A call of the layer may give another equation for the same
+        kernel, as any argument.
+      shape: the kernel's shape, in the equation's order.
+      param: name of the kernel attribute.
+      in_index, out_index: as in `LinearSpec`: positions in the flattened in and out axes (in the kernel's order) that
+        are a checkpoint's, where heads are padded or shards interleaved.
+
+    Raises:
+      LoRAUsageError: the equation is not a linear layer, or has another number of axes than `shape`.
+
+    Example:
+      >>> jlora.register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
+    """
+    axes = einsum_axes(equation)
+    if isinstance(axes, str):
+        raise LoRAUsageError(f"einsum_spec: {axes}")
+    if len(shape) != len(axes.kernel_in) + len(axes.kernel_out):
+        raise LoRAUsageError(f"einsum_spec: the kernel of {equation!r} cannot have the shape {tuple(shape)}")
+    return LinearSpec(
+        math.prod(shape[i] for i in axes.kernel_in),
+        math.prod(shape[i] for i in axes.kernel_out),
+        param,
+        in_axes=axes.kernel_in,
+        out_axes=axes.kernel_out,
+        rows=EinsumRows(equation),
+        in_index=in_index,
+        out_index=out_index,
+    )
+
+
+def describe_einsum(layer: nnx.Einsum) -> LinearSpec | str:
+    """`nnx.Einsum`, or the reason why it cannot be wrapped."""
+    if layer.einsum_str is None:
+        return "it has no einsum_str of its own"
+    axes = einsum_axes(layer.einsum_str)
+    return axes if isinstance(axes, str) else einsum_spec(layer.einsum_str, layer.kernel_shape, "kernel")

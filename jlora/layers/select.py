@@ -1,0 +1,163 @@
+"""Which of the layers found are wrapped, which checkpoint names each one takes, and which table is a tied head."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jlora.config import LoRAConfig
+from jlora.errors import LoRAUsageError
+from jlora.layers.discover import Found, own_attribute
+from jlora.layers.specs import EmbedSpec
+
+# "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
+PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
+
+# Tables of positions and the like, by the last component of their path: no checkpoint ties its logits to one.
+_POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel|type|segment)(_|$)|position|relative|token_type")
+
+
+class Selection:
+    """`target_modules` and `exclude_modules` of a config, and which of their names matched something."""
+
+    def __init__(self, config: LoRAConfig):
+        self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
+        self._matched: set[str] = set()
+        self._known: list[str] = []
+
+    def why_not(self, names: Sequence[str]) -> str | None:
+        """None if the layer of these names is to be wrapped, else the reason."""
+        self._known += names
+        if excluded := self.exclusions(names):
+            self.hits(names)
+            return f"it is among the configured exclude_modules ({', '.join(excluded)})"
+        if self.targets is not None and not self.hits(names):
+            return "it is not among the configured target_modules"
+        return None
+
+    def hits(self, names: Iterable[str]) -> list[str]:
+        """The targets that name this layer, by a full path or a suffix that starts at a dot."""
+        hits = [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
+        self._matched.update(hits)
+        return hits
+
+    def exclusions(self, names: Sequence[str]) -> list[str]:
+        """The exclusions that name this layer, or a module that it is in."""
+        hits = [e for e in self.excluded if any(f".{e}." in f".{name}." for name in names)]
+        self._matched.update(hits)
+        return hits
+
+    def finish(self, model_name: str) -> None:
+        """Raises for names that matched nothing."""
+        for label, wanted in (("target_modules", self.targets or ()), ("exclude_modules", self.excluded)):
+            if missing := [name for name in wanted if name not in self._matched]:
+                near = Nearest(self._known).hint(missing[0])
+                raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
+
+
+def tied_heads(found: Sequence[Found]) -> tuple[dict[int, str], set[int]]:
+    """Which embeddings serve the logits of a tied head.
+
+    Returns:
+      For each embedding whose `attend` gets no site (by id of the module), the reason; and the embeddings that also
+      take weights under the name "lm_head": the one of the largest vocabulary, or several of the same size, among
+      which an adapter must then choose by path.
+    """
+    heads = {id(f.module) for f in found if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
+    reasons: dict[int, str] = {}
+    vocabularies: dict[int, int] = {}
+    for f in found:
+        if not isinstance(f.spec, EmbedSpec):
+            continue
+        if f.spec.attend is None:
+            if "attend" in f.reasons:
+                reasons[id(f.module)] = f.reasons["attend"]
+        elif not heads <= {id(f.module)}:
+            reasons[id(f.module)] = "the model's lm_head is a layer of its own"
+        elif any(_POSITIONS.search(alias.rpartition(".")[2].lower()) for alias in f.aliases):
+            reasons[id(f.module)] = "by its name it is a table of positions, which is no tied head"
+        else:
+            vocabularies[id(f.module)] = f.spec.vocab
+    largest = max(vocabularies.values(), default=0)
+    return reasons, {key for key, vocab in vocabularies.items() if vocab == largest}
+
+
+def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:
+    return own_attribute(model, "packed_modules", {}) if given is None else given
+
+
+def slices(
+    layer: Any, aliases: tuple[str, ...], out_features: int, packed: PackedModules
+) -> tuple[tuple[int, ...], dict[str, tuple[int, int]]]:
+    """Output slices of a layer, and the checkpoint names that fill them.
+
+    Raises:
+      LoRAUsageError: parts that do not add up to the layer.
+    """
+    sizes: tuple[int, ...] = tuple(own_attribute(layer, "output_sizes", None) or (out_features,))
+    names: dict[str, tuple[int, int]] = {}
+    path = aliases[0]
+    entry = next((packed[alias.rpartition(".")[2]] for alias in aliases if alias.rpartition(".")[2] in packed), None)
+    if isinstance(entry, Mapping):
+        covered = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in entry.items()}
+        sizes = tuple(size for group in covered.values() for size in group)
+    elif entry is not None:
+        if len(sizes) == 1 and out_features % len(entry) == 0:
+            sizes = (out_features // len(entry),) * len(entry)
+        if len(sizes) != len(entry):
+            raise LoRAUsageError(
+                f"{path}: packed_modules names {len(entry)} parts {tuple(entry)}, but the layer has output_sizes "
+                f"{sizes}; give the sizes: {{name: size, ...}}"
+            )
+        covered = {name: (size,) for name, size in zip(entry, sizes, strict=True)}
+    else:
+        covered = {}
+    if sum(sizes) != out_features:
+        raise LoRAUsageError(
+            f"{path}: output slices {sizes} sum to {sum(sizes)}, but the layer has {out_features} outputs"
+        )
+    for alias in aliases:
+        parent = alias.rpartition(".")[0]
+        names[alias] = (0, len(sizes))
+        start = 0
+        for name, group in covered.items():
+            names[f"{parent}.{name}" if parent else name] = (start, len(group))
+            start += len(group)
+    return sizes, names
+
+
+class Nearest:
+    """Hints for messages about names that a model does not have.
+
+    Names that differ in their numbers alone are compared once, so 10,000 layers of one model are as cheap as 20, and
+    only so many different questions are answered: an adapter may bring any number of unknown names.
+    """
+
+    _MOST = 1000
+
+    def __init__(self, known: Iterable[str]):
+        self._alike: dict[str, list[str]] = {}
+        for name in known:
+            self._alike.setdefault(_numbers_out(name), []).append(name)
+        self._answers: dict[str, str | None] = {}
+
+    def hint(self, name: str) -> str:
+        """ "; the nearest is 'layers.3.q_proj'", or nothing where none is near."""
+        pattern = _numbers_out(name[:500])
+        if pattern not in self._answers:
+            if len(self._answers) == self._MOST:
+                return ""
+            close = difflib.get_close_matches(pattern, list(self._alike)[: self._MOST], n=1, cutoff=0.4)
+            self._answers[pattern] = close[0] if close else None
+        found = self._answers[pattern]
+        if found is None:
+            return ""
+        numbers, alike = _NUMBERS.findall(name), self._alike[found]
+        return f"; the nearest is {next((n for n in alike if _NUMBERS.findall(n) == numbers), alike[0])!r}"
+
+
+_NUMBERS = re.compile(r"[0-9]+")
+
+
+def _numbers_out(name: str) -> str:
+    return _NUMBERS.sub("#", name)

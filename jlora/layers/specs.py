@@ -1,0 +1,222 @@
+"""What a layer class computes: `LinearSpec` and `EmbedSpec`, and those of Flax's own classes."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from jlora.errors import LoRAUsageError
+
+Restore: TypeAlias = Callable[[Array], Array]
+Rows: TypeAlias = Callable[..., tuple[Array, Array, Restore]]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSpec:
+    """What jlora must know of a linear layer class.
+
+    Sizes are those of the layer itself, padding included. Where only some of its features are a checkpoint's (padded
+    heads, a padded vocabulary, shards interleaved in a merged kernel), `in_index` and `out_index` say which, in the
+    checkpoint's order; all others keep the base output, bit by bit.
+
+    Attributes:
+      in_features, out_features: K and N (all axes multiplied).
+      param: name of the kernel attribute; its dtype is the slots' dtype unless configured.
+      in_axes, out_axes: the kernel's axes, in the order in which they flatten to K and to N.
+      rows: `rows(layer, x, y, *args, **kwargs)` -> x as [*lead, K], y as [*lead, N], and the way back from
+        [*lead, N] to y's own shape. None: K and N are the last axes of input and output.
+      in_index, out_index: the layer's feature for each feature of the checkpoint, int [k] and int [n]; None for all.
+      real_vocab: the same for the first `real_vocab` outputs, of a head whose vocabulary the model padded.
+    """
+
+    in_features: int
+    out_features: int
+    param: str = "kernel"
+    in_axes: tuple[int, ...] = (0,)
+    out_axes: tuple[int, ...] = (1,)
+    rows: Rows | None = None
+    in_index: "Index | Sequence[int] | None" = None
+    out_index: "Index | Sequence[int] | None" = None
+    real_vocab: int | None = None
+
+    def __post_init__(self):
+        _check_sizes(self, "in_features", "out_features")
+        if self.real_vocab is not None:
+            if self.out_index is not None:
+                raise LoRAUsageError("LinearSpec: real_vocab and out_index both say which outputs are real; give one")
+            _check_real(self, self.real_vocab, self.out_features)
+            object.__setattr__(self, "out_index", range(self.real_vocab))
+        for name, total in (("in_index", self.in_features), ("out_index", self.out_features)):
+            object.__setattr__(self, name, as_index(f"LinearSpec.{name}", getattr(self, name), total))
+
+    @property
+    def columns_in(self) -> "Index | None":
+        return self.in_index  # type: ignore[return-value]  # made an Index when the spec was made
+
+    @property
+    def columns_out(self) -> "Index | None":
+        return self.out_index  # type: ignore[return-value]
+
+    @property
+    def real_in(self) -> int:
+        """The checkpoint's K."""
+        return self.in_features if self.columns_in is None else self.columns_in.size
+
+    @property
+    def real_out(self) -> int:
+        """The checkpoint's N."""
+        return self.out_features if self.columns_out is None else self.columns_out.size
+
+
+@dataclass(frozen=True, eq=False)
+class EmbedSpec:
+    """What jlora must know of an embedding class.
+
+    Attributes:
+      vocab, features: rows and columns of the table, padding included.
+      param: name of the table attribute, [vocab, features].
+      lookup: method that takes token ids [*lead] first and returns rows of the table [*lead, features]; None if it
+        cannot serve LoRA.
+      attend: method that takes [*lead, features] first and returns the logits [*lead, vocab] of a tied head; None if
+        there is none, or if it cannot serve LoRA.
+      scale: what the lookup multiplies a row by (the square root of the width, in Gemma's).
+      real_vocab: rows that are a checkpoint's where the model padded its vocabulary; the others keep the base output.
+    """
+
+    vocab: int
+    features: int
+    param: str = "embedding"
+    lookup: str | None = "__call__"
+    attend: str | None = None
+    scale: float = 1.0
+    real_vocab: int | None = None
+    head: LinearSpec = field(init=False, repr=False)  # the attend as a linear layer
+
+    def __post_init__(self):
+        _check_sizes(self, "vocab", "features")
+        _check_real(self, self.real_vocab, self.vocab)
+        if self.lookup is None and self.attend is None:
+            raise LoRAUsageError("EmbedSpec: lookup and attend are both None, so nothing could serve LoRA")
+        object.__setattr__(self, "head", LinearSpec(self.features, self.vocab, real_vocab=self.real_vocab))
+
+    @property
+    def rows(self) -> int:
+        """The checkpoint's vocabulary."""
+        return self.vocab if self.real_vocab is None else self.real_vocab
+
+
+Spec: TypeAlias = LinearSpec | EmbedSpec
+Describe: TypeAlias = Callable[[Any], Spec | str]
+
+
+class Inferred:
+    """How the spec of a layer was guessed. The layer takes no adapter until `manager.verify` agreed with the guess.
+
+    Attributes:
+      how: what the guess rests on.
+      verified: whether `verify` found the layer to compute it.
+      unfit: why some call of the layer cannot be what was guessed; None if none was seen.
+    """
+
+    def __init__(self, how: str):
+        self.how = how
+        self.verified = False
+        self.unfit: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why no adapter is taken now."""
+        if self.unfit is not None:
+            return self.unfit
+        return (
+            f"{self.how}; run manager.verify(forward, inputs) once, which checks that, or say what the class computes "
+            "with jlora.register_layer"
+        )
+
+
+class Index:
+    """Which of a layer's `total` features are real: int [size], in the checkpoint's order."""
+
+    def __init__(self, positions: np.ndarray, total: int):
+        self.positions, self.total = positions, total
+        self.size = len(positions)
+        first = int(positions[0])
+        # A run of features is cut out and put back without gathers.
+        self.run = (first, first + self.size) if np.array_equal(positions, first + np.arange(self.size)) else None
+
+    def take(self, values: Array) -> Array:
+        """[..., total] -> [..., size]."""
+        if self.run is not None:
+            return lax.slice_in_dim(values, *self.run, axis=-1)
+        return values[..., self.positions]
+
+    def put(self, values: Array, real: Array) -> Array:
+        """[..., total] with the real features replaced by [..., size]; the others are the same bits."""
+        if self.run is not None:
+            start, stop = self.run
+            before = lax.slice_in_dim(values, 0, start, axis=-1)
+            return jnp.concatenate([before, real, lax.slice_in_dim(values, stop, self.total, axis=-1)], axis=-1)
+        source, is_real = np.zeros(self.total, np.int32), np.zeros(self.total, bool)
+        source[self.positions], is_real[self.positions] = np.arange(self.size), True
+        shape = (1,) * (values.ndim - 1) + (self.total,)
+        return jnp.where(is_real.reshape(shape), real[..., source], values)
+
+
+def as_index(name: str, positions: Index | Sequence[int] | None, total: int) -> Index | None:
+    """None for all features in order. Raises `LoRAUsageError` for what is no index of different features."""
+    if positions is None or isinstance(positions, Index):
+        return positions
+    array = np.asarray(positions)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise LoRAUsageError(f"{name} must be a vector of at least one integer, got {array.dtype}{list(array.shape)}")
+    if array.min() < 0 or array.max() >= total or len(np.unique(array)) < array.size:
+        raise LoRAUsageError(f"{name} must name different features below {total}, got {array.min()} to {array.max()}")
+    return None if np.array_equal(array, np.arange(total)) else Index(array.astype(np.int32), total)
+
+
+def _check_sizes(spec: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise LoRAUsageError(f"{type(spec).__name__}.{name} must be a positive int, got {value!r}")
+
+
+def _check_real(spec: Any, real: int | None, total: int) -> None:
+    if real is not None and not 1 <= real <= total:
+        raise LoRAUsageError(f"{type(spec).__name__}.real_vocab must be 1 to {total} (the padded size), got {real}")
+
+
+def describe_linear(layer: nnx.Linear) -> LinearSpec:
+    return LinearSpec(layer.in_features, layer.out_features)
+
+
+def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
+    """`nnx.LinearGeneral`, or the reason why it cannot be wrapped."""
+    if layer.batch_axis:
+        return "its batch_axis gives every batch entry a kernel of its own"
+    n_in = len(layer.in_features)
+    return LinearSpec(
+        math.prod(layer.in_features),
+        math.prod(layer.out_features),
+        in_axes=tuple(range(n_in)),
+        out_axes=tuple(range(n_in, n_in + len(layer.out_features))),
+        rows=_general_rows,
+    )
+
+
+def _general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
+    # Flax sorts the axes before it contracts them with the kernel's leading ones.
+    axes = sorted(axis % x.ndim for axis in layer.axis)
+    lead = [axis for axis in range(x.ndim) if axis not in axes]
+    x = x.transpose(*lead, *axes)
+    shape = x.shape[: len(lead)]
+    return x.reshape(*shape, -1), y.reshape(*shape, -1), lambda rows: rows.reshape(y.shape)
+
+
+def describe_embed(layer: nnx.Embed) -> EmbedSpec:
+    return EmbedSpec(layer.num_embeddings, layer.features, attend="attend")

@@ -1,0 +1,660 @@
+"""Layer classes as users write them: registered in a line, guessed, subclassed, padded; against merged weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.adapters import Adapter
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.layers.discover import _describe, register_layer
+from jlora.layers.scope import use
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    check_against_merged,
+    delta,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    make_module,
+    merge,
+    normal,
+    run,
+    serve,
+)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Classes registered inside a test are forgotten after it."""
+    before = dict(_describe)
+    yield
+    _describe.clear()
+    _describe.update(before)
+
+
+class Holder(nnx.Module):
+    def __init__(self, layer):
+        self.proj = layer
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def tokens_of(*shape, vocab=11):
+    return np.random.default_rng(1).integers(0, vocab, shape).astype(np.int32)
+
+
+def bits(array):
+    return np.asarray(array).view(np.int32)
+
+
+# --- Objects that answer to everything -----------------------------------------------------------------------------
+
+
+class Obliging(nnx.Linear):
+    """`__getattr__` knows every name, as layers do that forward to a config."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return
+
+
+class ObligingModel(nnx.Module):
+    def __init__(self):
+        self.proj = Obliging(6, 5, rngs=nnx.Rngs(0))
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def test_a_layer_that_answers_none_to_everything_is_not_taken_for_wrapped():
+    check_against_merged(ObligingModel(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
+
+
+class Sealed(nnx.Linear):
+    """Lets nobody set or delete an attribute once it is built."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "sealed", True)
+
+    def __setattr__(self, name, value):
+        if "sealed" in vars(self):
+            raise AttributeError(f"{name} is sealed")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        raise AttributeError(f"{name} is sealed")
+
+
+def test_a_layer_that_lets_nobody_set_attributes_is_wrapped_all_the_same():
+    check_against_merged(Holder(Sealed(6, 5, rngs=nnx.Rngs(0))), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
+
+
+# --- Embeddings ----------------------------------------------------------------------------------------------------
+
+
+class Embedder(nnx.Module):
+    """Gemma's: two methods of other names, rows scaled by the width's square root."""
+
+    def __init__(self, vocab, width):
+        self.table = nnx.Param(jnp.asarray(normal(vocab, width, seed=5)))
+        self.width = width
+
+    def encode(self, tokens):
+        return self.table[...][tokens] * self.width**0.5
+
+    def decode(self, x):
+        return x @ self.table[...].T
+
+
+class Gemma(nnx.Module):
+    def __init__(self, vocab=11):
+        self.embedder = Embedder(vocab, 6)
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        return self.embedder.decode(self.proj(self.embedder.encode(tokens)))
+
+
+def served_and_expected(model, table, kernel, scale, adapters, tokens, names):
+    """A tied model's logits, served, and in float64 NumPy where lookup and logits have deltas of their own."""
+    table, kernel, bias = (np.asarray(v[...], np.float64) for v in (table, kernel, model.proj.bias))
+    manager = make_manager(model, adapters)
+    with manager.prepare(names) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    expected = []
+    for row, name in zip(tokens, names, strict=True):
+        own = {a.name: a for a in adapters}[name].modules if name else {}
+        d = {key: delta(own[key]).T if key in own else 0.0 for key in ("embedder", "lm_head", "proj")}
+        hidden = scale * (table + d["embedder"])[row] @ (kernel + d["proj"]) + bias
+        expected.append(hidden @ (table.T + d["lm_head"]))
+    return found, np.stack(expected)
+
+
+def embed_spec(layer, **kwargs):
+    return jlora.EmbedSpec(
+        *layer.table.shape, param="table", lookup="encode", attend="decode", scale=layer.width**0.5, **kwargs
+    )
+
+
+def test_embedding_class_with_methods_of_its_own():
+    register_layer(Embedder, embed_spec)
+    model, rng = Gemma(), np.random.default_rng(0)
+    modules = {
+        "embedder": make_module(rng, 11, 6, 2, "embedding"),
+        "lm_head": make_module(rng, 6, 11, 3),
+        "proj": make_module(rng, 6, 6, 4),
+    }
+    adapters = [Adapter(name="all", modules=modules), Adapter(name="head", modules={"lm_head": modules["lm_head"]})]
+    tokens, table, kernel = tokens_of(3, 4), model.embedder.table, model.proj.kernel
+    found, expected = served_and_expected(model, table, kernel, 6**0.5, adapters, tokens, ["all", None, "head"])
+    assert_close(found, expected)
+
+
+def test_an_embed_spec_that_names_no_method_raises():
+    register_layer(Embedder, lambda layer: jlora.EmbedSpec(11, 6, param="table", lookup="embed"))
+    with pytest.raises(LoRAUsageError, match=r"embedder: EmbedSpec.lookup is 'embed', and Embedder has no such method"):
+        make_manager(Gemma())
+
+
+class ScaledLookup(nnx.Embed):
+    def __call__(self, tokens):
+        return super().__call__(tokens) * 2
+
+
+class ScaledAttend(nnx.Embed):
+    def attend(self, query):
+        return super().attend(query) * 2
+
+
+class TiedWith(nnx.Module):
+    def __init__(self, cls):
+        self.embedder = cls(11, 6, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        return self.embedder.attend(self.proj(self.embedder(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "kept", "lost"), [(ScaledLookup, "lm_head", "embedder"), (ScaledAttend, "embedder", "lm_head")]
+)
+def test_an_embed_subclass_that_overrides_one_method_keeps_the_other(cls, kept, lost):
+    modules = {
+        "embedder": make_module(np.random.default_rng(0), 11, 6, 2, "embedding"),
+        "lm_head": make_module(np.random.default_rng(1), 6, 11, 3),
+    }
+    model, tokens = TiedWith(cls), tokens_of(3, 4)
+    table, kernel, bias = (
+        np.asarray(v[...], np.float64) for v in (model.embedder.embedding, model.proj.kernel, model.proj.bias)
+    )
+    manager = make_manager(model, [Adapter(name="kept", modules={kept: modules[kept]})])
+    with manager.prepare(["kept", None, "kept"]) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    d = {name: delta(modules[name]).T if name == kept else 0.0 for name in modules}
+    in_scale, out_scale = (2, 1) if cls is ScaledLookup else (1, 2)
+    for row, (name, out) in enumerate(zip(["kept", None, "kept"], found, strict=True)):
+        e, h = (d["embedder"], d["lm_head"]) if name else (0.0, 0.0)
+        embedded = in_scale * table[tokens[row]] + (e[tokens[row]] if name and kept == "embedder" else 0)
+        hidden = embedded @ kernel + bias
+        assert_close(out, hidden @ (out_scale * table.T + h))
+    reason = "overrides the (__call__|attend) of Embed" if lost == "embedder" else "no module 'lm_head'|overrides"
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(Adapter(name="lost", modules={lost: modules[lost]}))
+
+
+class GPT2(nnx.Module):
+    """More positions than tokens, and no layer called lm_head."""
+
+    def __init__(self):
+        self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+        self.wpe = nnx.Embed(40, 6, rngs=nnx.Rngs(1))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
+
+    def __call__(self, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return self.wte.attend(self.proj(self.wte(tokens) + self.wpe(positions)))
+
+
+def test_a_position_table_is_no_candidate_for_the_tied_head():
+    model, tokens = GPT2(), tokens_of(3, 4)
+    head = make_module(np.random.default_rng(0), 6, 11, 3)
+    base = np.asarray(run(nnx.clone(model), tokens), np.float64)
+    hidden = np.linalg.lstsq(np.asarray(model.wte.embedding[...], np.float64), base.reshape(-1, 11).T, rcond=None)[0].T
+    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})])
+    assert "wpe" in {site.path for site in manager._wrapped.modules}
+    assert not [name for name in vars(model.wpe) if "attend" in name]
+    with manager.prepare(["head", None, "head"]) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    change = (hidden @ delta(head).T).reshape(base.shape)
+    change[1] = 0
+    assert_close(found, base + change, 1e-4)
+
+
+def test_tables_of_one_size_must_be_named():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.source = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+            self.target = nnx.Embed(11, 6, rngs=nnx.Rngs(1))
+            self.small = nnx.Embed(7, 6, rngs=nnx.Rngs(1))
+
+    manager = make_manager(Two())
+    head = make_module(np.random.default_rng(0), 6, 11, 3)
+    with pytest.raises(AdapterMismatchError, match=r"any of 'source.attend', 'target.attend'; name one"):
+        manager.add_adapter(Adapter(name="head", modules={"lm_head": head}))
+    manager.add_adapter(Adapter(name="head", modules={"target.attend": head}))
+
+
+# --- Einsum classes ------------------------------------------------------------------------------------------------
+
+
+class Einsum(nnx.Module):
+    """The class that everybody writes."""
+
+    def __init__(self, equation, shape, seed=0):
+        self.equation = equation
+        self.w = nnx.Param(jnp.asarray(normal(*shape, seed=seed)))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+
+class CalledEinsum(nnx.Module):
+    """Gemma's: the equation comes with the call, before the input."""
+
+    def __init__(self, shape):
+        self.w = nnx.Param(jnp.asarray(normal(*shape)))
+
+    def __call__(self, eqn, x):
+        return jnp.einsum(eqn, x, self.w[...])
+
+
+def into(*shape, order):
+    return lambda d: d.T.reshape(shape).transpose(order)
+
+
+def test_einsum_class_in_one_line():
+    register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
+    q = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
+    check_against_merged(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))), [q], normal(3, 2, 6))
+    out = Target("proj", 8, 6, "proj.w", lambda d: d.T.reshape(2, 4, 6))
+    check_against_merged(Holder(Einsum("BTNH,NHD->BTD", (2, 4, 6))), [out], normal(3, 2, 2, 4))
+
+
+@pytest.mark.parametrize("how", ["positions", "keywords", "another equation"])
+def test_einsum_class_with_the_equation_in_the_call(how):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = CalledEinsum((2, 6, 4))
+
+        def __call__(self, x):
+            if how == "keywords":
+                return self.proj(x=x, eqn="BTD,NDH->BTNH")
+            if how == "another equation":
+                return self.proj("BD,NDH->BNH", x[:, -1])[:, None] + self.proj("BTD,NDH->BTNH", x)
+            return self.proj("BTD,NDH->BTNH", x)
+
+    register_layer(CalledEinsum, lambda layer: jlora.einsum_spec("BTD,NDH->BTNH", layer.w.shape))
+    check_against_merged(Model(), [Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))], normal(3, 2, 6))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "reason"),
+    [
+        ("BTD,BDH->BTH", (3, 6, 6), "kernel of its own for each entry of B"),
+        ("BTD,DH->BTH", (6, 2, 3), "cannot have the shape"),
+        ("BTD->BD", (6,), "is not an einsum of one input and one kernel"),
+        ("TD,D->T", (6,), "has no axis that goes out"),
+    ],
+)
+def test_einsum_spec_of_what_is_no_linear_layer(equation, shape, reason):
+    with pytest.raises(LoRAUsageError, match=reason):
+        jlora.einsum_spec(equation, shape)
+
+
+def test_a_spec_that_its_parameter_contradicts_raises_with_the_path():
+    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 9, "w", in_axes=(1,), out_axes=(0, 2)))
+    with pytest.raises(LoRAUsageError, match=r"proj \(Einsum\): its parameter 'w' \(2, 6, 4\) has 6 features in and 8"):
+        make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
+    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 8, "kernel"))
+    with pytest.raises(LoRAUsageError, match=r"names the parameter 'kernel', and the layer holds \['w'\]"):
+        make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
+
+
+# --- Guessed specs -------------------------------------------------------------------------------------------------
+
+
+class Gate(nnx.Linear):
+    """A router gate: float32 output whatever the model's dtype."""
+
+    def __call__(self, x):
+        return super().__call__(x).astype(jnp.float32)
+
+
+GUESSED = {
+    "einsum by its equation": (lambda: Einsum("BTD,DF->BTF", (6, 6)), "taken for an einsum by its equation"),
+    "overridden call": (lambda: Gate(6, 6, rngs=nnx.Rngs(0)), "Gate overrides the __call__ of Linear"),
+    "flax's own LoRA": (lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)), "LoRALinear overrides"),
+}
+
+
+@pytest.mark.parametrize("kind", GUESSED)
+def test_a_guessed_layer_takes_no_adapter_until_it_is_verified(kind):
+    build, how = GUESSED[kind]
+    model = Holder(build())
+    base = np.asarray(run(nnx.clone(model), normal(3, 2, 6)))
+    manager = make_manager(model)
+    adapter = make_adapter("one", [Target("proj", 6, 6, "")], 2)
+    with pytest.raises(AdapterMismatchError, match=rf"'proj' takes no adapter yet: .*{how}.*manager.verify"):
+        manager.add_adapter(adapter)
+    (info,) = [layer for layer in manager.layers() if layer.path == "proj"]
+    assert info.wrapped
+    assert how in (info.reason or "")
+    with manager.prepare([None] * 3) as batch:
+        np.testing.assert_array_equal(bits(serve(model, normal(3, 2, 6), batch)), bits(base))
+
+
+def test_a_registered_gate_keeps_its_own_output_dtype():
+    register_layer(Gate, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
+    model = Holder(Gate(6, 5, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(normal(3, 2, 6), jnp.bfloat16)
+    base = np.asarray(run(nnx.clone(model), x))
+    adapter = make_adapter("one", [Target("proj", 6, 5, "")], 2)
+    manager = make_manager(model, [adapter])
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, x, batch))
+    assert found.dtype == np.float32
+    module = adapter.modules["proj"]
+    a, b = (np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) for v in (module.a, module.scaling * module.b))
+    change = np.asarray(x, np.float64) @ a.T @ b.T
+    change[1] = 0
+    assert_close(found, base + change, 1e-6)  # no rounding to bfloat16 on the way
+
+
+class TopK(nnx.Linear):
+    """A router that keeps its logits to itself."""
+
+    def __call__(self, x):
+        return jax.lax.top_k(super().__call__(x), 2)
+
+
+class Routed(nnx.Module):
+    def __init__(self):
+        self.router = TopK(6, 4, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        weights, _ = self.router(x)
+        return self.proj(x) * weights.sum(-1, keepdims=True)
+
+
+def test_a_guess_that_does_not_hold_leaves_the_model_alone():
+    """And no adapter is ever taken for it."""
+    manager = check_against_merged(Routed(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 2, 6))
+    manager = make_manager(manager.model)
+    with manager.prepare([None] * 3) as batch:
+        serve(manager.model, normal(3, 2, 6), batch)
+    with pytest.raises(AdapterMismatchError, match=r"took float32\[3, 2, 6\] and returned a (list|tuple) of 2"):
+        manager.add_adapter(make_adapter("one", [Target("router", 6, 4, "")], 2))
+
+
+def test_the_same_layer_registered_raises_with_its_path():
+    register_layer(TopK, lambda layer: jlora.LinearSpec(6, 4))
+    model = Routed()
+    manager = make_manager(model)
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"router: a linear layer takes an array"):
+        serve(model, normal(3, 2, 6), batch)
+
+
+class AddsBiasLater(nnx.Linear):
+    """Megatron's: the caller adds the bias, perhaps after a reduction."""
+
+    has_bias = True
+
+    def __call__(self, x):
+        return x @ self.kernel[...], self.bias[...] if self.has_bias else None
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_layer_that_returns_its_bias_apart(has_bias):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = AddsBiasLater(6, 5, bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
+            self.proj.has_bias = has_bias
+
+        def __call__(self, x):
+            y, bias = self.proj(x)
+            return y if bias is None else 3 * y + bias[None, None]
+
+    register_layer(AddsBiasLater, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
+    check_against_merged(Model(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
+
+
+# --- Padding and order ---------------------------------------------------------------------------------------------
+
+
+class PaddedHeads(nnx.Module):
+    """TPU stacks pad heads and head dims: 3 heads of 5 held as 4 of 8. What is padding computes, too."""
+
+    def __init__(self):
+        self.q = Einsum("TD,DNH->TNH", (6, 4, 8))
+        self.o = Einsum("TNH,NHD->TD", (4, 8, 6), seed=1)
+
+    def __call__(self, x):
+        return self.o(jnp.tanh(self.q(x)))
+
+
+REAL = (np.arange(3)[:, None] * 8 + np.arange(5)).reshape(-1)  # positions of 3 x 5 in 4 x 8
+
+
+def padded_heads_spec(layer):
+    place = "in_index" if layer.equation == "TNH,NHD->TD" else "out_index"
+    return jlora.einsum_spec(layer.equation, layer.w.shape, **{place: REAL.tolist()})
+
+
+def test_padded_heads():
+    register_layer(Einsum, padded_heads_spec)
+
+    def q_into(d):  # [15, 6] -> [6, 4, 8]
+        kernel = np.zeros((6, 4, 8))
+        kernel[:, :3, :5] = d.T.reshape(6, 3, 5)
+        return kernel
+
+    def o_into(d):  # [6, 15] -> [4, 8, 6]
+        kernel = np.zeros((4, 8, 6))
+        kernel[:3, :5] = d.T.reshape(3, 5, 6)
+        return kernel
+
+    targets = [Target("q", 6, 15, "q.w", q_into), Target("o", 15, 6, "o.w", o_into)]
+    check_against_merged(PaddedHeads(), targets, normal(3, 6))
+
+
+def test_padded_columns_are_the_bits_of_the_base():
+    class Zeros(nnx.Module):
+        """-0.0 everywhere, so that an addition of 0.0 shows."""
+
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((6, 4, 8)))
+
+        def __call__(self, x):
+            return jnp.full((*x.shape[:-1], 4, 8), -0.0)
+
+    register_layer(Zeros, lambda layer: jlora.einsum_spec("TD,DNH->TNH", (6, 4, 8), out_index=REAL))
+    model = Holder(Zeros())
+    manager = make_manager(model, [make_adapter("one", [Target("proj", 6, 15, "")], 2)])
+    with manager.prepare(["one"] * 3) as batch:
+        found = np.asarray(serve(model, normal(3, 6), batch))
+    real = np.zeros((4, 8), bool)
+    real[:3, :5] = True
+    assert (found[:, real] != 0).any()
+    assert np.signbit(found[:, ~real]).all()
+    assert not found[:, ~real].any()
+
+
+class Merged(nnx.Module):
+    """gate and up merged shard by shard for two devices: gate 0-3, up 0-3, gate 4-7, up 4-7."""
+
+    packed_modules = {"gate_up": ("gate", "up")}
+
+    def __init__(self):
+        self.gate_up = nnx.Linear(6, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.gate_up(x)
+
+
+INTERLEAVED = np.concatenate([np.r_[0:4, 8:12], np.r_[4:8, 12:16]])
+
+
+class Interleaved(nnx.Linear):
+    pass
+
+
+def test_interleaved_shards_of_a_merged_projection():
+    register_layer(Interleaved, lambda layer: jlora.LinearSpec(6, 16, out_index=INTERLEAVED))
+    model = Merged()
+    model.gate_up = Interleaved(6, 16, rngs=nnx.Rngs(0))
+
+    def columns(name, places):
+        return Target(name, 6, 8, "gate_up.kernel", at=(slice(None), places))
+
+    targets = [columns("gate", np.r_[0:4, 8:12]), columns("up", np.r_[4:8, 12:16])]
+    check_against_merged(model, targets, normal(3, 2, 6))
+
+
+@pytest.mark.parametrize("index", [[0, 0], [0, 16], [-1], [], [0.5]])
+def test_an_index_of_features_that_are_not_there(index):
+    with pytest.raises(LoRAUsageError, match="out_index must"):
+        jlora.LinearSpec(6, 16, out_index=index)
+
+
+class PaddedVocab(nnx.Module):
+    """100 tokens held as 128."""
+
+    def __init__(self):
+        self.embedder = Embedder(128, 6)
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+        self.lm_head = nnx.Linear(6, 128, use_bias=False, rngs=nnx.Rngs(2))
+        self.tied = True
+
+    def __call__(self, tokens):
+        hidden = self.proj(self.embedder.encode(tokens))
+        return self.embedder.decode(hidden) if self.tied else self.lm_head(hidden)
+
+
+def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
+    register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
+    model = PaddedVocab()
+    del model.lm_head
+    base_table = np.asarray(model.embedder.table[...])
+    rng = np.random.default_rng(0)
+    modules = {
+        "embedder": make_module(rng, 100, 6, 2, "embedding"),
+        "lm_head": make_module(rng, 6, 100, 3),
+    }
+    adapter = Adapter(name="one", modules=modules, base_weights={"embedder": base_table[:100]})
+    tokens = tokens_of(3, 4, vocab=128)
+    tokens[:, 0], tokens[0, 1] = 127, -100  # padding, by two names
+    base = np.asarray(run(nnx.clone(model), tokens))
+    table, kernel, bias = (np.asarray(v[...], np.float64) for v in (base_table, model.proj.kernel, model.proj.bias))
+    manager = make_manager(model, [adapter])
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    e, h = np.zeros((128, 6)), np.zeros((6, 128))
+    e[:100], h[:, :100] = delta(modules["embedder"]).T, delta(modules["lm_head"]).T
+    for i, name in enumerate(["one", None, "one"]):
+        on = 1.0 if name else 0.0
+        hidden = 6**0.5 * (table + on * e)[tokens[i]] @ kernel + bias
+        assert_close(found[i], hidden @ (table.T + on * h))
+    np.testing.assert_array_equal(bits(found[1]), bits(base[1]))
+    np.testing.assert_array_equal(bits(found[:, 0, 100:]), bits(base[:, 0, 100:]))
+    other = Adapter(name="other", modules=modules, base_weights={"embedder": base_table[:100] + 1})
+    with pytest.raises(AdapterMismatchError, match="its values differ"):
+        manager.add_adapter(other)
+
+
+def test_rows_of_padding_keep_negative_zeros():
+    model = Holder(nnx.Embed(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0)))
+
+    class Padded(nnx.Embed):
+        pass
+
+    model.proj = Padded(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0))
+    register_layer(Padded, lambda layer: jlora.EmbedSpec(8, 6, attend="attend", real_vocab=5))
+    manager = make_manager(model, [make_adapter("one", [Target("proj", 5, 6, "", kind="embedding")], 2)])
+    with manager.prepare(["one"] * 2) as batch:
+        found = np.asarray(serve(model, np.array([[0, 5, 7], [4, 6, -1]], np.int32), batch))
+    assert np.signbit(found[:, 1:]).all()
+    assert (found[:, 0] != 0).any()
+
+
+class PaddedHead(nnx.Linear):
+    pass
+
+
+def test_an_untied_head_of_a_padded_vocabulary():
+    register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
+    register_layer(PaddedHead, lambda layer: jlora.LinearSpec(6, 128, real_vocab=100))
+    model = PaddedVocab()
+    model.tied, model.lm_head = False, PaddedHead(6, 128, use_bias=False, rngs=nnx.Rngs(2))
+    target = Target("lm_head", 6, 100, "lm_head.kernel", at=(slice(None), slice(100)))
+    check_against_merged(model, [target], tokens_of(3, 4, vocab=100))
+    with pytest.raises(AdapterMismatchError, match=r"shapes .* takes \(2, 6\) and \(100, 2\)"):
+        make_manager(model).add_adapter(make_adapter("wide", [Target("lm_head", 6, 128, "")], 2))
+
+
+# --- Position tables ------------------------------------------------------------------------------------------------
+
+
+class Positions(nnx.Module):
+    """[L, F] rows that no sequence owns."""
+
+    def __init__(self):
+        self.positions = nnx.Embed(9, 6, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.proj(x + self.positions(jnp.arange(x.shape[1]))[None])
+
+
+def test_where_the_scope_has_no_plan_the_layer_serves_the_base(monkeypatch):
+    """Linear layers, lookups and logits alike: no row of theirs is changed, and nothing else is asked of the scope."""
+    model, x = Positions(), normal(3, 5, 6)
+    target = Target("proj", 6, 6, "proj.kernel")
+    adapter = make_adapter("one", [target], 2)
+    twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
+    manager = make_manager(model, [adapter])
+    scope = type(_scope_of(manager))
+    plan = scope.plan
+    monkeypatch.setattr(scope, "plan", lambda self, site, y: None if y.shape[0] == 5 else plan(self, site, y))
+    with manager.prepare(["one", None, "one"]) as batch:
+        assert_close(serve(model, x, batch), expected_rows(twins, ["one", None, "one"], x))
+    monkeypatch.setattr(scope, "plan", lambda self, site, y: None)
+    with manager.prepare(["one"] * 3) as batch:
+        found = jax.jit(lambda *args: serve.__wrapped__(*args))(model, x, batch)  # a function that was not traced yet
+    np.testing.assert_array_equal(bits(found), bits(run(twins[None], x)))
+
+
+def _scope_of(manager):
+    from jlora.layers import scope
+
+    with manager.prepare([None]) as batch, use(batch, partial=True):
+        return scope._current.get()
+
+
+def test_a_position_table_is_left_out_by_name():
+    manager = check_against_merged(
+        Positions(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 5, 6), exclude_modules=["positions"]
+    )
+    assert type(manager.model.positions) is nnx.Embed

@@ -4,10 +4,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,8 @@ from jlora.adapters.peft_config import CONFIG_FILE, PEFT_FIELDS, Kind, read_conf
 from jlora.adapters.resolve import WEIGHTS_FILE, Found, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes
 from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
+
+T = TypeVar("T")
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
@@ -95,7 +97,7 @@ class Adapter:
 
     name: str
     modules: Mapping[str, ModuleLoRA]
-    base_weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     base_model_name: str | None = None
     use_rslora: bool = False
     fan_in_fan_out: bool = False
@@ -118,7 +120,7 @@ class Adapter:
     @classmethod
     def from_pretrained(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         name: str | None = None,
         revision: str | None = None,
@@ -239,7 +241,7 @@ class Adapter:
             task_type=task_type,
         )
 
-    def save_pretrained(self, path: str | os.PathLike) -> None:
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes a folder that PEFT and `from_pretrained` load; arrays come back bitwise, in their own dtypes.
 
         What says where LoRA goes (`target_modules` and its kin) is written as the modules' full names, and ranks and
@@ -331,7 +333,7 @@ def _float_dtype(dtype: DType) -> np.dtype:
     return found
 
 
-def _commonest(values) -> Any:
+def _commonest(values: Iterable[T]) -> T:
     return Counter(values).most_common(1)[0][0]
 
 

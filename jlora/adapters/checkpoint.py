@@ -168,7 +168,7 @@ def _shapes(
     keys: Mapping[str, Mapping[str, str]], header: _Header, adapter: str, config: PeftConfig, dtype: np.dtype | None
 ) -> AdapterShapes:
     """The header's tensors, checked against each other and the configuration."""
-    adapted = [module for module, parts in keys.items() if parts.keys() != {"base"}]
+    adapted = [module for module, parts in keys.items() if set(parts) != {"base"}]
     if not adapted:
         raise AdapterFormatError(
             f"{header.where}: holds no LoRA tensor (expected names such as 'q_proj.lora_A.weight')"
@@ -177,7 +177,7 @@ def _shapes(
     ranks, alphas = config.ranks(adapted), config.alphas(adapted)
     modules: dict[str, ModuleShapes] = {}
     for module, (kind, key_a, key_b) in halves.items():
-        rank, ours = shown_value(ranks[module]), []
+        rank, ours = shown_value(ranks[module]), list[tuple[tuple[int, int], np.dtype]]()
         for key, axis, expected in ((key_a, 0, f"({rank}, in)"), (key_b, 1, f"(out, {rank})")):
             shape, stored = header.matrix(key, expected)
             if shape[axis] != ranks[module]:

@@ -119,9 +119,11 @@ class PatternTable(Generic[T]):
 class _Places:
     """Keys that are names, by the text that they match."""
 
-    literal: dict[str, int] = field(default_factory=dict)
+    literal: dict[str, int] = field(default_factory=dict[str, int])
     # length -> places of the wildcards -> text, with dots there -> place of the first such key
-    wild: dict[int, dict[tuple[int, ...], dict[str, int]]] = field(default_factory=dict)
+    wild: dict[int, dict[tuple[int, ...], dict[str, int]]] = field(
+        default_factory=dict[int, dict[tuple[int, ...], dict[str, int]]]
+    )
 
     def add(self, text: str, dots: tuple[int, ...], place: int) -> None:
         keys = self.wild.setdefault(len(text), {}).setdefault(dots, {}) if dots else self.literal

@@ -48,8 +48,8 @@ _WITHOUT_EFFECT = frozenset(
 # Fields that change the forward pass, and the values at which PEFT leaves it alone. Where PEFT asks "is it None?", an
 # empty object already switches the feature on, so it is not listed as off.
 _OFF_FALSE = (None, False)
-_OFF_EMPTY = (None, False, [], {})
-_REFUSED: dict[str, tuple[str, tuple]] = {
+_OFF_EMPTY: tuple[Any, ...] = (None, False, [], {})
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_dora": ("DoRA", _OFF_FALSE),
     "lora_bias": ("a bias on lora_B", _OFF_FALSE),
     "use_qalora": ("QALoRA", _OFF_FALSE),

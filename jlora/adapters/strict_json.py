@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jlora.adapters.messages import kind_of, printable, shown
 from jlora.errors import AdapterFormatError
@@ -45,4 +45,4 @@ def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Any]
         raise AdapterFormatError(f"{where}: is not JSON: {printable(str(error))}") from error
     if not isinstance(found, dict):
         raise AdapterFormatError(f"{where}: must hold a JSON object, found {kind_of(found)}")
-    return found
+    return cast("dict[str, Any]", found)

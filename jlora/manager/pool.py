@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jlora._compat import is_committed, raw_value, set_raw_value
+from jlora._compat import is_committed, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
@@ -26,6 +26,15 @@ from jlora.manager.content import Content
 Where = Sharding | jax.Device
 
 _exhaust = collections.deque(maxlen=0).extend
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A program that writes slots, the variables whose arrays it takes and returns, and their indices."""
+
+    places: tuple[int, ...]
+    variables: tuple[nnx.Variable[jax.Array], ...]
+    program: Callable[..., Any]
 
 
 class Pool:
@@ -57,7 +66,9 @@ class Pool:
         self._variables = [v for site in self.sites for v in variables[site]]
         self._known = [raw_value(v) for v in self._variables]
         self._place = {site: 3 * i for i, site in enumerate(self.sites)}  # of A; B and the ranks follow
-        self._unsynced: set[tuple[int, ...]] = set()
+        self._lie = [_where(array) for array in self._known]
+        self._unsynced: set[_Job] = set()
+        self._jobs: dict[tuple[Chunk, int | None] | None, _Job] = {}
         self._in_flight: list[tuple[int, jax.Array]] = []
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
         self._compiling = threading.Lock()
@@ -75,7 +86,7 @@ class Pool:
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
         device = next(iter(self._known[0].devices()))
-        if not self.pins or isinstance(_where(self._known[0]), NamedSharding):
+        if not self.pins or isinstance(self._lie[0], NamedSharding):
             return blocks
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
         moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], place)
@@ -113,8 +124,8 @@ class Pool:
 
     def heal(self, alive: Callable[[Content], bool]) -> None:
         """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped."""
-        for places in tuple(self._unsynced):
-            self._adopt(places)
+        for job in tuple(self._unsynced):
+            self._adopt(job)
         lost = [
             i
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
@@ -131,13 +142,13 @@ class Pool:
             else:
                 self.write(slot, content)
 
-    def _adopt(self, places: tuple[int, ...]) -> None:
-        """Take the arrays that a write left in the variables, where they are whole; else they stay lost."""
-        for i in places:
+    def _adopt(self, job: "_Job") -> None:
+        """Take the arrays that an interrupted write left in the variables, where they are whole."""
+        for i in job.places:
             found = raw_value(self._variables[i])
             if not found.is_deleted():
                 self._known[i] = found
-        self._unsynced.discard(places)
+        self._unsynced.discard(job)
 
     def _renew(self, i: int) -> None:
         """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
@@ -147,6 +158,10 @@ class Pool:
         with jax.default_device(where if isinstance(where, jax.Device) else None):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, jax.Device) else jax.device_put(zeros, where)
+        if where != self._lie[i]:
+            self._lie[i] = where
+            self._jobs.clear()
+            self._indices.clear()
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
 
@@ -158,7 +173,9 @@ class Pool:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks on the device, in one call."""
+        """The blocks on the device, in one call; as they are where they lie there already."""
+        if all(_on_device(block) for block in blocks):
+            return tuple(blocks)
         targets = [self._target(block.chunk) for block in blocks]
         moved = _put(
             [array for block in blocks for array in (block.a, block.b)], [target for target in targets for _ in "ab"]
@@ -176,19 +193,19 @@ class Pool:
         """
         self.compile()
         waves = self._waves(only or content.ahead or content.blocks)
-        ready = self.move(waves[0]) if waves else ()
-        (ranks,) = _put([content.ranks], [_whole(_where(self._known[2]))])
+        ready: tuple[Block, ...] = self.move(waves[0]) if waves else ()
+        (ranks,) = _put([content.ranks], [_whole(self._lie[2])])
         self.dirty.add(slot)
         self.table[slot] = content
         for wave in itertools.count():
             for block in ready:
-                self._write_block(slot, block, donate)
+                layer = 0 if block.chunk.spec.layers is None else block.chunk.first + (block.row or 0)
+                self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start)), donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready([raw_value(self._variables[i]) for i in self._places(ready[-1])[:1]])
+            jax.block_until_ready(raw_value(self._job(ready[-1]).variables[0]))
             ready = self.move(waves[wave + 1])
-        places = tuple(range(2, len(self._variables), 3))
-        self._run(("ranks",), places, (ranks, self._index(slot, 0, 0)), donate)
+        self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
         self.dirty.discard(slot)
         content.ahead = None
         self._in_flight.append((sum(block.nbytes for block in ready), self._known[2]))
@@ -204,47 +221,47 @@ class Pool:
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
-        self._in_flight = [
-            (n, array) for n, array in self._in_flight if not array.is_deleted() and not array.is_ready()
-        ]
+        self._in_flight = [(n, array) for n, array in self._in_flight if not array.is_deleted() and not is_ready(array)]
         while self._in_flight and sum(n for n, _ in self._in_flight) + first > self._max_bytes:
             jax.block_until_ready(self._in_flight.pop(0)[1])
         return waves
 
-    def _write_block(self, slot: int, block: Block, donate: bool) -> None:
-        chunk = block.chunk
-        layer = chunk.first + (block.row or 0)
-        key = _key(chunk, block.row is None)
-        where = self._index(slot, layer if chunk.spec.layers is not None else 0, block.start)
-        self._run(key, self._places(block), (block.a, block.b, where), donate)
+    def _job(self, block: Block | None) -> "_Job":
+        """The program that writes a block, and the variables that it writes; None for the ranks."""
+        at = None if block is None else (block.chunk, block.row)
+        if at not in self._jobs:
+            if block is None:
+                key, places = ("ranks",), tuple(range(2, len(self._variables), 3))
+            else:
+                chunk = block.chunk
+                sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
+                key = _key(chunk, block.row is None)
+                places = (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
+            program = self._program(key, tuple(self._lie[i] for i in places))
+            self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
+        return self._jobs[at]
 
-    def _places(self, block: Block) -> tuple[int, ...]:
-        """Indices of the variables that a block is written to: all A, then all B."""
-        chunk = block.chunk
-        sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
-        return (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
-
-    def _run(self, key: Any, places: tuple[int, ...], operands: tuple[Any, ...], donate: bool) -> None:
+    def _run(self, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
         """Run one program on some of the arrays, and give its results to the model's variables."""
-        variables = [self._variables[i] for i in places]
-        arrays = tuple(map(raw_value, variables))
+        arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
-        program = self._program(key, tuple(map(_where, arrays)))
-        self._unsynced.add(places)
+        self._unsynced.add(job)
         # One call from the program to the variables: an interrupt comes before it or after it, never in between.
-        results = itertools.chain.from_iterable(itertools.starmap(program, ((arrays, *operands),)))
-        _exhaust(map(set_raw_value, variables, results))
-        self._adopt(places)
+        results = itertools.chain.from_iterable(itertools.starmap(job.program, ((arrays, *operands),)))
+        _exhaust(map(set_raw_value, job.variables, results))
+        _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
+        self._unsynced.discard(job)
 
-    def _index(self, *where: int) -> jax.Array:
+    def _index(self, slot: int, layer: int, start: int) -> jax.Array:
         """[slot, layer, rank] on the device; kept, for it would be moved at every write."""
+        where = (slot, layer, start)
         if where not in self._indices:
-            (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(_where(self._known[0]))])
+            (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
         return self._indices[where]
 
     def _target(self, chunk: Chunk) -> Where:
-        return _whole(_where(self._known[self._place[chunk.sites[0]]]))
+        return _whole(self._lie[self._place[chunk.sites[0]]])
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -260,8 +277,8 @@ class Pool:
                 for whole in (True, False):
                     sites = chunk.sites if whole or chunk.spec.layers is not None else chunk.sites[:1]
                     places = [self._place[site] + j for j in (0, 1) for site in sites]
-                    jobs[_key(chunk, whole)] = tuple(_where(self._known[i]) for i in places)
-            jobs["ranks",] = tuple(map(_where, self._known[2::3]))
+                    jobs[_key(chunk, whole)] = tuple(self._lie[i] for i in places)
+            jobs["ranks",] = tuple(self._lie[2::3])
             with ThreadPoolExecutor() as threads:
                 made = dict(zip(jobs, threads.map(self._program, jobs, jobs.values()), strict=True))
             self.compilations += 1
@@ -288,6 +305,10 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 def _where(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else next(iter(array.devices()))
+
+
+def _on_device(block: Block) -> bool:
+    return isinstance(block.a, jax.Array) and block.a.sharding.memory_kind != "pinned_host"
 
 
 def _whole(where: Where) -> Where:

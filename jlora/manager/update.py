@@ -1,5 +1,7 @@
 """New weights for an adapter that is served: from host arrays, or from device arrays without a trip to the host."""
 
+import collections
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.adapters.checkpoint import sorted_keys
+from jlora.adapters.checkpoint import all_finite, sorted_keys
 from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import SlotSpec
@@ -50,7 +52,9 @@ def updated(
         raise LoRAUsageError(
             f"{where}: update_adapter takes a mapping of PEFT tensor names to arrays, and at least one"
         )
-    news = [_check(where, content, module, parts, arrays) for module, parts in sorted_keys(arrays, where).items()]
+    had = {placement.module: placement for placement in content.placements}
+    parts = _parts(tuple(arrays), where)
+    news = [_check(where, had.get(module), content, module, names, arrays) for module, names in parts.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in content.placements)
     rows = {(new.placement.site, new.placement.layer) for new in news}
@@ -58,7 +62,11 @@ def updated(
     for p in placements:
         ranks[p.site, p.layer] = max(ranks.get((p.site, p.layer), 0), p.rank)
     on_device = any(isinstance(array, jax.Array) for array in arrays.values())
-    old = unpack(content.blocks, rows)
+    covered = collections.Counter[Row]()
+    for new in news:
+        if new.a is not None and new.b is not None:
+            covered[new.placement.site, new.placement.layer] += new.placement.count
+    old = unpack(content.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
     if on_device:
         written = _assemble_on_device(where, news, old, ranks, pool, allow_nonfinite)
     else:
@@ -83,10 +91,21 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
     return tuple(replace(block, a=np.asarray(block.a), b=np.asarray(block.b)) for block in blocks)
 
 
-def _check(where: str, content: Content, module: str, parts: Mapping[str, str], arrays: Mapping[str, Any]) -> _New:
+@functools.lru_cache(maxsize=8)  # a training loop comes with the same names every time
+def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
+    return sorted_keys(names, where)
+
+
+def _check(
+    where: str,
+    placement: Placement | None,
+    content: Content,
+    module: str,
+    parts: Mapping[str, str],
+    arrays: Mapping[str, Any],
+) -> _New:
     """One module's new halves, checked against the placement that it has."""
     at = f"{where}: {module}"
-    placement = next((p for p in content.placements if p.module == module), None)
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
     site = placement.site
@@ -141,16 +160,16 @@ def _assemble_on_host(
         if row not in factors:
             a = np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype)
             b = np.zeros((ranks[row], spec.out_features), spec.dtype)
-            had = old[row]
-            shared = min(ranks[row], had[1].shape[0])
-            a[:, :shared], b[:shared] = had[0][:, :shared], had[1][:shared]
+            if row in old:
+                shared = min(ranks[row], old[row][1].shape[0])
+                a[:, :shared], b[:shared] = old[row][0][:, :shared], old[row][1][:shared]
             factors[row] = (a, b)
         start = sum(spec.out_sizes[: p.first])
         stop = start + sum(spec.out_sizes[p.first : p.first + p.count])
         into = factors[row]
         own_a, own_b = into[0][p.first, : p.rank].copy(), into[1][: p.rank, start:stop].copy()
         for label, array in (("A", new.a), ("B", new.b)):
-            if array is not None and not allow_nonfinite and not np.isfinite(array).all():
+            if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
         # A half that stays keeps the power of two that it was stored with, and so must the other.
         one = np.zeros((p.rank, 1), np.float32)
@@ -205,9 +224,7 @@ def _assemble_on_device(
         starts = tuple(rank_starts(spec, max(ranks[row] for row in rows)))
         parts: list[tuple[bool, tuple[_Part, ...]]] = []
         for row in rows:
-            own = by_row[row]
-            covered = sum(new.placement.count for new in own if new.a is not None and new.b is not None)
-            whole = covered == spec.slices
+            own, whole = by_row[row], row not in old
             if not whole:
                 operands.append(_fitted(old[row], starts[-1] + rank_step(spec)))
             for new in own:

@@ -19,6 +19,7 @@ from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.layers.wrap import LayerInfo
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo, Stats
+from jlora.manager.verify import VerifyReport
 from jlora.pallas import api as ops
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "SlotParam",
     "SlotRanks",
     "Stats",
+    "VerifyReport",
     "einsum_spec",
     "ops",
     "register_layer",

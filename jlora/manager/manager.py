@@ -30,6 +30,7 @@ from jlora.manager.match import HostAdapter, fit
 from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.swap import make_layout, make_write, pack
+from jlora.manager.verify import Forward, VerifyReport, verify
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -448,6 +449,11 @@ class LoRAManager:
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer: its path and sizes, and whether it is wrapped or why not."""
         return self._wrapped.layers()
+
+    def verify(self, forward: Forward, inputs: Any, **options: Any) -> VerifyReport:
+        """Check once that this model serves what merged weights compute; see `jlora.manager.verify.verify`."""
+        self._check_wrapped()
+        return verify(self._wrapped, forward, inputs, **options)
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

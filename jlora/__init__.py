@@ -13,6 +13,7 @@ from jlora.errors import (
 )
 from jlora.layers.discover import register_layer
 from jlora.layers.einsum import einsum_spec
+from jlora.layers.linen import LinenModule
 from jlora.layers.scope import LoRABatch, use
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import EmbedSpec, LinearSpec
@@ -34,6 +35,7 @@ __all__ = [
     "EmbedSpec",
     "LayerInfo",
     "LinearSpec",
+    "LinenModule",
     "LoRABatch",
     "LoRAConfig",
     "LoRAError",

@@ -195,7 +195,7 @@ def scaled(
                 f"{where}: {label} must be finite in the slots' dtype {dtype}, and reaches {largest:.3g}; set "
                 "LoRAConfig.dtype to a wider one"
             )
-    return np.ascontiguousarray(cast_a), np.ascontiguousarray(cast_b), shift
+    return cast_a, cast_b, shift
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -204,8 +204,8 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def widened(array: np.ndarray) -> np.ndarray:
     """float32 of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the interpreter."""
     if array.dtype != _BFLOAT16:
-        return array.astype(np.float32)
-    bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
+        return array.astype(np.float32, order="C")
+    bits = array.view(np.uint16).astype(np.uint32, order="C")
     return np.left_shift(bits, 16, out=bits).view(np.float32)
 
 

@@ -69,7 +69,9 @@ class Pool:
         self._lie = [_where(array) for array in self._known]
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[Chunk, int | None] | None, _Job] = {}
-        self._in_flight: list[tuple[int, jax.Array]] = []
+        self._in_flight: list[Block] = []
+        self._written = self._variables[0]  # a variable that the last write wrote
+        self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
         self._compiling = threading.Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -133,6 +135,7 @@ class Pool:
         ]
         if lost:
             self.dirty.update(slot for slot, content in enumerate(self.table) if content is not None)
+            self._ranks = [None] * len(self.table)
             for i in lost:
                 self._renew(i)
         for slot in sorted(self.dirty):
@@ -193,9 +196,14 @@ class Pool:
         """
         self.compile()
         waves = self._waves(only or content.ahead or content.blocks)
-        ready: tuple[Block, ...] = self.move(waves[0]) if waves else ()
-        (ranks,) = _put([content.ranks], [_whole(self._lie[2])])
+        ready = self.move(waves[0] if waves else [])
+        # Most adapters of a deployment have the same ranks: then the slot has them already.
+        held = None if slot in self.dirty else self._ranks[slot]
+        new_ranks = held is None or not np.array_equal(held, content.ranks)
+        (ranks,) = _put([content.ranks], [_whole(self._lie[2])]) if new_ranks else (None,)
         self.dirty.add(slot)
+        if new_ranks:
+            self._ranks[slot] = None
         self.table[slot] = content
         for wave in itertools.count():
             for block in ready:
@@ -203,12 +211,15 @@ class Pool:
                 self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start)), donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready(raw_value(self._job(ready[-1]).variables[0]))
+            jax.block_until_ready(raw_value(self._job(waves[wave][-1]).variables[0]))
             ready = self.move(waves[wave + 1])
-        self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
+        if new_ranks:
+            self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
+            self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
-        self._in_flight.append((sum(block.nbytes for block in ready), self._known[2]))
+        # The blocks are kept until the write is over: to let go of what is in use takes longer.
+        self._in_flight.extend(ready)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """The blocks in groups of at most `max_staging_bytes`. Waits until what is still on its way leaves room."""
@@ -221,9 +232,11 @@ class Pool:
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
-        self._in_flight = [(n, array) for n, array in self._in_flight if not array.is_deleted() and not is_ready(array)]
-        while self._in_flight and sum(n for n, _ in self._in_flight) + first > self._max_bytes:
-            jax.block_until_ready(self._in_flight.pop(0)[1])
+        # Writes come one after the other, so all are over when the last is.
+        full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
+        if self._in_flight and (full or is_ready(self._last())):
+            jax.block_until_ready(self._last())
+            self._in_flight.clear()
         return waves
 
     def _job(self, block: Block | None) -> "_Job":
@@ -252,6 +265,10 @@ class Pool:
         _exhaust(map(set_raw_value, job.variables, results))
         _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
         self._unsynced.discard(job)
+        self._written = job.variables[0]
+
+    def _last(self) -> jax.Array:
+        return raw_value(self._written)
 
     def _index(self, slot: int, layer: int, start: int) -> jax.Array:
         """[slot, layer, rank] on the device; kept, for it would be moved at every write."""
@@ -371,7 +388,12 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], lie: tuple[Where, ...]) -> Call
     return _compile(write, [(spec.shapes[2], "int32") for spec in specs], lie, [((total,), "int32"), ((3,), "int32")])
 
 
-def _compile(write: Callable[..., Any], arrays: Any, lie: tuple[Where, ...], operands: Any) -> Callable[..., Any]:
+def _compile(
+    write: Callable[..., Any],
+    arrays: Sequence[tuple[tuple[int, ...], str]],
+    lie: tuple[Where, ...],
+    operands: Sequence[tuple[tuple[int, ...], str]],
+) -> Callable[..., Any]:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
     devices = {where for where in lie if isinstance(where, jax.Device)}
     whole = _whole(lie[0])

@@ -62,7 +62,7 @@ class Batches:
     def _again(self, asked: Asked) -> LoRABatch | None:
         """The batch from kept arrays, where everything is still as it was."""
         kept = self._kept.get(asked.key)
-        if kept is None or not self._slots.pool.intact() or _deleted(kept.batch):
+        if kept is None:
             return None
         contents = self._registry.contents
         for name, content in kept.contents.items():
@@ -71,6 +71,8 @@ class Batches:
                 return None
             if isinstance(name, LoRARequest) and name.load_inplace:
                 return None
+        if not self._slots.pool.intact() or _deleted(kept.batch):
+            return None
         self._slots.hit(kept.contents.values())
         self._kept.move_to_end(asked.key)
         lease = self._lease(kept.contents.values(), kept.generations)

@@ -184,12 +184,9 @@ def scaled(
         else:
             wide_a = a
         cast_a, cast_b = wide_a.astype(dtype), folded.astype(dtype)
-    for cast, original, finite, label in (
-        (cast_a, wide_a, np.isfinite(a), "A"),
-        (cast_b, folded, np.isfinite(b), "scaling * B"),
-    ):
-        if (overflow := ~np.isfinite(cast) & finite).any():
-            largest = float(np.abs(original, dtype=np.float32).max(initial=0, where=overflow))
+    for cast, original, times, label in ((cast_a, a, 1.0, "A"), (cast_b, b, abs(scaling), "scaling * B")):
+        if (overflow := ~np.isfinite(cast) & np.isfinite(original)).any():
+            largest = times * float(np.abs(original.astype(np.float64)).max(initial=0, where=overflow))
             raise AdapterMismatchError(
                 f"{where}: {label} must be finite in the slots' dtype {dtype}, and reaches {largest:.3g}; set "
                 "LoRAConfig.dtype to a wider one"

@@ -23,7 +23,7 @@ from flax import nnx
 import jlora
 from benchmarks.roofline import BANDWIDTH
 from benchmarks.timing import kernel_us
-from jlora.layers.scope import host_batch
+from jlora.layers import batch as batches
 from jlora.models import Decoder, DecoderConfig
 
 CONTEXT = 128
@@ -101,7 +101,7 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
     """Random bf16 values and the true rank in every slot, made on the device."""
     key = jax.random.key(0)
     for site, layer in manager._wrapped.modules.items():
-        for name, fan_in in zip(site.attributes[:2], (site.in_features, 16 * rank), strict=True):
+        for name, fan_in in zip(site.attributes[:2], (site.spec.in_features, 16 * rank), strict=True):
             variable = getattr(layer, name)
             key, sub = jax.random.split(key)
             shape, dtype = variable.get_value().shape, variable.get_value().dtype
@@ -120,7 +120,9 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     slots = np.full(sequences, SLOTS, np.int32)
     if adapters:
         slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
-    return host_batch(slots, None, manager._wrapped.tracking)
+    # The slots were filled from outside, so no adapter is leased.
+    lease = batches.Lease((), (None,) * sequences, thread=0)
+    return batches.make_batch(slots, None, manager._wrapped.tracking, lease)
 
 
 def save(args: argparse.Namespace, rows: list[dict]) -> None:

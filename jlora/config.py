@@ -35,6 +35,8 @@ class LoRAConfig:
       exclude_modules: layers to leave alone, named as in `target_modules`, or modules to leave alone with all that is
         in them. It wins over `target_modules`; a name that matches nothing raises `LoRAUsageError`.
       max_cpu_bytes: bytes of the host cache; None sets no limit beside `max_cpu_loras`.
+      max_pinned_bytes: how much of the host cache lies in page-locked memory where the device has it (GPUs, TPUs).
+        Adapters beyond that lie in ordinary memory, from where they move several times as slowly.
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
       allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
       trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
@@ -49,6 +51,7 @@ class LoRAConfig:
     target_modules: Sequence[str] | None = None
     exclude_modules: Sequence[str] | None = None
     max_cpu_bytes: int | None = None
+    max_pinned_bytes: int = 4 * 2**30
     max_staging_bytes: int = 256 * 2**20
     allow_nonfinite: bool = False
     trace_leases: bool = False

@@ -99,7 +99,7 @@ def read_checkpoint(
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
     with StableFile(file, where) as opened:
         tensors = read_header(opened, where)
-        keys = _sorted_keys(tensors, where)
+        keys = sorted_keys(tensors, where)
         shapes = _shapes(keys, _Header(tensors, where), adapter, config, dtype)
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
@@ -116,7 +116,7 @@ def read_checkpoint(
     return Checkpoint(shapes, pairs, {module: arrays[keys[module]["base"]] for module in shapes.base_weights})
 
 
-def _sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
+def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
     """module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B" or "base") -> the tensor's key."""
     found: dict[str, dict[str, str]] = {}
     for key in sorted(keys):

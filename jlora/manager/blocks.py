@@ -6,7 +6,7 @@ all brings in one block, others row by row, and of the ranks only the blocks tha
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,14 +146,16 @@ def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any,
     return Block(chunk, row, start, a, b)
 
 
-def unpack(blocks: Iterable[Block]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
-    """Row -> (A [n, r, K], B [r, N]), zero-padded to the blocks' ranks: what `pack` takes."""
+def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+    """Row -> (A [n, r, K], B [r, N]) of the wanted rows, zero-padded to the blocks' ranks: what `pack` takes."""
     parts: dict[Row, list[tuple[int, Any, Any]]] = {}
     for block in blocks:
         rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
-        a, b = np.asarray(block.a), np.asarray(block.b)
-        for i, row in enumerate(rows):
-            parts.setdefault(row, []).append((block.start, a[i], b[i]))
+        if any(row in wanted for row in rows):
+            a, b = np.asarray(block.a), np.asarray(block.b)
+            for i, row in enumerate(rows):
+                if row in wanted:
+                    parts.setdefault(row, []).append((block.start, a[i], b[i]))
     found = {}
     for row, pieces in parts.items():
         spec = row[0].spec

@@ -70,5 +70,10 @@ class Content:
         self.sites = frozenset(placement.site for placement in self.placements)
 
     @property
+    def pinned(self) -> bool:
+        """Whether its blocks lie in page-locked memory."""
+        return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
+
+    @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes

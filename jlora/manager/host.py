@@ -4,8 +4,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from jlora.adapters import Adapter, AdapterShapes
 from jlora.config import LoRAConfig, LoRARequest
@@ -17,7 +18,7 @@ from jlora.errors import (
     LoRAError,
 )
 from jlora.layers.wrap import WrappedModel
-from jlora.manager.blocks import pack
+from jlora.manager.blocks import Block, pack
 from jlora.manager.content import Content
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.leases import Leases
@@ -26,6 +27,7 @@ from jlora.manager.names import SiteIndex
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
+from jlora.manager.update import to_host, updated
 
 _log = logging.getLogger("jlora")
 
@@ -169,7 +171,7 @@ class Host:
             name=adapter.name,
             generation=0,
             placements=fitted.placements,
-            blocks=pool.host_blocks(pack(pool.chunks, fitted.factors)),
+            blocks=self.pinned(pack(pool.chunks, fitted.factors)),
             ranks=rank_vector(pool.sites, fitted.placements),
             rank=adapter.rank,
             base_model_name=adapter.base_model_name,
@@ -177,6 +179,14 @@ class Host:
             request=request,
             key=adapter.content,
         )
+
+    def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
+        with self._books:
+            contents = (self._registry.contents[name] for name in self._registry.contents)
+            taken = sum(content.nbytes for content in contents if content.pinned)
+        fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
+        return self._slots.pool.pin(blocks) if fits else blocks
 
     def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
@@ -200,6 +210,39 @@ class Host:
             if load is not None:
                 load.in_use = True
             self.wait_for(old, "replacing", patience)
+
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
+        """See `LoRAManager.update_adapter`."""
+        self.recall(name)
+        with self._books:
+            old = self.newest(name)
+        pool = self._slots.pool
+        content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+        pool.compile()
+        while True:
+            with locks[0], locks[1]:
+                self._wrapped.check()
+                if not self._registry.newest(old):
+                    raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
+                if not self.held(old):
+                    for victim in self._registry.victims_for(content, self.busy):
+                        self.evict(victim)
+                    content.generation = self._registry.generation(name, None)
+                    self._registry.put(content)
+                    self._slots.replace(old, content, written)
+                    break
+            self.wait_for(old, "updating", patience)
+        if not content.on_host:
+            threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back", daemon=True).start()
+        _log.info("updated %r to generation %d", name, content.generation)
+        return content.generation
+
+    def _copy_back(self, content: Content) -> None:
+        """The blocks of a device update into host memory, on a thread of its own."""
+        blocks = self.pinned(to_host(content.blocks))
+        with self._books:
+            content.blocks = blocks
+            content.on_host = True
 
     # --- letting go -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -155,6 +155,33 @@ class LoRAManager:
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
+
+    def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
+        """New weights for an adapter, as a new generation, in the slot that it has: all of them or none.
+
+        From device arrays nothing goes through the host: they are cast, scaled and written where they are, and copied
+        to the host cache in the background; until then the adapter is not evicted. Open batches with the old weights
+        are waited for, unless handles hold those. After that the adapter is no longer what its request would load.
+
+        Args:
+          name: which.
+          arrays: PEFT tensor name -> A [r, K] or B [N, r] (an embedding's: [r, V] and [D, r]), unscaled: the adapter's
+            own scaling is applied. Names left out keep their weights. The rank of a module may change where both
+            halves are given, up to `max_lora_rank`; its scaling then follows its alpha.
+          timeout: seconds to wait. None: as long as it takes, but not for batches which this very thread has open.
+
+        Returns:
+          The new generation.
+
+        Raises:
+          AdapterNotFoundError: the name was not added.
+          AdapterMismatchError: a name that the adapter does not have, a shape or a rank that does not fit.
+          AdapterFormatError: not matrices of floats; NaN or infinity.
+          AdapterInUseError: open batches held it for too long, or another thread replaced it meanwhile.
+        """
+        self._check_call("update_adapter")
+        self._wrapped.check()
+        return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.

@@ -39,6 +39,7 @@ class Pool:
       table: what each slot holds; None for nothing.
       dirty: slots whose arrays may not hold what the table says.
       chunks: how the rows of a slot are cut into blocks.
+      pins: whether the host cache is page-locked memory that the device reads by itself.
       compilations: how often the programs that write slots were made: once.
     """
 
@@ -49,6 +50,8 @@ class Pool:
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
         self.compilations = 0
+        device = jax.devices()[0]
+        self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         self._max_bytes = max_staging_bytes
         variables = {site: [vars(modules[site])[name] for name in site.attributes] for site in self.sites}
         self._variables = [v for site in self.sites for v in variables[site]]
@@ -69,9 +72,14 @@ class Pool:
         """The arrays that the model has now: A, B and ranks of every site."""
         return list(map(raw_value, self._variables))
 
-    def host_blocks(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        """The blocks as the host cache keeps them."""
-        return blocks
+    def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
+        device = next(iter(self._known[0].devices()))
+        if not self.pins or isinstance(_where(self._known[0]), NamedSharding):
+            return blocks
+        place = SingleDeviceSharding(device, memory_kind="pinned_host")
+        moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], place)
+        return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
         """A block of zeros for every chunk."""
@@ -135,7 +143,10 @@ class Pool:
         """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        (fresh,) = _put([np.zeros(known.shape, known.dtype)], [_where(found if foreign else known)])
+        where = _where(found if foreign else known)
+        with jax.default_device(where if isinstance(where, jax.Device) else None):
+            zeros = np.zeros(known.shape, known.dtype)
+            fresh = jax.device_put(zeros) if isinstance(where, jax.Device) else jax.device_put(zeros, where)
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
 
@@ -154,16 +165,17 @@ class Pool:
         )
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
-    def write(self, slot: int, content: Content, *, donate: bool = True) -> None:
+    def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
 
         Args:
           slot: which.
           content: what; only the blocks that it has are moved, the ranks say that the rest is not there.
+          only: the blocks to write, where the slot holds the others already.
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
-        waves = self._waves(content.ahead or content.blocks)
+        waves = self._waves(only or content.ahead or content.blocks)
         ready = self.move(waves[0]) if waves else ()
         (ranks,) = _put([content.ranks], [_whole(_where(self._known[2]))])
         self.dirty.add(slot)
@@ -284,11 +296,7 @@ def _whole(where: Where) -> Where:
 
 
 def _put(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
-    """Move arrays in one call; to a mere device without committing them to it."""
-    devices = {w for w in where if isinstance(w, jax.Device)}
-    if len(devices) == 1 and len(devices) == len(set(where)):
-        with jax.default_device(*devices):
-            return jax.device_put(arrays)
+    """Move operands of the programs, in one call."""
     return jax.device_put(arrays, [SingleDeviceSharding(w) if isinstance(w, jax.Device) else w for w in where])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from jlora.errors import NoFreeSlotError
+from jlora.manager.blocks import Block
 from jlora.manager.content import Content
 from jlora.manager.leases import Leases
 from jlora.manager.pool import Pool
@@ -135,13 +136,25 @@ class Slots:
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 
-    def write(self, slot: int, content: Content) -> None:
-        """Write one content into one slot; what was there is out."""
+    def replace(self, old: Content, new: Content, changed: Sequence[Block]) -> None:
+        """Bring a new generation into the slot of the old one, if that is in one and nothing holds it any more.
+
+        Of `new` only the blocks in `changed` differ from `old`.
+        """
+        if not self.pool.intact():
+            self.pool.heal(self.alive())
+        slot = self.pool.slot_of(old)
+        if slot is not None and not self.alive()(old):
+            self.write(slot, new, changed)
+            self.touch(new)
+
+    def write(self, slot: int, content: Content, only: Sequence[Block] | None = None) -> None:
+        """Write one content into one slot; what was there is out. With `only`, the slot holds its other blocks."""
         started = time.monotonic()
         victim = self.pool.table[slot]
         # A thread with an open batch may be calling its step now, with the arrays as they are.
         others = self._leases.threads() - {threading.get_ident()}
-        self.pool.write(slot, content, donate=self.takes_turns or not others)
+        self.pool.write(slot, content, donate=self.takes_turns or not others, only=only)
         self._ahead.pop(content, None)
         if victim is not None and victim is not content:
             self._used.pop(victim, None)

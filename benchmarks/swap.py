@@ -1,0 +1,303 @@
+"""What it costs to bring an adapter into a slot, and what that does to a decode loop beside it.
+
+    python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20]
+
+Adapters of rank 16 on all seven modules of the Llama-3-8B shape (84 MB in bf16), on two models: the reference decoder
+(128 merged projections) and 224 separate ones. Times are medians in milliseconds: `host` until the call returns, `all`
+until the slot arrays are there. Beside them, plain copies of as many bytes.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+import jlora
+from benchmarks.decode_step import CONTEXT, llama_3_8b
+from jlora._compat import raw_value
+from jlora.manager import pool
+from jlora.models import Decoder, DecoderConfig
+
+SLOTS, ADAPTERS, SEQUENCES = 8, 12, 64
+
+
+class Separate(nnx.Module):
+    """The seven projections of each layer, each on its own; never called."""
+
+    def __init__(self, config: DecoderConfig):
+        def linear(k: int, n: int) -> nnx.Linear:
+            init = nnx.initializers.zeros_init()
+            return nnx.Linear(k, n, use_bias=False, param_dtype=jnp.bfloat16, kernel_init=init, rngs=nnx.Rngs(0))
+
+        self.layers = nnx.List(
+            [nnx.Dict({name: linear(*shape) for name, shape in shapes(config).items()}) for _ in range(layers(config))]
+        )
+
+
+def layers(config: DecoderConfig) -> int:
+    return config.num_hidden_layers
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """K and N of the seven modules."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return {
+        "q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys), "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
+    }  # fmt: skip
+
+
+def adapters(config: DecoderConfig, rank: int, prefix: str, count: int) -> list[jlora.Adapter]:
+    """Random adapters on all seven modules. Names of modules as the model has them."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(count):
+        modules = {}
+        for layer in range(layers(config)):
+            for name, (k, n) in shapes(config).items():
+                part = (
+                    "" if not prefix else "self_attn." if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp."
+                )
+                a = (rng.standard_normal((rank, k), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+                b = (rng.standard_normal((n, rank), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+                modules[f"{prefix}layers.{layer}.{part}{name}"] = jlora.ModuleLoRA(
+                    a=a, b=b, alpha=2.0 * rank, scaling=2.0
+                )
+        made.append(jlora.Adapter(name=f"adapter{i}", modules=modules))
+    return made
+
+
+def slot_arrays(manager: jlora.LoRAManager) -> list[jax.Array]:
+    return manager._pool.arrays()
+
+
+def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds until the call returns, and until the slot arrays are there."""
+    jax.block_until_ready(slot_arrays(manager))
+    start = time.perf_counter()
+    result = call()
+    host = time.perf_counter()
+    jax.block_until_ready(slot_arrays(manager))
+    end = time.perf_counter()
+    if isinstance(result, jlora.LoRABatch):
+        result.close()
+    return (host - start) * 1e3, (end - start) * 1e3
+
+
+def median(times: list[tuple[float, float]]) -> dict[str, float]:
+    host, total = zip(*times, strict=True)
+    return {"host_ms": round(statistics.median(host), 3), "all_ms": round(statistics.median(total), 3)}
+
+
+def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path) -> dict[str, object]:
+    """Swaps of one model."""
+    figures: dict[str, object] = {}
+    start = time.perf_counter()
+    manager._pool.compile()
+    figures["compile_s"] = round(time.perf_counter() - start, 2)
+    start = time.perf_counter()
+    manager.warmup()
+    figures["first_write_s"] = round(time.perf_counter() - start, 2)
+    added = []
+    for adapter in made:
+        start = time.perf_counter()
+        manager.add_adapter(adapter)
+        added.append((time.perf_counter() - start) * 1e3)
+    figures["add_from_arrays_ms"] = round(statistics.median(added), 1)
+    info = manager.list_adapters()[made[0].name]
+    figures["adapter_MB"] = round(info.nbytes / 1e6, 1)
+
+    def swaps(get: Callable[[int], Callable[[], object]], count: int) -> dict[str, float]:
+        return median([timed(manager, get(i)) for i in range(count)][2:])
+
+    names = [adapter.name for adapter in made]  # one more than there are slots: each prepare evicts
+    figures["cached"] = swaps(lambda i: lambda: manager.prepare([names[i % len(names)]]), 4 * len(names))
+    figures["unchanged_prepare"] = swaps(lambda i: lambda: manager.prepare([names[0]]), 50)
+
+    requests = []
+    for adapter in made:
+        adapter.save_pretrained(folder / adapter.name)
+        requests.append(jlora.LoRARequest(f"file {adapter.name}", str(folder / adapter.name)))
+    manager.remove_all_adapters()
+
+    def prefetched(i: int) -> Callable[[], object]:
+        request = requests[i % len(requests)]
+        manager.prefetch(request).result()
+        return lambda: manager.prepare([request.name])
+
+    figures["prefetched"] = swaps(prefetched, 3 * len(requests))
+    start = time.perf_counter()
+    fresh = jlora.LoRARequest("fresh", str(folder / made[0].name))
+    manager.add_adapter(fresh)
+    figures["read_from_disk_ms"] = round((time.perf_counter() - start) * 1e3, 1)
+
+    manager.prepare(["fresh"]).close()
+    on_device = []
+    for adapter in made[:3]:
+        tensors = {}
+        for name, module in adapter.modules.items():
+            tensors[f"{name}.lora_A.weight"] = jnp.asarray(module.a)
+            tensors[f"{name}.lora_B.weight"] = jnp.asarray(module.b)
+        on_device.append(jax.block_until_ready(tensors))
+    before = manager.stats().compilations
+
+    def update(i: int) -> Callable[[], object]:
+        time.sleep(0.3)  # the copy back of the one before
+        return lambda: manager.update_adapter("fresh", on_device[i % 3])
+
+    figures["update_from_device"] = swaps(update, 12)
+    figures["compilations"] = manager.stats().compilations
+    assert manager.stats().compilations == before == 1
+    return figures
+
+
+def plain_copies(nbytes: int) -> dict[str, float]:
+    """Milliseconds to copy as many bytes to the device."""
+    device = jax.devices()[0]
+    whole = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+    eight = np.array_split(whole, 8)
+    pinned = jax.device_put(whole, SingleDeviceSharding(device, memory_kind="pinned_host"))
+    place = SingleDeviceSharding(device)
+
+    def best(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append((time.perf_counter() - start) * 1e3)
+        return round(statistics.median(times), 2)
+
+    return {
+        "pageable_ms": best(lambda: jax.device_put(whole, place)),
+        "eight_pageable_ms": best(lambda: jax.device_put(eight, [place] * 8)),
+        "pinned_ms": best(lambda: jax.device_put(pinned, place)),
+    }
+
+
+def decode_beside_swaps(
+    manager: jlora.LoRAManager, model: Decoder, requests: list[jlora.LoRARequest], seconds: float
+) -> dict[str, float]:
+    """Tokens a second of a decode loop alone, and while one adapter a second is read from disk and swapped in."""
+    graphdef, state = nnx.split(model, jlora.SlotParam, ...)[0], None
+    del state
+    tokens = jax.random.randint(jax.random.key(1), (SEQUENCES, 1), 0, model.config.vocab_size, jnp.int32)
+    positions = jnp.full((SEQUENCES, 1), CONTEXT - 1, jnp.int32)
+    cache = model.init_cache(SEQUENCES, CONTEXT)
+    rest = jax.tree.leaves(nnx.split(model, jlora.SlotParam, ...)[2])
+    slots_tree, rest_tree = (jax.tree.structure(part) for part in nnx.split(model, jlora.SlotParam, ...)[1:])
+
+    @jax.jit
+    def step(slots, rest, tokens, batch):
+        merged = nnx.merge(graphdef, jax.tree.unflatten(slots_tree, slots), jax.tree.unflatten(rest_tree, rest))
+        with jlora.use(batch):
+            logits, _ = merged.extend(tokens, positions, cache, jnp.zeros(SEQUENCES, jnp.int32))
+        return jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
+
+    def loop(length: float, swap: bool) -> tuple[float, int]:
+        nonlocal tokens
+        names, ready, stop = ["adapter0"] * SEQUENCES, [], threading.Event()
+
+        def feed() -> None:
+            for i in range(10**6):
+                if stop.wait(1.0):
+                    return
+                request = requests[i % len(requests)]
+                manager.remove_adapter(request.name, timeout=10)
+                manager.prefetch(request).result()
+                ready.append(request.name)
+
+        if swap:
+            threading.Thread(target=feed, daemon=True).start()
+        count, swapped, start = 0, 0, time.perf_counter()
+        while time.perf_counter() - start < length:
+            if ready:
+                names = [ready.pop()] * 8 + ["adapter0"] * (SEQUENCES - 8)
+                swapped += 1
+            with manager.prepare(names) as batch:
+                tokens = step(jax.tree.leaves(manager.slots), rest, tokens, batch)
+            count += 1
+            if count % 4 == 0:
+                jax.block_until_ready(tokens)
+        jax.block_until_ready(tokens)
+        elapsed = time.perf_counter() - start
+        stop.set()
+        return count * SEQUENCES / elapsed, swapped
+
+    manager.prepare(["adapter0"]).close()
+    loop(3.0, False)
+    alone, _ = loop(seconds, False)
+    beside, swapped = loop(seconds, True)
+    time.sleep(1.5)
+    again, _ = loop(seconds, False)
+    return {
+        "alone_tokens_s": round(alone), "beside_tokens_s": round(beside), "alone_again_tokens_s": round(again),
+        "swaps": swapped, "slower": round(1 - beside / max(alone, again), 4),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=20)
+    args = parser.parse_args()
+    config = llama_3_8b(args.layers)
+    options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16)
+    result: dict[str, object] = {
+        "about": {
+            "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": sys.version.split()[0],
+            "date": datetime.date.today().isoformat(),
+            "model": f"Llama-3-8B shape, {args.layers} layers, rank {args.rank} on all seven modules, bf16",
+        },
+    }  # fmt: skip
+
+    def keep(name: str, figures: object) -> None:
+        result[name] = figures
+        print(name, json.dumps(figures), flush=True)
+        if args.out:
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = adapters(config, args.rank, "", ADAPTERS)
+        keep("plain copies", plain_copies(made[0].nbytes))
+        manager = jlora.LoRAManager(Separate(config), options)
+        assert len(manager._pool.sites) == 7 * args.layers
+        keep("224 separate", measure(manager, made, Path(folder)))
+        del manager, made
+    pool._compiled_write.cache_clear()
+    pool._compiled_ranks.cache_clear()
+    with tempfile.TemporaryDirectory() as folder:
+        made = adapters(config, args.rank, "model.", ADAPTERS)
+        model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+        options = jlora.LoRAConfig(
+            max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16,
+            target_modules=targets,
+        )  # fmt: skip
+        manager = jlora.LoRAManager(model, options)
+        keep("128 merged", measure(manager, made, Path(folder)))
+        manager.remove_all_adapters()
+        manager.add_adapter(made[0])
+        requests = [jlora.LoRARequest(f"file {a.name}", str(Path(folder) / a.name)) for a in made[1:]]
+        keep("decode beside swaps", decode_beside_swaps(manager, model, requests, args.seconds))
+        assert all(raw_value(v) is not None for v in manager._pool._variables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""New weights for an adapter that is served: from host arrays, or from device arrays without a trip to the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlora.adapters.checkpoint import sorted_keys
+from jlora.adapters.peft_config import scaling_of
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
+from jlora.layers.site import SlotSpec
+from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
+from jlora.manager.content import Content, Placement
+from jlora.manager.fit import put, rank_vector, scaled
+from jlora.manager.pool import Pool
+
+
+@dataclass(frozen=True)
+class _New:
+    """New factors of one module: A [r, K] and B [N, r] as PEFT has them, or None for one that stays."""
+
+    placement: Placement
+    a: Any
+    b: Any
+
+
+def updated(
+    content: Content, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
+) -> tuple[Content, tuple[Block, ...]]:
+    """`content` with new weights, as a content of its own, and those of its blocks that changed.
+
+    Args:
+      content: the adapter as it is.
+      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. Names left out keep their weights. Where both halves
+        of a module are given its rank may change; the scaling follows its alpha then.
+      pool: for its chunks.
+      allow_nonfinite: let NaN and infinity through.
+
+    Raises:
+      AdapterMismatchError: a name that the adapter does not have, a shape or rank that does not fit, a value that slot
+        dtype cannot hold.
+      AdapterFormatError: not matrices of floats; NaN or infinity.
+    """
+    where = f"adapter {content.name!r}"
+    if not isinstance(arrays, Mapping) or not arrays or not all(isinstance(name, str) for name in arrays):
+        raise LoRAUsageError(
+            f"{where}: update_adapter takes a mapping of PEFT tensor names to arrays, and at least one"
+        )
+    news = [_check(where, content, module, parts, arrays) for module, parts in sorted_keys(arrays, where).items()]
+    changed = {new.placement.module: new for new in news}
+    placements = tuple(changed[p.module].placement if p.module in changed else p for p in content.placements)
+    rows = {(new.placement.site, new.placement.layer) for new in news}
+    ranks: dict[Row, int] = {}
+    for p in placements:
+        ranks[p.site, p.layer] = max(ranks.get((p.site, p.layer), 0), p.rank)
+    on_device = any(isinstance(array, jax.Array) for array in arrays.values())
+    old = unpack(content.blocks, rows)
+    if on_device:
+        written = _assemble_on_device(where, news, old, ranks, pool, allow_nonfinite)
+    else:
+        written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
+    blocks = (*_untouched(content.blocks, rows), *written)
+    new = replace(
+        content,
+        placements=placements,
+        blocks=blocks,
+        ranks=rank_vector(pool.sites, placements),
+        rank=max(p.rank for p in placements),
+        request=None,
+        key=None,
+        on_host=not on_device,
+        ahead=None,
+    )
+    return new, written
+
+
+def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks with every array in host memory."""
+    return tuple(replace(block, a=np.asarray(block.a), b=np.asarray(block.b)) for block in blocks)
+
+
+def _check(where: str, content: Content, module: str, parts: Mapping[str, str], arrays: Mapping[str, Any]) -> _New:
+    """One module's new halves, checked against the placement that it has."""
+    at = f"{where}: {module}"
+    placement = next((p for p in content.placements if p.module == module), None)
+    if placement is None:
+        raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
+    site = placement.site
+    names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
+    if unknown := parts.keys() - set(names):
+        raise AdapterMismatchError(f"{at}: expected {names[0]} and {names[1]}, found {', '.join(sorted(unknown))}")
+    a, b = (arrays[parts[name]] if name in parts else None for name in names)
+    for label, array in (("A", a), ("B", b)):
+        shaped = hasattr(array, "shape") and hasattr(array, "dtype")
+        if array is not None and not (shaped and array.ndim == 2 and jnp.issubdtype(array.dtype, jnp.floating)):
+            found = f"{array.dtype}{list(array.shape)}" if shaped else type(array).__name__
+            raise AdapterFormatError(f"{at}: {label} must be a matrix of floats, found {found}")
+    rank = placement.rank if a is None or b is None else a.shape[0]
+    outputs = sum(site.spec.out_sizes[placement.first : placement.first + placement.count])
+    for label, array, expected in (("A", a, (rank, site.spec.in_features)), ("B", b, (outputs, rank))):
+        if array is not None and tuple(array.shape) != expected:
+            raise AdapterMismatchError(f"{at}: {label} has shape {tuple(array.shape)}; expected {expected}")
+    if not 1 <= rank <= site.spec.max_rank:
+        raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
+    scaling = placement.scaling
+    if rank != placement.rank:
+        scaling = scaling_of(placement.alpha, rank, content.use_rslora)
+    return _New(replace(placement, rank=rank, scaling=scaling), a, b)
+
+
+def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
+    """The blocks of other rows; blocks that hold both kinds are cut into rows."""
+    kept: list[Block] = []
+    for block in blocks:
+        own = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
+        if not rows.intersection(own):
+            kept.append(block)
+        elif block.row is None:
+            for i, row in enumerate(own):
+                if row not in rows:
+                    kept.append(Block(block.chunk, i, block.start, block.a[i : i + 1], block.b[i : i + 1]))
+    return kept
+
+
+def _assemble_on_host(
+    where: str,
+    news: Sequence[_New],
+    old: Mapping[Row, Any],
+    ranks: Mapping[Row, int],
+    pool: Pool,
+    allow_nonfinite: bool,
+) -> tuple[Block, ...]:
+    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
+    for new in news:
+        p, spec = new.placement, new.placement.site.spec
+        row = (p.site, p.layer)
+        if row not in factors:
+            a = np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype)
+            b = np.zeros((ranks[row], spec.out_features), spec.dtype)
+            had = old[row]
+            shared = min(ranks[row], had[1].shape[0])
+            a[:, :shared], b[:shared] = had[0][:, :shared], had[1][:shared]
+            factors[row] = (a, b)
+        start = sum(spec.out_sizes[: p.first])
+        stop = start + sum(spec.out_sizes[p.first : p.first + p.count])
+        into = factors[row]
+        own_a, own_b = into[0][p.first, : p.rank].copy(), into[1][: p.rank, start:stop].copy()
+        for label, array in (("A", new.a), ("B", new.b)):
+            if array is not None and not allow_nonfinite and not np.isfinite(array).all():
+                raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
+        # A half that stays keeps the power of two that it was stored with, and so must the other.
+        one = np.zeros((p.rank, 1), np.float32)
+        if new.a is not None:
+            own_a, _, _ = scaled(f"{where}: {p.module}", np.asarray(new.a), one, 1.0, p.site, p.shift)
+        if new.b is not None:
+            _, own_b, _ = scaled(f"{where}: {p.module}", one, np.asarray(new.b).T, p.scaling, p.site, p.shift)
+        into[0][p.first : p.first + p.count] = 0
+        into[1][:, start:stop] = 0
+        put(into, p.site, p.first, p.count, own_a, own_b)
+    return pack(pool.chunks, factors)
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Static description of one module in `_assemble`."""
+
+    first: int
+    count: int
+    rank: int
+    shift: int
+    has_a: bool
+    has_b: bool
+
+
+def _assemble_on_device(
+    where: str,
+    news: Sequence[_New],
+    old: Mapping[Row, Any],
+    ranks: Mapping[Row, int],
+    pool: Pool,
+    allow_nonfinite: bool,
+) -> tuple[Block, ...]:
+    by_row: dict[Row, list[_New]] = {}
+    for new in news:
+        by_row.setdefault((new.placement.site, new.placement.layer), []).append(new)
+    groups: list[tuple[Chunk, int | None, list[Row]]] = []
+    for chunk in pool.chunks:
+        touched = [i for i, row in enumerate(chunk.rows) if row in by_row]
+        if len(touched) == chunk.count:
+            groups.append((chunk, None, list(chunk.rows)))
+        else:
+            groups.extend((chunk, i, [chunk.rows[i]]) for i in touched)
+    plan: list[Any] = []
+    operands: list[Any] = []
+    scales: list[float] = []
+    for chunk, _, rows in groups:
+        spec = chunk.spec
+        starts = tuple(rank_starts(spec, max(ranks[row] for row in rows)))
+        parts: list[tuple[bool, tuple[_Part, ...]]] = []
+        for row in rows:
+            own = by_row[row]
+            covered = sum(new.placement.count for new in own if new.a is not None and new.b is not None)
+            whole = covered == spec.slices
+            if not whole:
+                operands.append(_fitted(old[row], starts[-1] + rank_step(spec)))
+            for new in own:
+                operands.append(tuple(half for half in (new.a, new.b) if half is not None))
+                scales.append(new.placement.scaling)
+            parts.append((whole, tuple(_part(new) for new in own)))
+        plan.append((spec, starts, tuple(parts)))
+    made, finite = _assemble(tuple(plan), operands, np.asarray(scales, np.float32))
+    if not allow_nonfinite and not bool(finite):
+        raise AdapterFormatError(
+            f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
+            "finite numbers"
+        )
+    blocks: list[Block] = []
+    for (chunk, i, _), (_, starts, _), arrays in zip(groups, plan, made, strict=True):
+        for start, (a, b) in zip(starts, arrays, strict=True):
+            blocks.append(Block(chunk, i, start, a, b))
+    return tuple(blocks)
+
+
+def _part(new: _New) -> _Part:
+    p = new.placement
+    return _Part(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
+
+
+def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """A [n, r, K] and B [r, N] cut or padded with zeros to `rank`."""
+    a, b = factors
+    more = max(0, rank - b.shape[0])
+    return np.pad(a[:, :rank], ((0, 0), (0, more), (0, 0))), np.pad(b[:rank], ((0, more), (0, 0)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _assemble(plan: tuple[Any, ...], operands: Sequence[Any], scales: jax.Array) -> tuple[Any, jax.Array]:
+    """The blocks of every group of rows, and whether all of their values are finite."""
+    feed, scale = iter(operands), iter(scales)
+    made: list[Any] = []
+    finite = jnp.ones((), bool)
+    for spec, starts, rows in plan:
+        size = starts[-1] + rank_step(spec)
+        all_a: list[jax.Array] = []
+        all_b: list[jax.Array] = []
+        for whole, parts in rows:
+            if whole:
+                a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
+                b = jnp.zeros((size, spec.out_features), spec.dtype)
+            else:
+                a, b = map(jnp.asarray, next(feed))
+            for part in parts:
+                a, b = _fill(spec, part, a, b, next(feed), next(scale))
+            all_a.append(a)
+            all_b.append(b)
+        stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
+        finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
+        step = rank_step(spec)
+        made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
+    return made, finite
+
+
+def _fill(
+    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, halves: Sequence[jax.Array], scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One module's halves in the factors of its row."""
+    start = sum(spec.out_sizes[: part.first])
+    stop = start + sum(spec.out_sizes[part.first : part.first + part.count])
+    feed = iter(halves)
+    if part.has_a:
+        new = (next(feed).astype(jnp.float32) * 2.0**part.shift).astype(spec.dtype)
+        rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: part.rank].set(new)
+        a = a.at[part.first : part.first + part.count].set(rows[None])
+    if part.has_b:
+        new = (next(feed).T.astype(jnp.float32) * scale * 2.0**-part.shift).astype(spec.dtype)
+        columns = jnp.zeros((b.shape[0], stop - start), spec.dtype).at[: part.rank].set(new)
+        b = b.at[:, start:stop].set(columns)
+    return a, b

@@ -455,7 +455,7 @@ ARGUMENTS = {
     "more than the slots": (
         lambda m: m.prepare(["first", "second", "third"]), jlora.NoFreeSlotError, "'third'", "2 slots", "max_loras",
     ),
-    "too few counts": (lambda m: m.prepare(["third", None], [3]), jlora.LoRAUsageError, "1 token_counts for 2 sequences"),
+    "too few counts": (lambda m: m.prepare(["third", None], [3]), jlora.LoRAUsageError, "1 token_counts for 2"),
     "too many counts": (lambda m: m.prepare(["third"], [3, 4]), jlora.LoRAUsageError, "2 token_counts for 1 sequences"),
     "negative count": (lambda m: m.prepare(["third", None], [5, -1]), jlora.LoRAUsageError, "token_counts", "-1"),
     "count and a half": (lambda m: m.prepare(["third"], [1.5]), jlora.LoRAUsageError, "token_counts", "integers"),

@@ -58,7 +58,7 @@ class Pool:
         self._known = [raw_value(v) for v in self._variables]
         self._place = {site: 3 * i for i, site in enumerate(self.sites)}  # of A; B and the ranks follow
         self._unsynced: set[tuple[int, ...]] = set()
-        self._in_flight: list[tuple[int, jax.Array]] = []
+        self._in_flight = 0  # bytes of writes that may not have ended
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
         self._compiling = threading.Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -74,7 +74,7 @@ class Pool:
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
-        device = next(iter(self._known[0].devices()))
+        device = next(iter(self._known[0].sharding.device_set))  # the array itself may be consumed by now
         if not self.pins or isinstance(_where(self._known[0]), NamedSharding):
             return blocks
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -111,7 +111,7 @@ class Pool:
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[Content], bool]) -> None:
+    def heal(self, alive: Callable[[Content], bool], *, donate: bool = True) -> None:
         """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped."""
         for places in tuple(self._unsynced):
             self._adopt(places)
@@ -124,12 +124,15 @@ class Pool:
             self.dirty.update(slot for slot, content in enumerate(self.table) if content is not None)
             for i in lost:
                 self._renew(i)
+            if self._jobs(self._known) - self._programs.keys():  # the arrays were moved elsewhere
+                self._programs = {}
+                self._indices = {}
         for slot in sorted(self.dirty):
             content = self.table[slot]
             if content is None or not alive(content):
                 self.clear(slot)
             else:
-                self.write(slot, content)
+                self.write(slot, content, donate=donate)
 
     def _adopt(self, places: tuple[int, ...]) -> None:
         """Take the arrays that a write left in the variables, where they are whole; else they stay lost."""
@@ -175,6 +178,10 @@ class Pool:
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
+        with jax.disable_jit(False):  # compiled programs refuse to run in a context of that
+            self._write(slot, content, donate, only)
+
+    def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
         ready = self.move(waves[0]) if waves else ()
         (ranks,) = _put([content.ranks], [_whole(_where(self._known[2]))])
@@ -185,13 +192,14 @@ class Pool:
                 self._write_block(slot, block, donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready([raw_value(self._variables[i]) for i in self._places(ready[-1])[:1]])
+            jax.block_until_ready([raw_value(self._variables[self._places(block)[0]]) for block in ready])
+            ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
         places = tuple(range(2, len(self._variables), 3))
         self._run(("ranks",), places, (ranks, self._index(slot, 0, 0)), donate)
         self.dirty.discard(slot)
         content.ahead = None
-        self._in_flight.append((sum(block.nbytes for block in ready), self._known[2]))
+        self._in_flight += sum(block.nbytes for block in ready)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """The blocks in groups of at most `max_staging_bytes`. Waits until what is still on its way leaves room."""
@@ -204,11 +212,11 @@ class Pool:
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
-        self._in_flight = [
-            (n, array) for n, array in self._in_flight if not array.is_deleted() and not array.is_ready()
-        ]
-        while self._in_flight and sum(n for n, _ in self._in_flight) + first > self._max_bytes:
-            jax.block_until_ready(self._in_flight.pop(0)[1])
+        # The ranks are written last: once those of the last write are there, all that came before is.
+        if self._in_flight + first > self._max_bytes:
+            jax.block_until_ready(self._known[2])
+        if self._known[2].is_ready():
+            self._in_flight = 0
         return waves
 
     def _write_block(self, slot: int, block: Block, donate: bool) -> None:
@@ -255,17 +263,22 @@ class Pool:
         with self._compiling:
             if self._programs:
                 return
-            jobs: dict[Any, tuple[Where, ...]] = {}
-            for chunk in self.chunks:
-                for whole in (True, False):
-                    sites = chunk.sites if whole or chunk.spec.layers is not None else chunk.sites[:1]
-                    places = [self._place[site] + j for j in (0, 1) for site in sites]
-                    jobs[_key(chunk, whole)] = tuple(_where(self._known[i]) for i in places)
-            jobs["ranks",] = tuple(map(_where, self._known[2::3]))
+            jobs = self._jobs(self.arrays())
             with ThreadPoolExecutor() as threads:
-                made = dict(zip(jobs, threads.map(self._program, jobs, jobs.values()), strict=True))
+                made = list(threads.map(lambda job: self._program(*job), jobs))
             self.compilations += 1
-            self._programs = {(key, jobs[key]): program for key, program in made.items()}
+            self._programs = dict(zip(jobs, made, strict=True))
+
+    def _jobs(self, arrays: Sequence[jax.Array]) -> set[tuple[Any, tuple[Where, ...]]]:
+        """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
+        where = list(map(_where, arrays))
+
+        def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
+            return _key(chunk, whole), tuple(where[self._place[site] + j] for j in (0, 1) for site in sites)
+
+        jobs = {job(chunk, True, chunk.sites) for chunk in self.chunks}
+        jobs |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
+        return jobs | {(("ranks",), tuple(where[2::3]))}
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
@@ -361,5 +374,5 @@ def _compile(write: Callable[..., Any], arrays: Any, lie: tuple[Where, ...], ope
     donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
     others = [struct(*operand, whole) for operand in operands]
     jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
-    with jax.default_device(next(iter(devices), None)):
+    with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
         return jitted.lower(donated, *others).compile()

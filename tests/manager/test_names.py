@@ -1,5 +1,6 @@
 """Which slices of which layer a checkpoint name fills."""
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -122,6 +123,30 @@ def test_names_are_exact_on_dots(rng):
     for name in ("o_proj", "0.o_proj", "layers.0.o_pro", "xlayers.0.o_proj", "layers.0.o_proj.x", "Layers.0.o_proj"):
         with pytest.raises(jlora.AdapterMismatchError, match=f"no module '{name}'"):
             manager.add_adapter(jlora.Adapter(name="x", modules={name: factors(rng, 2, 16, 16)}))
+
+
+class Stacked(nnx.Module):
+    """Two layers in one module, as `nnx.vmap` makes them."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(key):
+            return nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(key))
+
+        self.layers = make(jax.random.split(jax.random.key(0), 2))
+
+
+@pytest.mark.parametrize("index", ["01", "1", "\u0661", "+1", "1_0", " 1", "00", "2", "-1", "\u00b2"])
+def test_a_layer_has_one_number(rng, index):
+    """Canonical ASCII decimals alone: no second name of a layer, in a list or in a stack."""
+    for model, name, k, n in ((Model(), f"layers.{index}.o_proj", 16, 16), (Stacked(), f"layers.{index}", 3, 4)):
+        manager = make_manager(model)
+        adapter = jlora.Adapter(name="x", modules={name: factors(rng, 2, k, n)})
+        if index == "1":
+            assert manager.add_adapter(adapter)
+        else:
+            with pytest.raises(jlora.AdapterMismatchError, match="no module"):
+                manager.add_adapter(adapter)
 
 
 def test_a_layer_left_out_by_target_modules_takes_nothing():

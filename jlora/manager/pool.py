@@ -24,6 +24,7 @@ from jlora.manager.content import Content
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where = Sharding | jax.Device
+Struct = tuple[tuple[int, ...], str]  # shape and dtype
 
 _exhaust = collections.deque(maxlen=0).extend
 
@@ -215,7 +216,7 @@ class Pool:
         # The ranks are written last: once those of the last write are there, all that came before is.
         if self._in_flight + first > self._max_bytes:
             jax.block_until_ready(self._known[2])
-        if self._known[2].is_ready():
+        if _is_ready(self._known[2]):
             self._in_flight = 0
         return waves
 
@@ -245,8 +246,9 @@ class Pool:
         _exhaust(map(set_raw_value, variables, results))
         self._adopt(places)
 
-    def _index(self, *where: int) -> jax.Array:
+    def _index(self, slot: int, layer: int, rank: int) -> jax.Array:
         """[slot, layer, rank] on the device; kept, for it would be moved at every write."""
+        where = (slot, layer, rank)
         if where not in self._indices:
             (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(_where(self._known[0]))])
         return self._indices[where]
@@ -297,6 +299,7 @@ class Pool:
 
 
 _is_deleted = operator.methodcaller("is_deleted")
+_is_ready = operator.methodcaller("is_ready")
 
 
 def _where(array: jax.Array) -> Where:
@@ -363,7 +366,9 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], lie: tuple[Where, ...]) -> Call
     return _compile(write, [(spec.shapes[2], "int32") for spec in specs], lie, [((total,), "int32"), ((3,), "int32")])
 
 
-def _compile(write: Callable[..., Any], arrays: Any, lie: tuple[Where, ...], operands: Any) -> Callable[..., Any]:
+def _compile(
+    write: Callable[..., Any], arrays: Sequence[Struct], lie: tuple[Where, ...], operands: Sequence[Struct]
+) -> Callable[..., Any]:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
     devices = {where for where in lie if isinstance(where, jax.Device)}
     whole = _whole(lie[0])

@@ -56,12 +56,13 @@ class Coverage:
         Raises:
           AdapterMismatchError: an adapter of the batch brings weights for one of them.
         """
-        if unserved.keys() - self.unserved.keys():
-            self.unserved = {**unserved, **self.unserved}
-            self.version += 1
         touched = asked if lease is None else asked | lease.touched
         for site, reason in unserved.items():
             if site in touched:
                 names = () if lease is None else lease.bringing(site)
                 who = f"adapter {names[0]!r}" if names else "an adapter of this batch"
                 raise AdapterMismatchError(f"{who}: brings weights for {site.path!r}, but {reason}")
+        # A forward that raised is not compiled, so nothing was left out for later batches.
+        if unserved.keys() - self.unserved.keys():
+            self.unserved = {**unserved, **self.unserved}
+            self.version += 1

@@ -142,7 +142,7 @@ class LoRAManager:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
         if not load_inplace and self._host.touch(adapter.name):
             return False
-        return self._host.admit(self._host.stage(adapter, None), load_inplace, patience)
+        return self._host.add(adapter, load_inplace, patience)
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.

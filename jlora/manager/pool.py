@@ -87,7 +87,7 @@ class Pool:
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
-        device = next(iter(self._known[0].devices()))
+        device = next(iter(self._known[0].sharding.device_set))  # the array itself may be consumed by now
         if not self.pins or isinstance(self._lie[0], NamedSharding):
             return blocks
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -124,8 +124,13 @@ class Pool:
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[Content], bool]) -> None:
-        """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped."""
+    def heal(self, alive: Callable[[Content], bool], *, donate: bool) -> None:
+        """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped.
+
+        Args:
+          alive: whether a content means anything still.
+          donate: as in `write`.
+        """
         for job in tuple(self._unsynced):
             self._adopt(job)
         lost = [
@@ -143,7 +148,7 @@ class Pool:
             if content is None or not alive(content):
                 self.clear(slot)
             else:
-                self.write(slot, content)
+                self.write(slot, content, donate=donate)
 
     def _adopt(self, job: "_Job") -> None:
         """Take the arrays that an interrupted write left in the variables, where they are whole."""
@@ -161,10 +166,9 @@ class Pool:
         with jax.default_device(where if isinstance(where, jax.Device) else None):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, jax.Device) else jax.device_put(zeros, where)
-        if where != self._lie[i]:
+        if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
             self._lie[i] = where
-            self._jobs.clear()
-            self._indices.clear()
+            self._programs, self._jobs, self._indices = {}, {}, {}
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
 
@@ -195,6 +199,10 @@ class Pool:
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
+        with jax.disable_jit(False):  # compiled programs refuse to run in a context of that
+            self._write(slot, content, donate, only)
+
+    def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
         ready = self.move(waves[0] if waves else [])
         # Most adapters of a deployment have the same ranks: then the slot has them already.
@@ -211,7 +219,8 @@ class Pool:
                 self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start)), donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready(raw_value(self._job(waves[wave][-1]).variables[0]))
+            jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
+            ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
         if new_ranks:
             self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
@@ -289,39 +298,36 @@ class Pool:
         with self._compiling:
             if self._programs:
                 return
-            jobs: dict[Any, tuple[Where, ...]] = {}
-            for chunk in self.chunks:
-                for whole in (True, False):
-                    sites = chunk.sites if whole or chunk.spec.layers is not None else chunk.sites[:1]
-                    places = [self._place[site] + j for j in (0, 1) for site in sites]
-                    jobs[_key(chunk, whole)] = tuple(self._lie[i] for i in places)
-            jobs["ranks",] = tuple(self._lie[2::3])
+            wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
-                made = dict(zip(jobs, threads.map(self._program, jobs, jobs.values()), strict=True))
-            self.compilations += 1
-            self._programs = {(key, jobs[key]): program for key, program in made.items()}
+                made = list(threads.map(lambda job: self._program(*job), wanted))
+            programs = dict(zip(wanted, made, strict=True))
+            self._programs, self.compilations = programs, self.compilations + 1
+
+    def _wanted(self) -> set[tuple[Any, tuple[Where, ...]]]:
+        """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
+
+        def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
+            return _key(chunk, whole), tuple(self._lie[self._place[site] + j] for j in (0, 1) for site in sites)
+
+        wanted = {job(chunk, True, chunk.sites) for chunk in self.chunks}
+        wanted |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
+        return wanted | {(("ranks",), tuple(self._lie[2::3]))}
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
         if found is not None:
             return found
-        if self._programs:  # the arrays lie elsewhere than when the programs were made
-            self.compilations += 1
         if key == ("ranks",):
-            specs = tuple(site.spec for site in self.sites)
-            program = _compiled_ranks(specs, lie)
-        else:
-            program = _compiled_write(*key, lie)
-        if self._programs:
-            self._programs[key, lie] = program
-        return program
+            return _compiled_ranks(tuple(site.spec for site in self.sites), lie)
+        return _compiled_write(*key, lie)
 
 
 _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _where(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else next(iter(array.devices()))
+    return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # also of deleted ones
 
 
 def _on_device(block: Block) -> bool:
@@ -404,5 +410,5 @@ def _compile(
     donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
     others = [struct(*operand, whole) for operand in operands]
     jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
-    with jax.default_device(next(iter(devices), None)):
+    with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
         return jitted.lower(donated, *others).compile()

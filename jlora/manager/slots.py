@@ -69,10 +69,14 @@ class Slots:
                 self.pool.clear(slot)
         self._used.pop(content, None)
 
+    def _may_donate(self) -> bool:
+        """Whether no step can be using the arrays. A thread with an open batch may be calling its step just now."""
+        return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
+
     def sweep(self) -> None:
         """Mend the slots, and forget contents that mean nothing any more."""
         if not self.pool.intact():
-            self.pool.heal(self.alive())
+            self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
         for slot, content in enumerate(self.pool.table):
             # A pinned name keeps its slot while a new generation is on its way into it.
@@ -142,7 +146,7 @@ class Slots:
         Of `new` only the blocks in `changed` differ from `old`.
         """
         if not self.pool.intact():
-            self.pool.heal(self.alive())
+            self.pool.heal(self.alive(), donate=self._may_donate())
         slot = self.pool.slot_of(old)
         if slot is not None and not self.alive()(old):
             self.write(slot, new, changed)
@@ -152,9 +156,7 @@ class Slots:
         """Write one content into one slot; what was there is out. With `only`, the slot holds its other blocks."""
         started = time.monotonic()
         victim = self.pool.table[slot]
-        # A thread with an open batch may be calling its step now, with the arrays as they are.
-        others = self._leases.threads() - {threading.get_ident()}
-        self.pool.write(slot, content, donate=self.takes_turns or not others, only=only)
+        self.pool.write(slot, content, donate=self._may_donate(), only=only)
         self._ahead.pop(content, None)
         if victim is not None and victim is not content:
             self._used.pop(victim, None)

@@ -79,11 +79,11 @@ class RowMap:
 
 @dataclass(frozen=True)
 class _Opened:
-    row_map: RowMap | None
+    row_map: RowMap
     traced: bool  # while something was traced
 
 
-_current: contextvars.ContextVar[_Opened] = contextvars.ContextVar("jlora_rows", default=_Opened(None, traced=False))
+_current: contextvars.ContextVar[_Opened | None] = contextvars.ContextVar("jlora_rows", default=None)
 
 # A function traced inside one RowMap must not be reused inside another, or outside.
 _trace_key = jax.make_user_context(None)
@@ -105,7 +105,7 @@ def rows(row_map: RowMap | None) -> Iterator[None]:
     if row_map is not None and not isinstance(row_map, RowMap):
         raise LoRAUsageError(f"jlora.rows takes a RowMap or None, got {type(row_map).__name__}")
     traced = not trace_state_clean()
-    token = _current.set(_Opened(row_map, traced))
+    token = _current.set(None if row_map is None else _Opened(row_map, traced))
     # Eager calls may share what JAX has compiled, as in `jlora.use`.
     key = None if row_map is None else row_map.trace_key if traced else "eager"
     try:
@@ -118,6 +118,8 @@ def rows(row_map: RowMap | None) -> Iterator[None]:
 def current_rows(path: str, staged: Callable[[], bool]) -> RowMap | None:
     """The open map. Raises `LoRAError` where the code that asks is `staged` and the map was opened outside."""
     opened = _current.get()
-    if opened.row_map is not None and not opened.traced and staged():
+    if opened is None:
+        return None
+    if not opened.traced and staged():
         raise LoRAError(_STALE.format(path=path))
     return opened.row_map

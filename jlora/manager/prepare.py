@@ -15,7 +15,7 @@ from jlora.manager.batches import Asked, Name, slot_arrays
 from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import POLL, Load, LoadCancelled
+from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -122,6 +122,8 @@ class Batches:
     def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
         """The loads that a batch has to wait for, each wanted once more by this call."""
         loads: list[Load] = []
+        # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
+        patience = Patience(None, threading.get_ident())
         with self._books:
             for name in asked.adapters:
                 if isinstance(name, AdapterHandle):
@@ -140,11 +142,11 @@ class Batches:
                         self._host.newest(name)  # raises
                         continue
                     request = known
-                load = self._host.loader.start(request)
+                load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
                     raise load.error
-                loads.append(self._host.loader.start(request, again=True))
+                loads.append(self._host.loader.start(request, again=True, patience=patience))
             for load in loads:
                 load.wanted += 1
         return loads

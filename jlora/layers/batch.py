@@ -68,7 +68,7 @@ class Lease:
         self.where = where
         self.opened = time.monotonic()
         self.closed = False
-        self._unsure: tuple[int, frozenset[Site]] = (-1, _NOTHING)
+        self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def close(self) -> None:
         self.closed = True
@@ -76,7 +76,7 @@ class Lease:
     def bringing(self, site: Site) -> list[str]:
         return [adapter.name for adapter in self.adapters if site in adapter.sites]
 
-    def unsure(self, coverage: Coverage) -> frozenset[Site]:
+    def unsure(self, coverage: Coverage) -> frozenset[int]:
         """`coverage.unsure(self.touched)`, remembered: it is asked for at every step."""
         version = coverage.version
         if self._unsure[0] != version:
@@ -92,7 +92,7 @@ class Layout:
       coverage: of the model that the batch was prepared for.
       num_sequences: of the whole batch; one shard of it may have fewer `slots`.
       length: rows a sequence, where declared.
-      unsure: the sites that its adapters touch and some traced function does not serve; see `Coverage`.
+      unsure: groups of sites that its adapters touch and some traced function does not serve; see `Coverage`.
       absent: whether sequences lack their adapter.
       orphan: whether the batch came out of a traced function. Compared, so that a step is traced for it, and raises.
       lease: the lease of the batch that this describes. Weak, for compiled functions keep static parts for ever.
@@ -102,7 +102,7 @@ class Layout:
     coverage: Coverage
     num_sequences: int
     length: int | None = None
-    unsure: frozenset[Site] = _NOTHING
+    unsure: frozenset[int] = frozenset()
     absent: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
@@ -199,7 +199,7 @@ class LoRABatch:
             self.check_usable()
         traced = isinstance(self.slots, jax.core.Tracer)
         unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
-        if traced != layout.traced or unsure is not layout.unsure:
+        if traced != layout.traced or unsure != layout.unsure:
             layout = replace(layout, unsure=unsure, traced=traced)
         return (self.slots, self.token_slots), layout
 

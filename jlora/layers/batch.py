@@ -25,6 +25,7 @@ _ABSENT = (
     "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
 )
 _NOTHING: frozenset[Site] = frozenset()
+_ARRAYS = (jax.Array, np.ndarray)
 
 
 class Served(Protocol):
@@ -195,7 +196,8 @@ class LoRABatch:
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
         layout, lease = self.layout, self.lease
-        if not layout.orphan:  # JAX and Flax pass what comes out of a function around; only its use is wrong
+        # JAX and Flax pass what comes out of a function around; only its use is wrong. Shapes serve nobody.
+        if not layout.orphan and isinstance(self.slots, _ARRAYS):
             self.check_usable()
         traced = isinstance(self.slots, jax.core.Tracer)
         unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
@@ -209,8 +211,11 @@ class LoRABatch:
         traced = isinstance(slots, jax.core.Tracer)
         if layout.traced and not traced:
             layout = replace(layout, orphan=True, traced=False)
-        # Traced arrays hold no lease: what is traced may outlive the call, in a cache of compiled functions.
-        return cls(slots, token_slots, layout, None if traced or layout.lease is None else layout.lease())
+        # Traced arrays hold no lease, nor do shapes and whatever else JAX puts in their place: they may outlive the
+        # call, in a cache of compiled functions.
+        if traced or layout.lease is None or not isinstance(slots, _ARRAYS):
+            return cls(slots, token_slots, layout, None)
+        return cls(slots, token_slots, layout, layout.lease())
 
 
 def check_batch(batch: LoRABatch) -> None:

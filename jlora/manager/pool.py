@@ -3,7 +3,6 @@
 import collections
 import itertools
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from jlora._compat import is_committed, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
+from jlora.manager.locks import Lock
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where = Sharding | jax.Device
@@ -60,7 +60,7 @@ class Pool:
         self._unsynced: set[tuple[int, ...]] = set()
         self._in_flight: list[tuple[int, jax.Array]] = []
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
-        self._compiling = threading.Lock()
+        self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     @property
@@ -111,8 +111,13 @@ class Pool:
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[Content], bool]) -> None:
-        """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped."""
+    def heal(self, alive: Callable[[Content], bool], *, donate: bool) -> None:
+        """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped.
+
+        Args:
+          alive: whether a content means anything still.
+          donate: as in `write`.
+        """
         for places in tuple(self._unsynced):
             self._adopt(places)
         lost = [
@@ -129,7 +134,7 @@ class Pool:
             if content is None or not alive(content):
                 self.clear(slot)
             else:
-                self.write(slot, content)
+                self.write(slot, content, donate=donate)
 
     def _adopt(self, places: tuple[int, ...]) -> None:
         """Take the arrays that a write left in the variables, where they are whole; else they stay lost."""
@@ -252,7 +257,7 @@ class Pool:
         """Make the programs that write slots, for the arrays as they lie now. The first call compiles, in parallel."""
         if self._programs:
             return
-        with self._compiling:
+        with self._compiling():
             if self._programs:
                 return
             jobs: dict[Any, tuple[Where, ...]] = {}
@@ -264,8 +269,8 @@ class Pool:
             jobs["ranks",] = tuple(map(_where, self._known[2::3]))
             with ThreadPoolExecutor() as threads:
                 made = dict(zip(jobs, threads.map(self._program, jobs, jobs.values()), strict=True))
-            self.compilations += 1
-            self._programs = {(key, jobs[key]): program for key, program in made.items()}
+            programs = {(key, jobs[key]): program for key, program in made.items()}
+            self._programs, self.compilations = programs, self.compilations + 1
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))

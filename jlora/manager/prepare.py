@@ -16,6 +16,7 @@ from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled
+from jlora.manager.locks import Lock
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -28,9 +29,24 @@ class _Kept:
     """The arrays of a batch that was prepared before, and what must still be true for them to be right."""
 
     batch: LoRABatch
-    contents: dict[Name, Content]
-    slots: dict[Name, int]
+    slots: dict[Content, int]
+    newest: tuple[Content, ...]  # those that were asked for by name
     generations: tuple[int | None, ...]
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A place in the queue for slots.
+
+    Attributes:
+      deadline: until when; None once its holder has left. One that an interrupt kept from saying so is over then, too.
+    """
+
+    deadline: float | None
+
+    @property
+    def over(self) -> bool:
+        return self.deadline is None or time.monotonic() >= self.deadline
 
 
 class Batches:
@@ -44,7 +60,7 @@ class Batches:
         leases: Leases,
         slots: Slots,
         host: Host,
-        locks: tuple[threading.RLock, threading.RLock],
+        locks: tuple[Lock, Lock],
     ):
         self._wrapped = wrapped
         self._config = config
@@ -54,7 +70,7 @@ class Batches:
         self._host = host
         self._dispatch, self._books = locks
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._queue: deque[object] = deque()  # who waits for slots, in order of arrival
+        self._queue: deque[_Ticket] = deque()  # who waits for slots, in order of arrival
 
     def clear(self) -> None:
         self._kept.clear()
@@ -65,25 +81,23 @@ class Batches:
         if kept is None or not self._slots.pool.intact() or _deleted(kept.batch):
             return None
         contents = self._registry.contents
-        for name, content in kept.contents.items():
-            newest = isinstance(name, AdapterHandle) or contents.get(content.name) is content
-            if not newest or self._slots.pool.table[kept.slots[name]] is not content:
-                return None
-            if isinstance(name, LoRARequest) and name.load_inplace:
-                return None
-        self._slots.hit(kept.contents.values())
+        if any(contents.get(content.name) is not content for content in kept.newest):
+            return None
+        if any(self._slots.pool.table[slot] is not content for content, slot in kept.slots.items()):
+            return None
+        self._slots.hit(kept.slots)
         self._kept.move_to_end(asked.key)
-        lease = self._lease(kept.contents.values(), kept.generations)
+        lease = self._lease(kept.slots, kept.generations)
         return renewed(kept.batch, lease)
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
-        with self._books:
+        with self._books():
             self._wrapped.check()
             batch = self._again(asked)
         if batch is not None:
             return batch, (True,) * len(asked.names)
-        ticket = object()
+        ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
             while True:
@@ -93,12 +107,12 @@ class Batches:
                         self._host.wait(load, deadline)
                     continue
                 self._slots.pool.compile()
-                with self._dispatch, self._books:
+                with self._dispatch(), self._books():
                     self._wrapped.check()
                     contents = self._contents(asked)
                     if wait and len(contents) < len(asked.adapters):
                         continue  # evicted since
-                    first = next(iter(self._queue), ticket) is ticket
+                    first = self._first(ticket)
                     try:
                         if not first and any(content not in self._slots.pool.table for content in contents.values()):
                             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
@@ -111,13 +125,18 @@ class Batches:
                             self._queue.append(ticket)
                 time.sleep(POLL)
         finally:
-            while ticket in self._queue:
-                self._queue.remove(ticket)
+            ticket.deadline = None
+
+    def _first(self, ticket: "_Ticket") -> bool:
+        """Whether nobody came before; those who left are struck off here."""
+        while self._queue and self._queue[0].over:
+            self._queue.popleft()
+        return not self._queue or self._queue[0] is ticket
 
     def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
         """The loads that a batch has to wait for, each wanted once more by this call."""
         loads: list[Load] = []
-        with self._books:
+        with self._books():
             for name in asked.adapters:
                 if isinstance(name, AdapterHandle):
                     continue
@@ -169,11 +188,13 @@ class Batches:
         batch = make_batch(
             slots, token_slots, self._wrapped.tracking, lease, length=asked.length, absent=not all(ready)
         )
-        if keep:
-            # What is kept must hold nothing: its lease is one that is closed.
+        if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
+            # What is kept must hold nothing: its lease is one that is closed, and handles are not in it.
             closed = Lease((), (), 0)
             closed.close()
-            self._kept[asked.key] = _Kept(renewed(batch, closed), served, slot_of, generations)
+            slots_of = {served[name]: slot for name, slot in slot_of.items()}
+            newest = tuple(served[name] for name in served if not isinstance(name, AdapterHandle))
+            self._kept[asked.key] = _Kept(renewed(batch, closed), slots_of, newest, generations)
             self._kept.move_to_end(asked.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)

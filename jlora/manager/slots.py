@@ -12,6 +12,7 @@ from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content
 from jlora.manager.leases import Leases
+from jlora.manager.locks import Lock
 from jlora.manager.pool import Pool
 from jlora.manager.registry import Registry
 
@@ -72,13 +73,16 @@ class Slots:
     def sweep(self) -> None:
         """Mend the slots, and forget contents that mean nothing any more."""
         if not self.pool.intact():
-            self.pool.heal(self.alive())
+            self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
         for slot, content in enumerate(self.pool.table):
             # A pinned name keeps its slot while a new generation is on its way into it.
             if content is not None and not alive(content) and not self._registry.contents.pinned(content.name):
                 self.pool.clear(slot)
                 self._used.pop(content, None)
+        if len(self._used) > len(self.pool.table):  # an interrupt came between a slot and its book
+            held = set(self.pool.table)
+            self._used = {content: tick for content, tick in self._used.items() if content in held}
 
     def activate(self, wanted: Sequence[Content], *, partly: bool = False) -> list[Content]:
         """Bring contents into slots. Returns those that were written.
@@ -113,6 +117,10 @@ class Slots:
             self.touch(content)
         return written
 
+    def _may_donate(self) -> bool:
+        """Whether no other thread can be calling its step now, with the arrays as they are: none has an open batch."""
+        return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
+
     def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
         """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used."""
         alive = self.alive()
@@ -142,7 +150,7 @@ class Slots:
         Of `new` only the blocks in `changed` differ from `old`.
         """
         if not self.pool.intact():
-            self.pool.heal(self.alive())
+            self.pool.heal(self.alive(), donate=self._may_donate())
         slot = self.pool.slot_of(old)
         if slot is not None and not self.alive()(old):
             self.write(slot, new, changed)
@@ -152,9 +160,7 @@ class Slots:
         """Write one content into one slot; what was there is out. With `only`, the slot holds its other blocks."""
         started = time.monotonic()
         victim = self.pool.table[slot]
-        # A thread with an open batch may be calling its step now, with the arrays as they are.
-        others = self._leases.threads() - {threading.get_ident()}
-        self.pool.write(slot, content, donate=self.takes_turns or not others, only=only)
+        self.pool.write(slot, content, donate=self._may_donate(), only=only)
         self._ahead.pop(content, None)
         if victim is not None and victim is not content:
             self._used.pop(victim, None)
@@ -172,13 +178,13 @@ class Slots:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, content: Content, lock: threading.RLock, max_bytes: int) -> None:
+    def move_ahead(self, content: Content, lock: Lock, max_bytes: int) -> None:
         """Move a content to the device before it is asked for; on a loading thread, under no lock.
 
         At most `max_bytes` of such contents lie there; the first to come are the first to go.
         """
         size = sum(block.nbytes for block in content.blocks)
-        with lock:
+        with lock():
             if size > max_bytes or content in self.pool.table or content in self._ahead:
                 return
             self._ahead[content] = None
@@ -186,7 +192,7 @@ class Slots:
                 self._ahead.popitem(last=False)[0].ahead = None
         moved = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
-        with lock:
+        with lock():
             if content in self._ahead and content not in self.pool.table:
                 content.ahead = moved
             else:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jlora.config import LoRARequest
+from jlora.errors import LoRAError
 from jlora.manager.locks import Lock, Turns
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
@@ -99,6 +100,19 @@ class Load:
             future.set_result(self.result)
 
 
+class _Promise:
+    """Goes with the thread of a load: where that dies before it has begun, those who wait hear of it all the same."""
+
+    def __init__(self, loader: "Loader", load: Load):
+        self._loader = loader
+        self._load = load
+
+    def __del__(self) -> None:
+        if not self._load.done:
+            name = self._load.request.name
+            self._loader.finish(self._load, False, LoRAError(f"adapter {name!r}: the thread that loads it died"))
+
+
 class Loader:
     """Runs loads on daemon threads. `start` and `forget` are called under the manager's lock.
 
@@ -134,7 +148,8 @@ class Loader:
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
             # Known once its thread runs: for one that an interrupt kept from starting, others would wait for ever. One
             # that runs and is not known finds that nobody wants it.
-            threading.Thread(target=self._run, args=(load, before), name="jlora-load", daemon=True).start()
+            promise = _Promise(self, load)
+            threading.Thread(target=self._run, args=(load, before, promise), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
         return load
@@ -152,17 +167,17 @@ class Loader:
                     del self._loads[load.request]
                 raise LoadCancelled
 
-    def _run(self, load: Load, before: list[Load]) -> None:
+    def _run(self, load: Load, before: list[Load], promise: "_Promise") -> None:
         try:
             with self._lock():  # the caller has left it, and counts itself now
                 load.wanted -= 1
             for other in before:  # one name, another source: in the order in which they were asked for
                 other.wait(None)
-            self._finish(load, self._work(load), None)
+            self.finish(load, self._work(load), None)
         except BaseException as error:  # whatever it was, those who wait must hear of it
-            self._finish(load, False, error)
+            self.finish(load, False, error)
 
-    def _finish(self, load: Load, result: bool, error: BaseException | None) -> None:
+    def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
         with self._lock():
             load.finish(result, error)
             if load.error is None or isinstance(load.error, LoadCancelled):

@@ -292,7 +292,7 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _where(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else next(iter(array.devices()))
+    return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # of a deleted one, too
 
 
 def _whole(where: Where) -> Where:

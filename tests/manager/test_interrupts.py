@@ -14,7 +14,7 @@ from flax import nnx
 
 import jlora
 from tests.manager.hostile import PATIENCE, Injector, Judge, adapter
-from tests.manager.tiny import World, make_world
+from tests.manager.tiny import MAX_RANK, Model, World, expected, make_world
 
 NAMES = "abcd"
 POINTS = 25  # lines of each verb where the suite interrupts; benchmarks/soak.py takes them all
@@ -205,6 +205,8 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     arena.close()
 
 
+# The thread may be hit before its first line: it dies, and says so on its way out.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("name", VERBS)
 def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str) -> None:
     verb = VERBS[name]
@@ -213,3 +215,64 @@ def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str) -> None
     points = sorted({round(1 + i * (lines - 1) / (POINTS - 1)) for i in range(POINTS)})
     fired = [arena.trial(verb, at).fired for at in points]
     assert sum(where is not None for where in fired) >= 0.9 * len(points)
+
+
+# --- a model given back, and one taken ------------------------------------------------------------------------------
+
+
+def wrapped(model: Model) -> jlora.LoRAManager:
+    return jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
+
+
+def as_before(model: Model) -> bool:
+    """Whether no layer of a model has anything of ours on it."""
+    return all(
+        not type(module).__name__.endswith("WithLoRA") and not any(name.startswith("jlora") for name in vars(module))
+        for _, module in nnx.iter_modules(model)
+    )
+
+
+def give_back(at: int | None) -> Injector:
+    """Interrupt `unwrap`: the model is wrapped and served, or as it was."""
+    model, tokens = Model(), np.arange(4)[None]
+    manager, injector = wrapped(model), Injector(at)
+    manager.add_adapter(adapter("a"))
+    try:
+        with injector.here():
+            manager.unwrap()
+    except KeyboardInterrupt:
+        pass
+    if as_before(model):
+        with pytest.raises(jlora.LoRAError, match="gave its model back"):
+            manager.prepare([None])
+    else:
+        manager.add_adapter(adapter("b"))
+        with manager.prepare(["b"]) as batch, jlora.use(batch):
+            want = expected(model, adapter("b"), tokens[0])
+            np.testing.assert_allclose(model(tokens)[0], want, rtol=0, atol=4e-6 * np.abs(want).max())
+        assert manager.unwrap() is model
+        assert as_before(model)
+    want = expected(model, None, tokens[0])
+    np.testing.assert_allclose(model(tokens)[0], want, rtol=0, atol=4e-6 * np.abs(want).max())
+    return injector
+
+
+def take(at: int | None) -> Injector:
+    """Interrupt `LoRAManager(...)`: there is a manager, or the model is as it was."""
+    model, injector = Model(), Injector(at)
+    try:
+        with injector.here():
+            manager = wrapped(model)
+        manager.unwrap()
+    except KeyboardInterrupt:
+        pass
+    assert as_before(model), f"interrupted at {injector.fired}"
+    wrapped(model)
+    return injector
+
+
+@pytest.mark.parametrize("trial", [give_back, take])
+def test_an_interrupt_leaves_the_model_wrapped_or_as_it_was(trial: Callable[[int | None], Injector]) -> None:
+    lines = trial(None).lines
+    points = sorted({round(1 + i * (lines - 1) / (2 * POINTS - 1)) for i in range(2 * POINTS)})
+    assert all(trial(at).fired for at in points)

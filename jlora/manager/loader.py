@@ -103,12 +103,14 @@ class Load:
 class _Promise:
     """Goes with the thread of a load: where that dies before it has begun, those who wait hear of it all the same."""
 
+    _load: Load | None = None
+
     def __init__(self, loader: "Loader", load: Load):
         self._loader = loader
         self._load = load
 
     def __del__(self) -> None:
-        if not self._load.done:
+        if self._load is not None and not self._load.done:
             name = self._load.request.name
             self._loader.finish(self._load, False, LoRAError(f"adapter {name!r}: the thread that loads it died"))
 

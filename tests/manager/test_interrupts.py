@@ -1,6 +1,12 @@
 """KeyboardInterrupt at every line of the manager, and real ones: nothing wrong, nothing dead, nothing leaked."""
 
 import gc
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -276,3 +282,64 @@ def test_an_interrupt_leaves_the_model_wrapped_or_as_it_was(trial: Callable[[int
     lines = trial(None).lines
     points = sorted({round(1 + i * (lines - 1) / (2 * POINTS - 1)) for i in range(2 * POINTS)})
     assert all(trial(at).fired for at in points)
+
+
+# --- real ones ------------------------------------------------------------------------------------------------------
+
+
+def signals(times: int, seed: int = 0) -> dict[str, int]:
+    """Swap and step in the main thread while another sends SIGINT at random moments; check after each.
+
+    Returns:
+      How often it was caught, where ("prepare", "step", "add", "replace"), and how many rounds were worked.
+    """
+    world = make_world(max_loras=2, max_cpu_loras=4)
+    judge = Judge(world)
+    rng, main = random.Random(seed), threading.main_thread().ident
+    caught: Counter[str] = Counter()
+    assert main is not None
+
+    def load() -> None:
+        for name in NAMES:
+            world.manager.add_adapter(adapter(name))
+
+    load()
+    judge.check(lambda name: [adapter(name)])  # compiles
+    for _ in range(times):
+        load()
+        doing, wrong = "nothing", None
+        timer = threading.Timer(rng.random() * 0.02, signal.pthread_kill, (main, signal.SIGINT))
+        try:
+            timer.start()
+            while True:
+                names = rng.sample(NAMES, 2)
+                doing = "prepare"
+                with world.manager.prepare([*names, None]) as batch:
+                    doing = "step"
+                    logits = world.logits(batch)
+                if not all(judge.right(logits[i], i, adapter(name)) for i, name in enumerate(names)):
+                    wrong = names
+                doing = "add"
+                world.manager.add_adapter(adapter(names[0]), load_inplace=rng.random() < 0.5)
+                doing = "check"
+                caught["rounds"] += 1
+        except KeyboardInterrupt:
+            caught[doing] += 1
+        timer.join()
+        assert wrong is None, f"wrong answer for one of {wrong}"
+        judge.check(lambda name: [adapter(name)])
+    judge.close()
+    return dict(caught)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system sends no signal to a thread")
+def test_real_interrupts_harm_nothing() -> None:
+    """In a process of its own: a signal that comes late must not hit pytest."""
+    code = "from tests.manager.test_interrupts import signals; print(sum(signals(20).values()) >= 20)"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "True"
+    assert "Exception ignored" not in done.stderr, done.stderr[-2000:]

@@ -93,7 +93,7 @@ class Judge:
 
     def __init__(self, world: World):
         self.world = world
-        self._known: dict[Any, np.ndarray] = {}
+        self._known: dict[Any, tuple[np.ndarray, jlora.Adapter | None]] = {}
         self._threads = ThreadPoolExecutor(1)
 
     def close(self) -> None:
@@ -102,9 +102,9 @@ class Judge:
     def want(self, served: jlora.Adapter | None, row: int) -> np.ndarray:
         """Logits [L, V] of one sequence by the NumPy model."""
         key = (None if served is None else id(served), row)
-        if key not in self._known:
-            self._known[key] = expected(self.world.model, served, np.asarray(self.world.tokens)[row])
-        return self._known[key]
+        if key not in self._known:  # the adapter is kept beside it, so that its id stays its own
+            self._known[key] = expected(self.world.model, served, np.asarray(self.world.tokens)[row]), served
+        return self._known[key][0]
 
     def right(self, logits: np.ndarray, row: int, served: jlora.Adapter | None) -> bool:
         want = self.want(served, row)

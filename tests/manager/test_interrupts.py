@@ -94,6 +94,7 @@ def evicted_request(world: World, folders: Path) -> None:
     world.manager.add_adapter(request(folders, "e"))
     while "e" in world.manager.list_adapters():
         world.manager.remove_oldest_adapter()
+    world.manager.add_adapter(adapter("a"))
 
 
 def older_state(world: World, folders: Path) -> None:
@@ -193,6 +194,8 @@ class Arena:
                 verb.run(world, self.folders)
         except error:
             caught = error
+        except jlora.LoRAError as died:
+            assert verb.in_thread and "died" in str(died), f"interrupted at {injector.fired}"
         del kept
         lost = injector.fired is not None and caught is None and not verb.in_thread
         assert not lost, f"an interrupt at {injector.fired} went unnoticed"

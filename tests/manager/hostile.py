@@ -17,8 +17,8 @@ import jlora
 from tests.manager.tiny import World, expected, make_adapter
 
 JLORA = str(Path(jlora.__file__).parent)
-# Code of the standard library that runs between two lines of ours, with our locks held. (Not `threading`: at lines where
-# no signal can come, a trace function would leave the one lock taken that every thread needs to start and to end.)
+# Code of the standard library that runs between two lines of ours, with our locks held. (Not `threading`: at lines
+# where no signal can come, a trace function would leave the one lock taken that threads need to start and to end.)
 BORROWED = (contextlib.__file__,)
 PATIENCE = 20.0  # seconds until what does not answer is said to hang; it takes milliseconds
 

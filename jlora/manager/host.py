@@ -16,7 +16,6 @@ from jlora.errors import (
     AdapterMismatchError,
     AdapterNotFoundError,
     LoadTimeoutError,
-    LoRAError,
 )
 from jlora.layers.wrap import WrappedModel
 from jlora.manager.blocks import Block, pack
@@ -24,6 +23,7 @@ from jlora.manager.content import Content
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
+from jlora.manager.locks import Lock
 from jlora.manager.names import SiteIndex
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
@@ -45,7 +45,7 @@ class Host:
         leases: Leases,
         slots: Slots,
         counts: Counter[str],
-        books: threading.RLock,
+        books: Lock,
         resolve: Callable[[LoRARequest], str] | None,
     ):
         self._config = config
@@ -70,7 +70,7 @@ class Host:
 
     def touch(self, name: str) -> bool:
         """Mark a use; False where the name is not on the host."""
-        with self._books:
+        with self._books():
             if name not in self._registry.contents:
                 return False
             self._registry.contents.touch(name)
@@ -78,17 +78,23 @@ class Host:
 
     def load(self, request: LoRARequest, patience: Patience) -> bool:
         """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
-        with self._books:
-            load = self.loader.start(request, again=True, patience=patience)
-            load.wanted += 1
-        return self.wait(load, patience.deadline)
+        while True:
+            with self._books():
+                load = self.loader.start(request, again=True, patience=patience)
+                load.wanted += 1
+            if self.wait(load, patience.deadline):
+                return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
-        with self._books:
+        with self._books():
             return self.loader.start(request, again=True, ahead=True).future()
 
     def wait(self, load: Load, deadline: float | None) -> bool:
-        """The result of a load that the caller wants (it has counted itself in `load.wanted`)."""
+        """Wait for a load that the caller wants (it has counted itself in `load.wanted`). Raises what it raised.
+
+        Returns:
+          Whether there is a result. If not, it was given up before the caller came, and is to be started again.
+        """
         name = load.request.name
         try:
             if not load.wait(deadline):
@@ -98,17 +104,17 @@ class Host:
         finally:
             load.wanted -= 1
         if load.error is None:
-            return load.result
-        with self._books:
+            return True
+        with self._books():
             self.loader.forget(load)
         if isinstance(load.error, LoadCancelled):
-            raise LoRAError(f"adapter {name!r}: its loading was cancelled")
+            return False
         raise load.error
 
     def recall(self, name: str) -> None:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
         while True:
-            with self._books:
+            with self._books():
                 known = self._registry.known.get(name)
                 if name in self._registry.contents or known is None:
                     self.newest(name)
@@ -125,14 +131,14 @@ class Host:
         result = False
         if request.load_inplace or not self.touch(request.name):
             with _logged(request.name, request.path):
-                with self.loader.turn:
-                    load.check_wanted()
+                with self.loader.turn():
+                    self.loader.check_wanted(load)
                     adapter = self._read(request)
-                    load.check_wanted()
+                    self.loader.check_wanted(load)
                     content = self.stage(adapter, request)
                 result = self.admit(content, request.load_inplace, load.patience, load)
         if load.ahead:
-            with self._books:
+            with self._books():
                 newest = self._registry.contents.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._books, self._config.max_staging_bytes)
@@ -188,7 +194,7 @@ class Host:
 
     def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
-        with self._books:
+        with self._books():
             contents = (self._registry.contents[name] for name in self._registry.contents)
             taken = sum(content.nbytes for content in contents if content.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
@@ -198,10 +204,10 @@ class Host:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
         while True:
-            with self._books:
+            with self._books():
                 self._wrapped.check()
                 if load is not None:
-                    load.check_wanted()
+                    self.loader.check_wanted(load)
                 old = self._registry.contents.get(name)
                 if old is not None and not replace:
                     self._registry.contents.touch(name)
@@ -220,13 +226,13 @@ class Host:
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
-        with self._books:
+        with self._books():
             old = self.newest(name)
         pool = self._slots.pool
         content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
         pool.compile()
         while True:
-            with locks[0], locks[1]:
+            with locks[0](), locks[1]():
                 self._wrapped.check()
                 if not self._registry.newest(old):
                     raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
@@ -234,19 +240,21 @@ class Host:
                     for victim in self._registry.victims_for(content, self.busy):
                         self.evict(victim)
                     content.generation = self._registry.generation(name, None)
+                    if not content.on_host:  # started first: a content that nobody copies back would never be evictable
+                        threading.Thread(
+                            target=self._copy_back, args=(content,), name="jlora-copy-back", daemon=True
+                        ).start()
                     self._registry.put(content)
                     self._slots.replace(old, content, written)
                     break
             self.wait_for(old, "updating", patience)
-        if not content.on_host:
-            threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back", daemon=True).start()
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
     def _copy_back(self, content: Content) -> None:
         """The blocks of a device update into host memory, on a thread of its own."""
         blocks = self.pinned(to_host(content.blocks))
-        with self._books:
+        with self._books():
             content.blocks = blocks
             content.on_host = True
 

@@ -63,23 +63,22 @@ class Leases:
     """The open leases and handles, by weak references: what nobody holds any more is closed.
 
     An object may be collected in any thread and between any two steps of the manager, so collecting one changes nothing
-    here but a dictionary, by one call of C, and every question looks at the objects that are alive now.
+    here but a set, by one call of C (an interrupt in Python code would be lost there), and every question looks at the
+    objects that are alive now.
     """
 
     def __init__(self) -> None:
-        self._leases: dict[int, weakref.ref[Lease]] = {}
-        self._handles: dict[int, weakref.ref[AdapterHandle]] = {}
+        self._leases: set[weakref.ref[Lease]] = set()
+        self._handles: set[weakref.ref[AdapterHandle]] = set()
 
     def add(self, lease: Lease) -> None:
-        key = id(lease)
-        self._leases[key] = weakref.ref(lease, lambda _: self._leases.pop(key, None))
+        self._leases.add(weakref.ref(lease, self._leases.discard))
 
     def add_handle(self, handle: AdapterHandle) -> None:
-        key = id(handle)
-        self._handles[key] = weakref.ref(handle, lambda _: self._handles.pop(key, None))
+        self._handles.add(weakref.ref(handle, self._handles.discard))
 
     def open(self) -> Iterator[Lease]:
-        for ref in list(self._leases.values()):
+        for ref in list(self._leases):
             if (lease := ref()) is not None and not lease.closed:
                 yield lease
 
@@ -89,7 +88,7 @@ class Leases:
 
     def handled(self) -> set[Content]:
         """The contents that handles hold on the host."""
-        handles = [ref() for ref in list(self._handles.values())]
+        handles = [ref() for ref in list(self._handles)]
         return {handle.content for handle in handles if handle is not None and handle.content is not None}
 
     def threads(self, content: Content | None = None) -> set[int]:
@@ -100,5 +99,5 @@ class Leases:
         now = time.monotonic()
         return tuple(
             LeaseInfo(tuple(adapter.name for adapter in lease.adapters), now - lease.opened, lease.thread, lease.where)
-            for lease in self.open()
+            for lease in sorted(self.open(), key=lambda lease: lease.opened)
         )

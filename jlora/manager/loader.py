@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jlora.config import LoRARequest
+from jlora.errors import LoRAError
+from jlora.manager.locks import Lock, Turns
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
 POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which must not take a lock
@@ -56,10 +58,10 @@ class Load:
         self.in_use = False
         self._futures: list[Future[bool]] = []
 
-    def check_wanted(self) -> None:
-        """Raises LoadCancelled where every one who asked for it has given up."""
-        if self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)):
-            raise LoadCancelled
+    @property
+    def unwanted(self) -> bool:
+        """Whether every one who asked for it has given up."""
+        return self.wanted <= 0 and all(future.cancelled() for future in list(self._futures))
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until it is done. False where the deadline came first."""
@@ -72,24 +74,45 @@ class Load:
     def future(self) -> "Future[bool]":
         """A future of the load. Cancelling it, also while the load runs, gives up this one's wish for it."""
         future: Future[bool] = Future()
-        self._futures.append(future)
         if self.done:
             self._tell(future)
+        else:
+            self._futures.append(future)
         return future
 
     def finish(self, result: bool, error: BaseException | None) -> None:
-        self.result, self.error = result, error
-        self.done = True
-        for future in list(self._futures):
+        """Set the outcome, once; under the manager's lock."""
+        if not self.done:
+            self.result, self.error = result, error
+            self.done = True
+
+    def tell(self) -> None:
+        """Give the outcome to the futures; under no lock, for they call back. What is told already is passed over."""
+        for future in self._futures:
             self._tell(future)
 
     def _tell(self, future: "Future[bool]") -> None:
-        if future.done() or not future.set_running_or_notify_cancel():
+        if future.done() or not (future.running() or future.set_running_or_notify_cancel()):
             return
         if self.error is not None:
             future.set_exception(self.error)
         else:
             future.set_result(self.result)
+
+
+class _Promise:
+    """Goes with the thread of a load: where that dies before it has begun, those who wait hear of it all the same."""
+
+    _load: Load | None = None
+
+    def __init__(self, loader: "Loader", load: Load):
+        self._loader = loader
+        self._load = load
+
+    def __del__(self) -> None:
+        if self._load is not None and not self._load.done:
+            name = self._load.request.name
+            self._loader.finish(self._load, False, LoRAError(f"adapter {name!r}: the thread that loads it died"))
 
 
 class Loader:
@@ -103,8 +126,8 @@ class Loader:
       turn: held while a load reads and casts.
     """
 
-    def __init__(self, work: Callable[[Load], bool], lock: threading.RLock):
-        self.turn = threading.Semaphore(_AT_ONCE)
+    def __init__(self, work: Callable[[Load], bool], lock: Lock):
+        self.turn = Turns(_AT_ONCE)
         self._work = work
         self._lock = lock
         self._loads: dict[LoRARequest, Load] = {}
@@ -123,10 +146,13 @@ class Loader:
         load = self._loads.get(request)
         if load is None or (again and load.done):
             before = [other for other in self._loads.values() if other.request.name == request.name and not other.done]
-            load = self._loads[request] = Load(request, patience or Patience(None))
-            load.ahead = ahead
+            load = Load(request, patience or Patience(None))
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
-            threading.Thread(target=self._run, args=(load, before), name="jlora-load", daemon=True).start()
+            # Known once its thread runs: for one that an interrupt kept from starting, others would wait for ever. One
+            # that runs and is not known finds that nobody wants it.
+            promise = _Promise(self, load)
+            threading.Thread(target=self._run, args=(load, before, promise), name="jlora-load", daemon=True).start()
+            self._loads[request] = load
         load.ahead |= ahead
         return load
 
@@ -135,17 +161,27 @@ class Loader:
         if load.done and self._loads.get(load.request) is load:
             del self._loads[load.request]
 
-    def _run(self, load: Load, before: list[Load]) -> None:
-        result, error = False, None
+    def check_wanted(self, load: Load) -> None:
+        """Raises LoadCancelled where nobody wants a load any more; who asks from then on starts another."""
+        with self._lock():
+            if load.unwanted:
+                if self._loads.get(load.request) is load:
+                    del self._loads[load.request]
+                raise LoadCancelled
+
+    def _run(self, load: Load, before: list[Load], promise: "_Promise") -> None:
         try:
-            with self._lock:  # the caller has left it, and counts itself now
+            with self._lock():  # the caller has left it, and counts itself now
                 load.wanted -= 1
             for other in before:  # one name, another source: in the order in which they were asked for
                 other.wait(None)
-            result = self._work(load)
-        except BaseException as caught:  # whatever it was, those who wait must hear of it
-            error = caught
-        load.finish(result, error)
-        if error is None or isinstance(error, LoadCancelled):
-            with self._lock:
+            self.finish(load, self._work(load), None)
+        except BaseException as error:  # whatever it was, those who wait must hear of it
+            self.finish(load, False, error)
+
+    def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
+        with self._lock():
+            load.finish(result, error)
+            if load.error is None or isinstance(load.error, LoadCancelled):
                 self.forget(load)
+        load.tell()

@@ -1,12 +1,11 @@
 """`LoRAManager`: adapters on the host, adapters in slots, and batches that hold their slots."""
 
-import contextlib
 import logging
 import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -31,7 +30,8 @@ from jlora.manager.fit import rank_vector
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
-from jlora.manager.names import NameMap, SiteIndex, name_rules
+from jlora.manager.locks import Lock
+from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.registry import Registry
@@ -91,11 +91,20 @@ class LoRAManager:
         self.model = model
         self.config = config
         rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
-        self._wrapped = wrap_model(model, config, packed_modules, skip)
+        try:
+            self._wrapped = wrap_model(model, config, packed_modules, skip)
+            self._build(rules, resolve)
+        except BaseException:
+            if "_wrapped" in vars(self):
+                self._wrapped.unwrap()  # nobody else could
+            raise
+
+    def _build(self, rules: NameRules, resolve: Callable[[LoRARequest], str] | None) -> None:
+        config = self.config
         index = SiteIndex(self._wrapped, rules)
         # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
         # for moments only, never while anything is read, cast or compiled.
-        self._dispatch, self._books = locks = threading.RLock(), threading.RLock()
+        self._dispatch, self._books = locks = Lock(), Lock()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
         self._registry = Registry(config.max_cpu_loras or config.max_loras, config.max_cpu_bytes)
@@ -198,7 +207,7 @@ class LoRAManager:
         """
         patience = _patience(timeout)
         while True:
-            with self._books:
+            with self._books():
                 content = self._registry.contents.get(name)
                 if content is None or not self._host.held(content):
                     found = self._registry.forget(name)
@@ -210,7 +219,7 @@ class LoRAManager:
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
-        with self._books:
+        with self._books():
             return self._host.evict_oldest()
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
@@ -221,7 +230,7 @@ class LoRAManager:
         """
         patience = _patience(timeout)
         while True:
-            with self._books:
+            with self._books():
                 contents = [self._registry.contents[name] for name in self._registry.contents]
                 held = next((content for content in contents if self._host.held(content)), None)
                 if held is None:
@@ -234,7 +243,7 @@ class LoRAManager:
 
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
-        with self._books:
+        with self._books():
             leased = self._leases.leased()
             slots = {content: slot for slot, content in enumerate(self._pool.table) if content is not None}
             contents = self._registry.contents
@@ -266,7 +275,7 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
           LoRAError: it is in no slot.
         """
-        with self._dispatch, self._books:
+        with self._dispatch(), self._books():
             content = self._host.newest(name)
             slot = self._pool.slot_of(content)
             if slot is None:
@@ -283,8 +292,7 @@ class LoRAManager:
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
         self._check_call("activate_adapter")
-        with self._found(name) as content:
-            return bool(self._slots.activate([content]))
+        return self._activate(name, pin=False)
 
     def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Take an adapter out of its slot (it stays on the host, unpinned). False if it is in none.
@@ -294,7 +302,7 @@ class LoRAManager:
         """
         patience = _patience(timeout)
         while True:
-            with self._books:
+            with self._books():
                 content = self._registry.contents.get(name)
                 if content is None or content not in self._pool.table:
                     return False
@@ -311,10 +319,8 @@ class LoRAManager:
           AdapterNotFoundError, NoFreeSlotError: as `activate_adapter`.
         """
         self._check_call("pin_adapter")
-        with self._found(name) as content:
-            self._slots.activate([content])
-            self._registry.contents.pin(name)
-            return True
+        self._activate(name, pin=True)
+        return True
 
     def unpin_adapter(self, name: str) -> bool:
         """Let an adapter be evicted again. False if it was not pinned.
@@ -322,14 +328,14 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._books:
+        with self._books():
             self._host.newest(name)
             return self._registry.contents.unpin(name)
 
     @property
     def slot_names(self) -> tuple[str | None, ...]:
         """What each slot holds; None for a free one. A free slot is taken lowest first."""
-        with self._books:
+        with self._books():
             return self._slots.names()
 
     @property
@@ -338,23 +344,24 @@ class LoRAManager:
 
         The next write of a slot donates them: read this property anew for each step.
         """
-        with self._books:
+        with self._books():
             arrays = self._pool.arrays()
             if self._state is None or not all(map(operator.is_, arrays, self._state[0])):
                 self._state = (arrays, nnx.state(self.model, SlotParam))
             return self._state[1]
 
-    @contextlib.contextmanager
-    def _found(self, name: str) -> Iterator[Content]:
-        """The newest content of a name, loaded again if need be, with both locks held."""
+    def _activate(self, name: str, *, pin: bool) -> bool:
+        """Bring a name into a slot, loaded again if need be. True if it was written."""
         self._pool.compile()
         while True:
             self._host.recall(name)
-            with self._dispatch, self._books:
+            with self._dispatch(), self._books():
                 self._wrapped.check()
                 if name in self._registry.contents:  # not evicted since
-                    yield self._registry.contents[name]
-                    return
+                    written = self._slots.activate([self._registry.contents[name]])
+                    if pin:
+                        self._registry.contents.pin(name)
+                    return bool(written)
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -432,7 +439,7 @@ class LoRAManager:
         self._wrapped.check()
         while True:
             self._host.recall(name)
-            with self._books:
+            with self._books():
                 if name in self._registry.contents:  # not evicted since
                     handle = AdapterHandle(self._registry.contents[name])
                     self._leases.add_handle(handle)
@@ -448,7 +455,7 @@ class LoRAManager:
         For programs that step in one thread while another prepares batches. Once it is used, use it for every step that
         may run beside a `prepare` in another thread.
         """
-        with self._dispatch:
+        with self._dispatch():
             self._slots.takes_turns = True
             return step(*args, **kwargs)
 
@@ -478,7 +485,7 @@ class LoRAManager:
         asked = read_arguments([None] * num_sequences, token_counts, pad_to, length)
         self._pool.compile()
         none = self.config.max_loras
-        with self._dispatch, self._books:
+        with self._dispatch(), self._books():
             self._wrapped.check()
             self._slots.sweep()
             slot = next((slot for slot, content in enumerate(self._pool.table) if content is None), none)
@@ -525,7 +532,7 @@ class LoRAManager:
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""
-        with self._books:
+        with self._books():
             names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
                 **{name: self._counts[name] for name in names},
@@ -550,7 +557,7 @@ class LoRAManager:
         Raises:
           AdapterInUseError: a batch is open.
         """
-        with self._dispatch, self._books:
+        with self._dispatch(), self._books():
             for lease in self._leases.open():
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from jlora._compat import is_committed, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
+from jlora.manager.locks import Lock
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where = Sharding | jax.Device
@@ -73,7 +73,7 @@ class Pool:
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
-        self._compiling = threading.Lock()
+        self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     @property
@@ -295,7 +295,7 @@ class Pool:
         """Make the programs that write slots, for the arrays as they lie now. The first call compiles, in parallel."""
         if self._programs:
             return
-        with self._compiling:
+        with self._compiling():
             if self._programs:
                 return
             wanted = self._wanted()

@@ -16,6 +16,7 @@ from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
+from jlora.manager.locks import Lock
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -39,6 +40,21 @@ class _Kept:
     generations: tuple[int | None, ...]
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """A place in the queue for slots.
+
+    Attributes:
+      deadline: until when; None once its holder has left. One that an interrupt kept from saying so is over then, too.
+    """
+
+    deadline: float | None
+
+    @property
+    def over(self) -> bool:
+        return self.deadline is None or time.monotonic() >= self.deadline
+
+
 class Batches:
     """Prepares batches, and keeps the device arrays of the last few."""
 
@@ -50,7 +66,7 @@ class Batches:
         leases: Leases,
         slots: Slots,
         host: Host,
-        locks: tuple[threading.RLock, threading.RLock],
+        locks: tuple[Lock, Lock],
     ):
         self._wrapped = wrapped
         self._config = config
@@ -60,7 +76,7 @@ class Batches:
         self._host = host
         self._dispatch, self._books = locks
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._queue: deque[object] = deque()  # who waits for slots, in order of arrival
+        self._queue: deque[_Ticket] = deque()  # who waits for slots, in order of arrival
 
     def clear(self) -> None:
         self._kept.clear()
@@ -85,12 +101,12 @@ class Batches:
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
-        with self._books:
+        with self._books():
             self._wrapped.check()
             batch = self._again(asked)
         if batch is not None:
             return batch, (True,) * len(asked.names)
-        ticket = object()
+        ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
             while True:
@@ -100,12 +116,12 @@ class Batches:
                         self._host.wait(load, deadline)
                     continue
                 self._slots.pool.compile()
-                with self._dispatch, self._books:
+                with self._dispatch(), self._books():
                     self._wrapped.check()
                     contents = self._contents(asked)
                     if wait and len(contents) < len(asked.adapters):
                         continue  # evicted since
-                    first = next(iter(self._queue), ticket) is ticket
+                    first = self._first(ticket)
                     try:
                         if not first and any(content not in self._slots.pool.table for content in contents.values()):
                             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
@@ -118,15 +134,20 @@ class Batches:
                             self._queue.append(ticket)
                 time.sleep(POLL)
         finally:
-            while ticket in self._queue:
-                self._queue.remove(ticket)
+            ticket.deadline = None
+
+    def _first(self, ticket: "_Ticket") -> bool:
+        """Whether nobody came before; those who left are struck off here."""
+        while self._queue and self._queue[0].over:
+            self._queue.popleft()
+        return not self._queue or self._queue[0] is ticket
 
     def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
         """The loads that a batch has to wait for, each wanted once more by this call."""
         loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
-        with self._books:
+        with self._books():
             for name in asked.adapters:
                 if isinstance(name, AdapterHandle):
                     continue
@@ -178,8 +199,8 @@ class Batches:
         batch = make_batch(
             slots, token_slots, self._wrapped.tracking, lease, length=asked.length, absent=not all(ready)
         )
-        if keep:
-            # What is kept must hold nothing: its lease is one that is closed.
+        if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
+            # What is kept must hold nothing: its lease is one that is closed, and handles are not in it.
             closed = Lease((), (), 0)
             closed.close()
             slots_of = {content: slot_of[name] for name, content in served.items()}

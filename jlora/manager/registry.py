@@ -43,6 +43,8 @@ class Registry:
         """Out of the cache; what was loaded from a request stays known."""
         if (request := self.contents[name].request) is not None:
             self.known[name] = request
+        else:
+            self.known.pop(name, None)  # of an older content, where an interrupt left it
         self.contents.remove(name)
 
     def forget(self, name: str) -> bool:

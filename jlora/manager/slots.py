@@ -12,6 +12,7 @@ from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content
 from jlora.manager.leases import Leases
+from jlora.manager.locks import Lock
 from jlora.manager.pool import Pool
 from jlora.manager.registry import Registry
 
@@ -83,6 +84,9 @@ class Slots:
             if content is not None and not alive(content) and not self._registry.contents.pinned(content.name):
                 self.pool.clear(slot)
                 self._used.pop(content, None)
+        if len(self._used) > len(self.pool.table):  # an interrupt came between a slot and its book
+            held = set(self.pool.table)
+            self._used = {content: tick for content, tick in self._used.items() if content in held}
 
     def activate(self, wanted: Sequence[Content], *, partly: bool = False) -> list[Content]:
         """Bring contents into slots. Returns those that were written.
@@ -174,13 +178,13 @@ class Slots:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, content: Content, lock: threading.RLock, max_bytes: int) -> None:
+    def move_ahead(self, content: Content, lock: Lock, max_bytes: int) -> None:
         """Move a content to the device before it is asked for; on a loading thread, under no lock.
 
         At most `max_bytes` of such contents lie there; the first to come are the first to go.
         """
         size = sum(block.nbytes for block in content.blocks)
-        with lock:
+        with lock():
             if size > max_bytes or content in self.pool.table or content in self._ahead:
                 return
             self._ahead[content] = None
@@ -188,7 +192,7 @@ class Slots:
                 self._ahead.popitem(last=False)[0].ahead = None
         moved = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
-        with lock:
+        with lock():
             if content in self._ahead and content not in self.pool.table:
                 content.ahead = moved
             else:

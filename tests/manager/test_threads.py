@@ -1,0 +1,244 @@
+"""Threads that step, swap, load, fail, cancel, remove and hold at once: no wrong answer, no hang, one compilation.
+
+What guards it: slots are written inside `prepare` alone, under the dispatch lock. Steps that go through `manager.run`
+take that lock too, so no step is being dispatched while a write consumes the arrays. A thread that calls its step
+directly has a batch of its own open, and while any other thread has one, a write copies the arrays and consumes the
+copies: JAX never meets an array that one thread donates while another takes it, in whatever order. (It takes the holds
+of a call's arguments one by one: a step with the arrays in another order than the write's hung for ever.)
+"""
+
+import faulthandler
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from tests.manager.hostile import Judge, adapter
+from tests.manager.tiny import SEQUENCES, make_world
+
+NAMES = "abcdef"
+SECONDS = 2.5  # of each run of the suite; benchmarks/soak.py takes minutes
+WATCHDOG = 60.0  # beyond that nobody has answered: a hang
+
+# A thread that has nothing to do but wait must say so in time.
+BUSY = (jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundError, jlora.LoadTimeoutError)
+
+
+class Crowd:
+    """Threads that work on one world until the time is up.
+
+    Attributes:
+      done: what was done, and how often.
+      failures: what nobody should have seen.
+    """
+
+    def __init__(self, folder: Path, seconds: float, seed: int = 0):
+        self.folder = folder
+        self.seconds = seconds
+        self.seed = seed
+        self.world = make_world(max_loras=3, max_cpu_loras=5)
+        self.judge = Judge(self.world)
+        self.done: Counter[str] = Counter()
+        self.failures: list[BaseException] = []
+        self._end = 0.0
+        self._traced = chex.assert_max_traces(self._step, n=1)
+        self.step = jax.jit(self._traced)
+        for name in NAMES:
+            adapter(name).save_pretrained(folder / name)
+        good = folder / "a" / "adapter_model.safetensors"
+        broken = folder / "broken"
+        adapter("broken").save_pretrained(broken)
+        (broken / "adapter_model.safetensors").write_bytes(good.read_bytes()[:100])
+        # The step and the write are compiled before the crowd comes.
+        self.world.manager.add_adapter(adapter("a"))
+        with self.world.manager.prepare(["a", None, None]) as batch:
+            self.step(self.world.model, self.world.tokens, batch)
+
+    @staticmethod
+    def _step(model: nnx.Module, tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+        with jlora.use(batch):
+            return model(tokens)  # type: ignore[operator]
+
+    def request(self, name: str) -> jlora.LoRARequest:
+        return jlora.LoRARequest(name, str(self.folder / name))
+
+    # --- what a thread does, once -----------------------------------------------------------------------------------
+
+    def serve(self, rng: np.random.Generator, call: Callable[..., Any]) -> None:
+        """A batch, and a few steps of it, which must all be right."""
+        names = [None if rng.random() < 0.25 else str(rng.choice(list(NAMES[:4]))) for _ in range(SEQUENCES)]
+        asked = [None if name is None else self.request(name) for name in names]
+        with self.world.manager.prepare(asked, timeout=0.5) as batch:
+            for _ in range(rng.integers(1, 4)):
+                self.right(call(self.step, self.world.model, self.world.tokens, batch), names)
+        self.done["steps"] += 1
+
+    def right(self, logits: jax.Array, names: list[str | None]) -> None:
+        for row, (name, got) in enumerate(zip(names, np.asarray(logits), strict=True)):
+            if not self.judge.right(got, row, None if name is None else adapter(name)):
+                raise AssertionError(f"wrong answer for {name!r} in row {row} of {names}")
+
+    def runs(self, rng: np.random.Generator) -> None:
+        self.serve(rng, self.world.manager.run)
+
+    def steps(self, rng: np.random.Generator) -> None:
+        self.serve(rng, lambda step, *args: step(*args))
+
+    def swaps(self, rng: np.random.Generator) -> None:
+        name = str(rng.choice(list(NAMES)))
+        self.world.manager.add_adapter(self.request(name), timeout=5)
+        if rng.random() < 0.5:
+            self.world.manager.activate_adapter(name)
+        else:
+            self.world.manager.prepare([name, None, None], timeout=0.2).close()
+        self.done["swaps"] += 1
+
+    def loads(self, rng: np.random.Generator) -> None:
+        """Loads that fail, that are cancelled, that are not waited for, and that replace."""
+        m, name = self.world.manager, str(rng.choice(list(NAMES)))
+        match int(rng.integers(4)):
+            case 0:
+                with pytest.raises(jlora.AdapterFormatError):
+                    m.add_adapter(self.request("broken"))
+            case 1:
+                future = m.prefetch(self.request(name))
+                if not future.cancel():
+                    future.result(20)
+            case 2:
+                batch, ready = m.prepare([self.request(name), None, None], wait=False)
+                batch.close()
+                assert ready[1:] == (True, True)
+            case _:
+                m.add_adapter(adapter(name), load_inplace=True, timeout=0.2)
+        self.done["loads"] += 1
+
+    def removes(self, rng: np.random.Generator) -> None:
+        m, name = self.world.manager, str(rng.choice(list(NAMES)))
+        match int(rng.integers(4)):
+            case 0:
+                m.remove_adapter(name, timeout=0.05)
+            case 1:
+                m.deactivate_adapter(name, timeout=0.05)
+            case 2:
+                m.remove_oldest_adapter()
+            case _:
+                m.list_adapters(), m.stats(), m.slot_names, m.leases()
+        self.done["removes"] += 1
+        time.sleep(0.002)
+
+    def holds(self, rng: np.random.Generator) -> None:
+        m, name = self.world.manager, str(rng.choice(list(NAMES[:4])))
+        m.add_adapter(self.request(name), timeout=5)
+        with m.hold(name) as handle:
+            m.add_adapter(adapter(name), load_inplace=True, timeout=0.2)
+            with m.prepare([handle, name, None], timeout=0.5) as batch:
+                self.right(m.run(self.step, self.world.model, self.world.tokens, batch), [name, name, None])
+        self.done["holds"] += 1
+
+    # --- all of them ------------------------------------------------------------------------------------------------
+
+    def run(self, *jobs: Callable[[np.random.Generator], None]) -> None:
+        """Run each job in a thread of its own until the time is up, and look at what is left."""
+
+        def work(i: int, job: Callable[[np.random.Generator], None]) -> None:
+            rng = np.random.default_rng([self.seed, i])
+            while time.monotonic() < self._end and not self.failures:
+                try:
+                    job(rng)
+                except BUSY:
+                    self.done["busy"] += 1
+                except CancelledError:
+                    self.done["cancelled"] += 1
+                except BaseException as error:
+                    self.failures.append(error)
+
+        self._end = time.monotonic() + self.seconds
+        threads = [threading.Thread(target=work, args=(i, job), daemon=True) for i, job in enumerate(jobs)]
+        faulthandler.dump_traceback_later(self.seconds + WATCHDOG)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(max(0.0, self._end + WATCHDOG - time.monotonic()))
+            assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if self.failures:
+            raise self.failures[0]
+        self.judge.check(lambda name: [adapter(name)])
+        self.judge.close()
+        assert self.step._cache_size() == 1
+        assert self.world.manager.stats().compilations == 1
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Crowd:
+    chex.clear_trace_counter()
+    return Crowd(tmp_path, SECONDS)
+
+
+def test_one_thread_runs_steps_and_one_swaps(crowd: Crowd) -> None:
+    crowd.run(crowd.runs, crowd.swaps)
+    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
+
+
+def test_one_thread_calls_its_step_and_one_swaps(crowd: Crowd) -> None:
+    crowd.run(crowd.steps, crowd.swaps)
+    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
+
+
+def test_steps_with_the_arrays_in_another_order_beside_writes(crowd: Crowd) -> None:
+    """Two threads step with the slot arrays as `nnx.split` sorts them, the one forward, the other backward."""
+    graphdef, _, rest = nnx.split(crowd.world.model, jlora.SlotParam, ...)
+    order = jax.tree.structure(crowd.world.manager.slots)
+
+    @chex.assert_max_traces(n=1)
+    def forward(leaves: list[jax.Array], tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+        with jlora.use(batch):
+            return nnx.merge(graphdef, jax.tree.unflatten(order, leaves), rest)(tokens)
+
+    @chex.assert_max_traces(n=1)
+    def backward(leaves: list[jax.Array], tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+        with jlora.use(batch):
+            return nnx.merge(graphdef, jax.tree.unflatten(order, leaves[::-1]), rest)(tokens)
+
+    forward, backward = jax.jit(forward), jax.jit(backward)
+
+    def split(rng: np.random.Generator, step: Any, turn: int) -> None:
+        def call(step_of_crowd: Any, model: nnx.Module, tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+            return step(jax.tree.leaves(crowd.world.manager.slots)[::turn], tokens, batch)
+
+        crowd.serve(rng, call)
+
+    rng = np.random.default_rng(0)
+    split(rng, forward, 1)
+    split(rng, backward, -1)
+    crowd.run(
+        lambda rng: split(rng, forward, 1), lambda rng: split(rng, backward, -1), crowd.swaps, crowd.swaps
+    )  # fmt: skip
+    assert forward._cache_size() == backward._cache_size() == 1
+    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
+
+
+def test_eight_threads_that_take_turns(crowd: Crowd) -> None:
+    crowd.run(
+        crowd.runs, crowd.runs, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes, crowd.holds
+    )  # fmt: skip
+    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 5
+
+
+def test_eight_threads_that_do_not(crowd: Crowd) -> None:
+    crowd.run(
+        crowd.steps, crowd.steps, crowd.steps, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes
+    )  # fmt: skip
+    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 5

@@ -43,7 +43,7 @@ class Coverage:
 
     def unsure(self, touched: frozenset[Site]) -> frozenset[Site]:
         """Those of the sites which some traced function did not serve."""
-        return touched & self.unserved.keys() if self.unserved else frozenset()
+        return touched.intersection(self.unserved)  # `&` with the keys would be a set, which has no hash
 
     def finish(self, unserved: Mapping[Site, str], asked: frozenset[Site], lease: "Lease | None") -> None:
         """Record what one forward did not serve.

@@ -188,6 +188,8 @@ class Host:
 
     def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
+        if not self._slots.pool.pins:
+            return blocks
         with self._books:
             contents = (self._registry.contents[name] for name in self._registry.contents)
             taken = sum(content.nbytes for content in contents if content.pinned)

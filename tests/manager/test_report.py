@@ -5,6 +5,7 @@ import os
 import time
 
 import jax
+import jaxtyping
 import pytest
 
 import jlora
@@ -16,8 +17,10 @@ def crowd():
     """Ten thousand adapters on the host."""
     world = make_world(max_loras=2, max_cpu_loras=10_000)
     one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
+    jaxtyping.config.update("jaxtyping_disable", True)  # ten thousand times over, the checks take a minute
     for i in range(10_000):
         world.manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=one.modules))
+    jaxtyping.config.update("jaxtyping_disable", False)
     return world
 
 

@@ -33,6 +33,7 @@ def seconds(call) -> float:
     return best
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", ["tenant-1234", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
 def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
     for call in (crowd.manager.prepare, crowd.manager.hold, crowd.manager.pin_adapter, crowd.manager.export_adapter):
@@ -49,6 +50,7 @@ def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
         assert "'tenant-12340'" in message or "'tenant-01234'" in message
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_questions_are_linear_with_ten_thousand_adapters(crowd):
     m = crowd.manager
     assert len(m.list_adapters()) == 10_000

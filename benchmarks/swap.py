@@ -88,6 +88,15 @@ def slot_arrays(manager: jlora.LoRAManager) -> list[jax.Array]:
     return manager._pool.arrays()
 
 
+def check(manager: jlora.LoRAManager, name: str, adapter: jlora.Adapter) -> None:
+    """The slot holds the adapter: A bitwise, B (scaled by 2, which rounds nothing) bitwise too."""
+    manager.prepare([name]).close()
+    found = manager.export_adapter(name)
+    for module, lora in adapter.modules.items():
+        np.testing.assert_array_equal(found.modules[module].a, lora.a)
+        np.testing.assert_array_equal(found.modules[module].b, lora.b)
+
+
 def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds until the call returns, and until the slot arrays are there."""
     jax.block_until_ready(slot_arrays(manager))
@@ -129,6 +138,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
 
     names = [adapter.name for adapter in made]  # one more than there are slots: each prepare evicts
     figures["cached"] = swaps(lambda i: lambda: manager.prepare([names[i % len(names)]]), 4 * len(names))
+    check(manager, names[3], made[3])
     if profile:
         with cProfile.Profile() as profiler:
             for i in range(60):
@@ -144,10 +154,16 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
 
     def prefetched(i: int) -> Callable[[], object]:
         request = requests[i % len(requests)]
-        manager.prefetch(request).result()
+        future = manager.prefetch(request)
+        while not future.done():
+            time.sleep(0.0005)
+        busy = time.perf_counter()
+        while time.perf_counter() - busy < 0.01:  # a decode loop does not sleep; a core that did is slow for a while
+            sum(range(100))
         return lambda: manager.prepare([request.name])
 
-    figures["prefetched"] = swaps(prefetched, 3 * len(requests))
+    figures["prefetched"] = swaps(prefetched, 5 * len(requests))
+    check(manager, requests[4].name, made[4])
     start = time.perf_counter()
     fresh = jlora.LoRARequest("fresh", str(folder / made[0].name))
     manager.add_adapter(fresh)
@@ -168,6 +184,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
         return lambda: manager.update_adapter("fresh", on_device[i % 3])
 
     figures["update_from_device"] = swaps(update, 12)
+    check(manager, "fresh", made[11 % 3])
     figures["compilations"] = manager.stats().compilations
     assert manager.stats().compilations == before == 1
     return figures

@@ -18,7 +18,13 @@ import pytest
 from hypothesis import settings
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype.
-CHECKED = ("jlora.pallas", "jlora.ops", "jlora._compat", "jlora.errors")
+CHECKED = (
+    *("jlora.pallas", "jlora.ops", "jlora._compat", "jlora.errors"),
+    # not jlora.manager.manager and batches: tests hand them what users might, to see it refused
+    *(f"jlora.manager.{name}" for name in ("blocks", "content", "export", "fit", "host", "leases", "loader", "lru")),
+    *(f"jlora.manager.{name}" for name in ("names", "pool", "prepare", "registry", "report", "slots")),
+    *(f"jlora.layers.{name}" for name in ("batch", "coverage", "site")),
+)
 if importlib.util.find_spec("beartype"):
     jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 

@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.core
@@ -28,6 +28,7 @@ _NOTHING: frozenset[Site] = frozenset()
 _ARRAYS = (jax.Array, np.ndarray)
 
 
+@runtime_checkable
 class Served(Protocol):
     """What a lease must know of an adapter that it holds."""
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ from jlora.manager.names import SiteIndex
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+@runtime_checkable
 class Shapes(Protocol):
     """What is known of a module before its tensors are read."""
 

@@ -194,6 +194,8 @@ class Host:
 
     def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
+        if not self._slots.pool.pins:
+            return blocks
         with self._books():
             contents = (self._registry.contents[name] for name in self._registry.contents)
             taken = sum(content.nbytes for content in contents if content.pinned)
@@ -253,6 +255,7 @@ class Host:
 
     def _copy_back(self, content: Content) -> None:
         """The blocks of a device update into host memory, on a thread of its own."""
+        time.sleep(POLL)  # whoever started the thread goes on first
         blocks = self.pinned(to_host(content.blocks))
         with self._books():
             content.blocks = blocks

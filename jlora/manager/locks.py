@@ -31,7 +31,7 @@ class _Spent:
         self._taken = []
 
     def __exit__(self, *_: object) -> None:
-        _exhaust(map(self._give, map(list[Any].pop, [self._taken] * len(self._taken))))  # pyright: ignore
+        _exhaust(map(self._give, map(list.pop, [self._taken] * len(self._taken))))  # pyright: ignore
         self.__class__ = _Spent  # pyright: ignore[reportAttributeAccessIssue]
 
 

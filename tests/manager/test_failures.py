@@ -265,6 +265,7 @@ def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
     if nth <= WRITES // 2:  # d was not begun: b has its slot
         full.check(full.serve([None, "b", None]), [None, whole("b"), None])
         assert full.manager.slot_names[1] == "b"
+    full.check(full.serve(["c", "d", None]), [whole("c"), whole("d"), None])
     check_everything(full)
 
 

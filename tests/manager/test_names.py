@@ -103,6 +103,7 @@ def test_name_map(rng, name_map, name):
     assert model.layers[0].o_proj.jlora_ranks[0].tolist() == [0]
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name_map", [{"(": ""}, {"a": r"\1"}, {"a": r"\g<x>"}, {"a": None}, {3: "a"}])
 def test_a_name_map_that_cannot_work_is_refused_at_once(name_map):
     model = Model()

@@ -269,6 +269,18 @@ def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     assert world.manager.stats().compilations == len(world.traces) == 1
 
 
+def test_a_model_on_another_device_is_written_there():
+    """Made under a default device, so that nothing is committed to it: no write moves it or commits it."""
+    with jax.default_device(jax.devices()[3]):
+        world = make_world()
+    load(world, "a", "b")
+    where = [(array.devices(), array.committed) for _, array in world.slots()]
+    assert {devices == {jax.devices()[3]} and not committed for devices, committed in where} == {True}
+    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
+    assert [(array.devices(), array.committed) for _, array in world.slots()] == where
+    assert world.manager.stats().compilations == 1
+
+
 def mesh_of(*shape):
     names = ("data", "tensor")[-len(shape) :]
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)

@@ -5,6 +5,7 @@ import os
 import time
 
 import jax
+import jaxtyping
 import pytest
 
 import jlora
@@ -16,8 +17,10 @@ def crowd():
     """Ten thousand adapters on the host."""
     world = make_world(max_loras=2, max_cpu_loras=10_000)
     one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
+    jaxtyping.config.update("jaxtyping_disable", True)  # ten thousand times over, the checks take a minute
     for i in range(10_000):
         world.manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=one.modules))
+    jaxtyping.config.update("jaxtyping_disable", False)
     return world
 
 
@@ -30,6 +33,7 @@ def seconds(call) -> float:
     return best
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", ["tenant-1234", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
 def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
     for call in (crowd.manager.prepare, crowd.manager.hold, crowd.manager.pin_adapter, crowd.manager.export_adapter):
@@ -46,6 +50,7 @@ def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
         assert "'tenant-12340'" in message or "'tenant-01234'" in message
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_questions_are_linear_with_ten_thousand_adapters(crowd):
     m = crowd.manager
     assert len(m.list_adapters()) == 10_000

@@ -10,7 +10,7 @@ import collections
 import operator
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any
 
@@ -22,7 +22,7 @@ _release = operator.methodcaller("release")
 class _Spent:
     """One `with` block that was left. It has nothing to give, and no finalizer: an interrupt in there would be lost."""
 
-    _taken: Sequence[Any] = ()  # until there is a list for it
+    _taken: list[Any] = []  # noqa: RUF012 - until there is its own; this one stays empty
     _give: Callable[[Any], object] = operator.methodcaller("release")
 
     def __init__(self, take: Iterator[Any], give: Callable[[Any], object]):
@@ -32,14 +32,13 @@ class _Spent:
 
     def __exit__(self, *_: object) -> None:
         _exhaust(map(self._give, map(list.pop, [self._taken] * len(self._taken))))
-        self.__class__ = _Spent
+        self.__class__ = _Spent  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Guard(_Spent):
     """One `with` block."""
 
     def __enter__(self) -> None:
-        assert isinstance(self._taken, list)
         self._taken.extend(self._take)
 
     def __del__(self) -> None:

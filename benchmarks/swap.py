@@ -8,8 +8,10 @@ until the slot arrays are there. Beside them, plain copies of as many bytes.
 """
 
 import argparse
+import cProfile
 import datetime
 import json
+import pstats
 import statistics
 import sys
 import tempfile
@@ -104,7 +106,7 @@ def median(times: list[tuple[float, float]]) -> dict[str, float]:
     return {"host_ms": round(statistics.median(host), 3), "all_ms": round(statistics.median(total), 3)}
 
 
-def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path) -> dict[str, object]:
+def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path, profile: bool) -> dict[str, object]:
     """Swaps of one model."""
     figures: dict[str, object] = {}
     start = time.perf_counter()
@@ -127,6 +129,11 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path)
 
     names = [adapter.name for adapter in made]  # one more than there are slots: each prepare evicts
     figures["cached"] = swaps(lambda i: lambda: manager.prepare([names[i % len(names)]]), 4 * len(names))
+    if profile:
+        with cProfile.Profile() as profiler:
+            for i in range(60):
+                timed(manager, lambda i=i: manager.prepare([names[i % len(names)]]))
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
     figures["unchanged_prepare"] = swaps(lambda i: lambda: manager.prepare([names[0]]), 50)
 
     requests = []
@@ -256,6 +263,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     config = llama_3_8b(args.layers)
     options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16)
@@ -278,7 +286,7 @@ def main() -> None:
         keep("plain copies", plain_copies(made[0].nbytes))
         manager = jlora.LoRAManager(Separate(config), options)
         assert len(manager._pool.sites) == 7 * args.layers
-        keep("224 separate", measure(manager, made, Path(folder)))
+        keep("224 separate", measure(manager, made, Path(folder), args.profile))
         del manager, made
     pool._compiled_write.cache_clear()
     pool._compiled_ranks.cache_clear()
@@ -291,7 +299,7 @@ def main() -> None:
             target_modules=targets,
         )  # fmt: skip
         manager = jlora.LoRAManager(model, options)
-        keep("128 merged", measure(manager, made, Path(folder)))
+        keep("128 merged", measure(manager, made, Path(folder), args.profile))
         manager.remove_all_adapters()
         manager.add_adapter(made[0])
         requests = [jlora.LoRARequest(f"file {a.name}", str(Path(folder) / a.name)) for a in made[1:]]

@@ -73,6 +73,8 @@ def main() -> None:
             r"^model\.layers\.(\d+)\.self_attn\.([qkv])_proj$": r"blocks.\1.\2",
         },
     )
+    report = manager.verify(forward, jax.random.randint(jax.random.key(0), (4, 10), 0, VOCAB))
+    print(f"{len(report.checked)} layers agree with merged weights to {report.error:.0e}")
     manager.add_adapter(adapter("legal", seed=1, rank=4))
     manager.add_adapter(adapter("medical", seed=2, rank=8))
     with manager.prepare(["legal", None, "medical"]) as batch:

@@ -16,6 +16,9 @@ set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set_
 # jax 0.10, 0.11: whether somebody chose the devices of an array; a computation may move it elsewhere if not.
 is_committed: Callable[[jax.Array], bool] = operator.attrgetter("_committed")
 
+# jax 0.10, 0.11: whether the computation that makes an array is done; documented, but not in the type's annotations.
+is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
+
 # jax 0.10, 0.11: False while any transformation (jit, grad, vmap, ...) runs the calling code.
 trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean
 

@@ -15,6 +15,7 @@ from jlora.errors import NoFreeSlotError as NoFreeSlotError
 from jlora.layers.batch import LoRABatch as LoRABatch
 from jlora.layers.discover import register_layer as register_layer
 from jlora.layers.einsum import einsum_spec as einsum_spec
+from jlora.layers.linen import LinenModule as LinenModule
 from jlora.layers.rows import RowMap as RowMap
 from jlora.layers.rows import rows as rows
 from jlora.layers.scope import use as use
@@ -28,3 +29,4 @@ from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
+from jlora.manager.verify import VerifyReport as VerifyReport

@@ -26,6 +26,7 @@ _ABSENT = (
     "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
 )
 _NOTHING: frozenset[Site] = frozenset()
+_ARRAYS = (jax.Array, np.ndarray)
 
 
 class Served(Protocol):
@@ -70,7 +71,7 @@ class Lease:
         self.where = where
         self.opened = time.monotonic()
         self.gate = io.BytesIO()
-        self._unsure: tuple[int, frozenset[Site]] = (-1, _NOTHING)
+        self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
     @property
     def closed(self) -> bool:
@@ -82,7 +83,7 @@ class Lease:
     def bringing(self, site: Site) -> list[str]:
         return [adapter.name for adapter in self.adapters if site in adapter.sites]
 
-    def unsure(self, coverage: Coverage) -> frozenset[Site]:
+    def unsure(self, coverage: Coverage) -> frozenset[int]:
         """`coverage.unsure(self.touched)`, remembered: it is asked for at every step."""
         version = coverage.version
         if self._unsure[0] != version:
@@ -98,7 +99,7 @@ class Layout:
       coverage: of the model that the batch was prepared for.
       num_sequences: of the whole batch; one shard of it may have fewer `slots`.
       length: rows a sequence, where declared.
-      unsure: the sites that its adapters touch and some traced function does not serve; see `Coverage`.
+      unsure: groups of sites that its adapters touch and some traced function does not serve; see `Coverage`.
       absent: whether sequences lack their adapter.
       orphan: whether the batch came out of a traced function. Compared, so that a step is traced for it, and raises.
       lease: the lease of the batch that this describes. Weak, for compiled functions keep static parts for ever.
@@ -108,7 +109,7 @@ class Layout:
     coverage: Coverage
     num_sequences: int
     length: int | None = None
-    unsure: frozenset[Site] = _NOTHING
+    unsure: frozenset[int] = frozenset()
     absent: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
@@ -209,11 +210,12 @@ class LoRABatch:
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
         layout, lease = self.layout, self.lease
-        if not layout.orphan:  # JAX and Flax pass what comes out of a function around; only its use is wrong
+        # JAX and Flax pass what comes out of a function around; only its use is wrong. Shapes serve nobody.
+        if not layout.orphan and isinstance(self.slots, _ARRAYS):
             self.check_usable()
         traced = isinstance(self.slots, jax.core.Tracer)
         unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
-        if traced != layout.traced or unsure is not layout.unsure:
+        if traced != layout.traced or unsure != layout.unsure:
             layout = replace(layout, unsure=unsure, traced=traced)
         return (self.slots, self.token_slots), layout
 
@@ -223,8 +225,11 @@ class LoRABatch:
         traced = isinstance(slots, jax.core.Tracer)
         if layout.traced and not traced:
             layout = replace(layout, orphan=True, traced=False)
-        # Traced arrays hold no lease: what is traced may outlive the call, in a cache of compiled functions.
-        return cls(slots, token_slots, layout, None if traced or layout.lease is None else layout.lease())
+        # Traced arrays hold no lease, nor do shapes and whatever else JAX puts in their place: they may outlive the
+        # call, in a cache of compiled functions.
+        if traced or layout.lease is None or not isinstance(slots, _ARRAYS):
+            return cls(slots, token_slots, layout, None)
+        return cls(slots, token_slots, layout, layout.lease())
 
 
 def check_batch(batch: LoRABatch) -> None:

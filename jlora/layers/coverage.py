@@ -1,5 +1,7 @@
 """Which sites a traced forward serves. Recorded while a step is traced, read when a batch is handed to a step."""
 
+import itertools
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -24,16 +26,25 @@ class Coverage:
     that in its static part (`Coverage.unsure`): a function compiled for other batches is traced once more for it, and
     checks itself. A function that serves the site is then fine, one that does not refuses the batch.
 
+    Sites that the same functions left out are one group, and batches carry the groups that their adapters touch: how
+    often a function is traced depends on what other functions leave out, not on which adapters come together. A trace
+    that leaves out a part of a group splits it, under new numbers. So every traced function leaves out a group as a
+    whole or not at all, and what it checked for one batch holds for all that carry the same numbers.
+
     Attributes:
       sites: every site of the model.
       unserved: site -> why some function did not serve it.
-      version: how often `unserved` grew.
+      groups: site -> the number of its group, of the same sites.
+      version: how often `groups` changed.
     """
 
     def __init__(self) -> None:
         self.sites: tuple[Site, ...] = ()
         self.unserved: Mapping[Site, str] = {}
+        self.groups: Mapping[Site, int] = {}
         self.version = 0
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> "Coverage":
         raise LoRAError(
@@ -41,27 +52,52 @@ class Coverage:
             "before it is wrapped"
         )
 
-    def unsure(self, touched: frozenset[Site]) -> frozenset[Site]:
-        """Those of the sites which some traced function did not serve."""
-        return touched & self.unserved.keys() if self.unserved else frozenset()
+    def unsure(self, touched: frozenset[Site]) -> frozenset[int]:
+        """The groups of those of the sites which some traced function did not serve."""
+        groups = self.groups
+        return frozenset(groups[site] for site in touched & groups.keys()) if groups else _NO_GROUPS
 
-    def finish(self, unserved: Mapping[Site, str], asked: frozenset[Site], lease: "Lease | None") -> None:
+    def finish(self, unserved: Mapping[Site, str], asked: frozenset[int], lease: "Lease | None") -> None:
         """Record what one forward did not serve.
 
         Args:
           unserved: the sites that it did not serve, with the reason of each.
-          asked: the sites that the batch says its adapters touch.
-          lease: the batch's, where it is known; its adapters count too.
+          asked: the groups that the batch says its adapters touch.
+          lease: the batch's; None where it is not known, and every site of those groups counts as touched.
 
         Raises:
           AdapterMismatchError: an adapter of the batch brings weights for one of them.
         """
-        if unserved.keys() - self.unserved.keys():
-            self.unserved = {**unserved, **self.unserved}
-            self.version += 1
-        touched = asked if lease is None else asked | lease.touched
-        for site, reason in unserved.items():
-            if site in touched:
-                names = () if lease is None else lease.bringing(site)
-                who = f"adapter {names[0]!r}" if names else "an adapter of this batch"
-                raise AdapterMismatchError(f"{who}: brings weights for {site.path!r}, but {reason}")
+        with self._lock:
+            touched = self._touched(asked) if lease is None else lease.touched
+            for site, reason in unserved.items():
+                if site in touched:
+                    names = () if lease is None else lease.bringing(site)
+                    who = f"adapter {names[0]!r}" if names else "an adapter of this batch"
+                    raise AdapterMismatchError(f"{who}: brings weights for {site.path!r}, but {reason}")
+            # A forward that raised is not compiled, so nothing was left out for later batches.
+            self._record(unserved)
+
+    def _touched(self, asked: frozenset[int]) -> frozenset[Site]:
+        if not asked <= set(self.groups.values()):  # split since the batch was handed over: it may be any
+            return frozenset(self.sites)
+        return frozenset(site for site, group in self.groups.items() if group in asked)
+
+    def _record(self, unserved: Mapping[Site, str]) -> None:
+        split = {group for site, group in self.groups.items() if site in unserved}
+        split &= {group for site, group in self.groups.items() if site not in unserved}
+        new = unserved.keys() - self.groups.keys()
+        if not split and not new:
+            return
+        groups, numbers = dict(self.groups), {}
+        for site in (*self.groups, *new):
+            group = groups.get(site)
+            if group is None or group in split:
+                key = group, site in unserved
+                groups[site] = numbers[key] = numbers[key] if key in numbers else next(self._numbers)
+        self.unserved = {**unserved, **self.unserved}
+        self.groups = groups
+        self.version += 1
+
+
+_NO_GROUPS: frozenset[int] = frozenset()

@@ -9,6 +9,8 @@ from flax import nnx
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
+from jlora.layers.linen import LinenDense, LinenEmbed, describe_dense
+from jlora.layers.linen import describe_embed as describe_linen_embed
 from jlora.layers.specs import (
     Describe,
     EmbedSpec,
@@ -25,6 +27,8 @@ _describe: dict[type, Describe] = {
     nnx.LinearGeneral: describe_general,
     nnx.Einsum: describe_einsum,
     nnx.Embed: describe_embed,
+    LinenDense: describe_dense,
+    LinenEmbed: describe_linen_embed,
 }
 _BIASES = ("bias", "b")
 
@@ -160,6 +164,8 @@ def _guess(module: nnx.Module, base: type) -> Spec | str:
 def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     """The spec of a module with one equation and one parameter beside a bias, or why it has none."""
     name = type(module).__name__
+    if isinstance(module, nnx.bridge.ToNNX):
+        return "it is a Linen module: hold it in a jlora.LinenModule instead"
     equations = {value for value in vars(module).values() if is_equation(value)}
     params = {key: value for key, value in vars(module).items() if isinstance(value, nnx.Param) and key not in _BIASES}
     if len(equations) != 1 or len(params) != 1:

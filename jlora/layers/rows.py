@@ -2,14 +2,22 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jlora.errors import LoRAUsageError
+from jlora._compat import trace_state_clean
+from jlora.errors import LoRAError, LoRAUsageError
+
+_STALE = (
+    "{path}: this RowMap was opened outside `jax.jit` and is read inside it: it would be baked into the compiled "
+    "function as a constant and go stale. Open `with jlora.rows(jlora.RowMap(source)):` inside your jitted function, "
+    "with `source` an argument of it"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,22 +32,28 @@ class RowMap:
         layer's [B, L] rows have said it.
 
     Raises:
-      LoRAUsageError: `source` is no vector of integers.
+      LoRAUsageError: `source` is no vector of integers, or `length` is not positive.
     """
 
     source: Int[Array, "M"]
     of: Literal["sequences", "tokens"] = "sequences"
     length: int | None = None
+    # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.
+    trace_key: object = field(default_factory=object, init=False, repr=False)
 
     def __post_init__(self) -> None:
         source = jnp.asarray(self.source)
-        object.__setattr__(self, "source", source)
         if source.ndim != 1 or not jnp.issubdtype(source.dtype, jnp.integer):
             raise LoRAUsageError(
                 f"RowMap.source must be a vector of integers, one for each row, got {source.dtype}{list(source.shape)}"
             )
         if self.of not in ("sequences", "tokens"):
             raise LoRAUsageError(f'RowMap.of must be "sequences" or "tokens", got {self.of!r}')
+        length: object = self.length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise LoRAUsageError(f"RowMap.length must be a positive int, got {length!r}")
+        # A narrow dtype would overflow where it is compared with the size of the batch.
+        object.__setattr__(self, "source", source.astype(jnp.int32) if source.dtype.itemsize < 4 else source)
 
     def slots(
         self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int], none: int
@@ -57,31 +71,55 @@ class RowMap:
                     f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
                 )
             (length,) = known
-            index = jnp.where(index >= 0, index // length, -1)
+            index = index // length  # negative stays negative
         inside = (index >= 0) & (index < table.shape[0])
         found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
         return jnp.where(inside, found, none).astype(jnp.int32)
 
 
-_current: contextvars.ContextVar[RowMap | None] = contextvars.ContextVar("jlora_rows", default=None)
+@dataclass(frozen=True)
+class _Opened:
+    row_map: RowMap
+    traced: bool  # while something was traced
+
+
+_current: contextvars.ContextVar[_Opened | None] = contextvars.ContextVar("jlora_rows", default=None)
+
+# A function traced inside one RowMap must not be reused inside another, or outside.
+_trace_key = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def rows(row_map: RowMap | None) -> Iterator[None]:
     """The wrapped layers called inside see the rows that `row_map` describes; None: those of the batch, as outside.
 
+    Open it inside the jitted function. A layer inside that sees another number of rows than the map raises.
+
     Example:
       >>> with jlora.rows(jlora.RowMap(beam_parents)):  # row m continues sequence beam_parents[m]
       ...     y = self.mlp(x)
+
+    Raises:
+      LoRAUsageError: it is neither.
     """
     if row_map is not None and not isinstance(row_map, RowMap):
         raise LoRAUsageError(f"jlora.rows takes a RowMap or None, got {type(row_map).__name__}")
-    token = _current.set(row_map)
+    traced = not trace_state_clean()
+    token = _current.set(None if row_map is None else _Opened(row_map, traced))
+    # Eager calls may share what JAX has compiled, as in `jlora.use`.
+    key = None if row_map is None else row_map.trace_key if traced else "eager"
     try:
-        yield
+        with _trace_key(key):
+            yield
     finally:
         _current.reset(token)
 
 
-def current_rows() -> RowMap | None:
-    return _current.get()
+def current_rows(path: str, staged: Callable[[], bool]) -> RowMap | None:
+    """The open map. Raises `LoRAError` where the code that asks is `staged` and the map was opened outside."""
+    opened = _current.get()
+    if opened is None:
+        return None
+    if not opened.traced and staged():
+        raise LoRAError(_STALE.format(path=path))
+    return opened.row_map

@@ -106,7 +106,7 @@ class _Scope:
         """(a RowMap or "packed", 1), or ("sequences", rows of each sequence); or why the rows fit no layout."""
         assert self.batch is not None
         lead = base.shape[:-1]
-        if (row_map := current_rows()) is not None:
+        if (row_map := current_rows(site.path, staged)) is not None:
             if math.prod(lead) != row_map.source.shape[0]:
                 raise LoRAUsageError(
                     f"{site.path}: {math.prod(lead)} rows of shape {lead} inside jlora.rows of a RowMap of "

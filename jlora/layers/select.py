@@ -136,9 +136,9 @@ class Nearest:
     _MOST = 1000
 
     def __init__(self, known: Iterable[str]):
-        self._alike: dict[str, list[str]] = {}
+        self._alike: dict[str, dict[tuple[str, ...], str]] = {}  # pattern -> numbers -> name
         for name in known:
-            self._alike.setdefault(_numbers_out(name), []).append(name)
+            self._alike.setdefault(_numbers_out(name), {})[tuple(_NUMBERS.findall(name))] = name
         self._answers: dict[str, str | None] = {}
 
     def hint(self, name: str) -> str:
@@ -152,8 +152,8 @@ class Nearest:
         found = self._answers[pattern]
         if found is None:
             return ""
-        numbers, alike = _NUMBERS.findall(name), self._alike[found]
-        return f"; the nearest is {next((n for n in alike if _NUMBERS.findall(n) == numbers), alike[0])!r}"
+        alike = self._alike[found]
+        return f"; the nearest is {alike.get(tuple(_NUMBERS.findall(name)), next(iter(alike.values())))!r}"
 
 
 _NUMBERS = re.compile(r"[0-9]+")

@@ -22,7 +22,7 @@ from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute
 from jlora.layers.specs import EmbedSpec, LinearSpec
 
 _SHARED = ("jlora_spec", "jlora_tracking")
-_NOT_A_LAYER = "is not a linear or embedding layer that jlora knows"
+_ATTEND = "jlora_attend"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class WrappedModel:
       modules: Site -> layer.
       tracking: shared by all layers; knows which of them the traced forward calls.
       unwrapped: path -> why that module takes no adapter.
+      classes: id of a layer -> the class it had.
       skip: patterns of checkpoint modules that this process lacks on purpose.
       skipped: checkpoint name -> the pattern that passed it over, as adapters brought them.
     """
@@ -65,7 +66,7 @@ class WrappedModel:
         self.unwrapped: dict[str, str] = {}
         self.skip = skip
         self.skipped: dict[str, str] = {}
-        self._classes: list[tuple[nnx.Module, type]] = []
+        self.classes: dict[int, type] = {}
         self._others: tuple[str, ...] = ()
 
     @property
@@ -122,14 +123,14 @@ class WrappedModel:
 
     def _restore(self) -> None:
         """Can be called again where it was cut short."""
-        for layer, cls in self._classes:
-            _set_class(layer, cls)
         for site, layer in self.modules.items():
-            detach(layer, site)
-        for layer, _ in self._classes:
-            for name in _SHARED:
-                delete_attribute(layer, name)
-        self.modules, self._classes = {}, []
+            take_off(layer, site, self.classes[id(layer)])
+        self.modules = {}
+
+    @property
+    def paths(self) -> dict[Site, str]:
+        """Site -> the path of its layer."""
+        return {s: s.path.removesuffix(".attend") if s.prefix == _ATTEND else s.path for s in self.modules}
 
 
 def wrap_model(
@@ -167,7 +168,7 @@ def wrap_model(
             set_attribute(found.module, "jlora_spec", found.spec)
             set_attribute(found.module, "jlora_tracking", wrapped.tracking)
             cls = type(found.module)
-            wrapped._classes.append((found.module, cls))
+            wrapped.classes[id(found.module)] = cls
             _set_class(found.module, _lora_class(cls, _methods(found, sites)))
         wrapped.tracking.sites = tuple(wrapped.modules)
         return wrapped
@@ -179,6 +180,14 @@ def wrap_model(
             for name in set(vars(layer)) - set(attributes):
                 del vars(layer)[name]
         raise
+
+
+def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
+    """Undo what wrapping did to a layer for one of its sites; what is undone already is left alone."""
+    _set_class(layer, cls)
+    detach(layer, site)
+    for name in _SHARED:
+        delete_attribute(layer, name)
 
 
 def checkpoint_weight(wrapped: WrappedModel, site: Site, layer: int = 0) -> np.ndarray:
@@ -291,7 +300,7 @@ def _sites(
         also = ("lm_head",) if key in heads else ()
         parts = dict.fromkeys((*aliases, *names, *also), (0, 1))
         slots = slot_spec(spec.features, (spec.rows,))
-        sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix="jlora_attend"))
+        sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
 
 

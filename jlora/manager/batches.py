@@ -40,7 +40,8 @@ class Asked:
     @cached_property
     def key(self) -> Hashable:
         """Equal for calls that ask for the same. Handles stand for their contents, so that they can be collected."""
-        names = tuple(name.content if isinstance(name, AdapterHandle) else name for name in self.names)
+        # A handle that another thread closes meanwhile is no name for the base model.
+        names = tuple(name.content or name if isinstance(name, AdapterHandle) else name for name in self.names)
         return names, self.counts, self.rows, self.length
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jlora.layers.site import Site, SlotSpec
 
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
-MAX_ROWS = 32  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
+MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
 Row = tuple[Site, int]
 
@@ -114,15 +114,12 @@ def _even(total: int, most: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-def pack(
-    chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]], zeros: Any = np.zeros
-) -> tuple[Block, ...]:
+def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:
     """The blocks of an adapter.
 
     Args:
       chunks: all chunks of the pool.
       factors: row -> (A [n, r, K], B [r, N]) of each row that the adapter brings, in slot dtype. Ranks may differ.
-      zeros: makes an array of zeros of a shape and dtype.
     """
     blocks: list[Block] = []
     for chunk in chunks:
@@ -131,19 +128,25 @@ def pack(
         for indices in [list(range(chunk.count))] if whole else [[i] for i in brought]:
             found = [factors[chunk.rows[i]] for i in indices]
             for start in rank_starts(chunk.spec, max(b.shape[0] for _, b in found)):
-                blocks.append(_block(chunk, None if whole else indices[0], start, found, zeros))
+                blocks.append(_block(chunk, None if whole else indices[0], start, found))
     return tuple(blocks)
 
 
-def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any]], zeros: Any) -> Block:
+def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any]]) -> Block:
     spec, step = chunk.spec, rank_step(chunk.spec)
-    a = zeros((len(found), spec.slices, step, spec.in_features), spec.dtype)
-    b = zeros((len(found), step, spec.out_features), spec.dtype)
+    dtype = np.dtype(spec.dtype)
+    a = np.zeros((len(found), spec.slices, step, spec.in_features), bits_of(dtype))
+    b = np.zeros((len(found), step, spec.out_features), bits_of(dtype))
     for i, (own_a, own_b) in enumerate(found):
         part = own_b[start : start + step]
-        a[i, :, : len(part)] = own_a[:, start : start + step]
-        b[i, : len(part)] = part
-    return Block(chunk, row, start, a, b)
+        a[i, :, : len(part)] = own_a[:, start : start + step].view(a.dtype)
+        b[i, : len(part)] = part.view(b.dtype)
+    return Block(chunk, row, start, a.view(dtype), b.view(dtype))
+
+
+def bits_of(dtype: np.dtype) -> np.dtype:
+    """What to copy arrays of a dtype as: NumPy holds the interpreter while it copies those of a foreign dtype."""
+    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
 
 
 def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -50,6 +51,7 @@ class Content:
       key: what tells this content from another of the same name; None where nothing does.
       on_host: False while the blocks of a device update are still being copied back.
       ahead: its blocks on the device already, for the next write of them.
+      update_plan: what the last update from device arrays worked out, for the next of the same names and shapes.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Content:
     key: Hashable = None
     on_host: bool = True
     ahead: tuple[Block, ...] | None = None
+    update_plan: Any = None
     sites: frozenset[Site] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 
 from jlora.adapters import Adapter, BaseShape
+from jlora.adapters.checkpoint import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap import WrappedModel, checkpoint_weight
@@ -153,7 +155,7 @@ def check_finite(where: str, adapter: Adapter) -> None:
     """Raises AdapterFormatError for NaN and infinity."""
     for name, module in adapter.modules.items():
         for label, factor in (("A", module.a), ("B", module.b)):
-            if not np.isfinite(factor).all():
+            if not all_finite(factor):
                 raise AdapterFormatError(
                     f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
                     "(LoRAConfig.allow_nonfinite lets them through)"
@@ -175,26 +177,48 @@ def scaled(
         raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
     dtype = np.dtype(site.spec.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        folded = np.multiply(b, np.float32(scaling), dtype=np.float32)
+        folded = widened(b) * np.float32(scaling)
         if shift is None:
             shift = _balance(a, folded) if dtype == np.float16 else 0
+        wide_a = a
         if shift:
-            wide_a = np.ldexp(a.astype(np.float32), shift)
-            folded = np.ldexp(folded, -shift)
-        else:
-            wide_a = a
-        cast_a, cast_b = wide_a.astype(dtype), folded.astype(dtype)
-    for cast, original, finite, label in (
-        (cast_a, wide_a, np.isfinite(a), "A"),
-        (cast_b, folded, np.isfinite(b), "scaling * B"),
-    ):
-        if (overflow := ~np.isfinite(cast) & finite).any():
-            largest = float(np.abs(original, dtype=np.float32).max(initial=0, where=overflow))
+            wide_a, folded = np.ldexp(widened(a), shift), np.ldexp(folded, -shift)
+        cast_a, cast_b = (wide_a if wide_a.dtype == dtype else wide_a.astype(dtype)), narrowed(folded, dtype)
+    for cast, original, label in ((cast_a, a, "A"), (cast_b, b, "scaling * B")):
+        if cast is original or all_finite(cast):
+            continue
+        overflow = ~np.isfinite(cast) & np.isfinite(original)
+        if overflow.any():
+            exact = np.abs(original.astype(np.float64)) * (1 if label == "A" else abs(scaling))
+            largest = float(exact.max(initial=0, where=overflow))
             raise AdapterMismatchError(
                 f"{where}: {label} must be finite in the slots' dtype {dtype}, and reaches {largest:.3g}; set "
                 "LoRAConfig.dtype to a wider one"
             )
-    return np.ascontiguousarray(cast_a), np.ascontiguousarray(cast_b), shift
+    return cast_a, cast_b, shift
+
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """float32 of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the interpreter."""
+    if array.dtype != _BFLOAT16:
+        return array.astype(np.float32, order="C")
+    bits = array.view(np.uint16).astype(np.uint32, order="C")
+    return np.left_shift(bits, 16, out=bits).view(np.float32)
+
+
+def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 rounded to nearest, ties to even. bfloat16 by its bits, as in `widened`."""
+    if dtype != _BFLOAT16:
+        return array.astype(dtype)
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    nan = np.isnan(array)
+    if nan.any():  # rounding could carry a NaN's bits into the exponent
+        rounded = np.where(nan, np.uint32(0x7FC0), rounded)
+    return rounded.astype(np.uint16).view(_BFLOAT16)
 
 
 def _balance(a: np.ndarray, b: np.ndarray) -> int:

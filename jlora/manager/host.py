@@ -4,8 +4,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from jlora.adapters import Adapter, AdapterShapes
@@ -126,22 +127,27 @@ class Host:
 
     def _load(self, load: Load) -> bool:
         """The work of one load, on its thread."""
-        request, started = load.request, time.monotonic()
+        request = load.request
         result = False
         if request.load_inplace or not self.touch(request.name):
-            with self.loader.turn():
-                self.loader.check_wanted(load)
-                adapter = self._read(request)
-                self.loader.check_wanted(load)
-                content = self.stage(adapter, request)
-            result = self.admit(content, request.load_inplace, load.patience, load)
-            _log.info("loaded %r from %r in %.3f s", request.name, request.path, time.monotonic() - started)
+            with _logged(request.name, request.path):
+                with self.loader.turn():
+                    self.loader.check_wanted(load)
+                    adapter = self._read(request)
+                    self.loader.check_wanted(load)
+                    content = self.stage(adapter, request)
+                result = self.admit(content, request.load_inplace, load.patience, load)
         if load.ahead:
             with self._books():
                 newest = self._registry.contents.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._books, self._config.max_staging_bytes)
         return result
+
+    def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
+        """Stage and admit an adapter that is in memory."""
+        with _logged(adapter.name, None):
+            return self.admit(self.stage(adapter, None), replace, patience)
 
     def _read(self, request: LoRARequest) -> Adapter:
         """Read an adapter's files. What its shapes tell against it is found before a tensor is read."""
@@ -282,6 +288,23 @@ class Host:
         if name is not None:
             self.evict(name)
         return name is not None
+
+
+@contextmanager
+def _logged(name: str, path: str | None) -> Iterator[None]:
+    """Log a load when it is done, or refused. Names and messages are escaped: they are other people's."""
+    started = time.monotonic()
+    source = "memory" if path is None else repr(path)
+    try:
+        yield
+    except Exception as error:
+        what = "gave up" if isinstance(error, LoadCancelled) else "refused"
+        seconds = time.monotonic() - started
+        _log.info(
+            "%s %r from %s after %.3f s: %s %.300r", what, name, source, seconds, type(error).__name__, str(error)
+        )
+        raise
+    _log.info("loaded %r from %s in %.3f s", name, source, time.monotonic() - started)
 
 
 def in_use(name: str, doing: str) -> AdapterInUseError:

@@ -37,6 +37,7 @@ from jlora.manager.prepare import Batches
 from jlora.manager.registry import Registry
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.slots import Slots
+from jlora.manager.verify import Forward, VerifyReport, verify
 
 _log = logging.getLogger("jlora")
 
@@ -150,7 +151,7 @@ class LoRAManager:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
         if not load_inplace and self._host.touch(adapter.name):
             return False
-        return self._host.admit(self._host.stage(adapter, None), load_inplace, patience)
+        return self._host.add(adapter, load_inplace, patience)
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.
@@ -507,6 +508,27 @@ class LoRAManager:
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer: its path and sizes, and whether it is wrapped or why not."""
         return self._wrapped.layers()
+
+    def verify(self, forward: Forward, inputs: Any, **options: Any) -> VerifyReport:
+        """Check once that this model serves what merged weights compute, row by row.
+
+        What no shape can tell is found here: sequences on another axis, rows that sequences share, a layer that scales
+        its input, a wrong spec. Slots and adapters are not touched. Layers whose spec was guessed take adapters only
+        after this has passed.
+
+        Args:
+          forward: `forward(model, inputs, batch)`, your own step; it opens `jlora.use(batch)`.
+          inputs: what it takes: several sequences of different content.
+          **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `batch_axis`, `seed`; see
+            `jlora.manager.verify.verify`.
+
+        Raises:
+          LoRAError: some row differs from merged weights; the message names the first layer that is off.
+          LoRAUsageError: `forward` returns no rows of the batch.
+        """
+        self._check_call("verify")
+        self._wrapped.check()
+        return verify(self._wrapped, forward, inputs, **options)
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

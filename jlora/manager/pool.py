@@ -5,7 +5,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jlora._compat import is_committed, raw_value, set_raw_value
+from jlora._compat import is_committed, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
@@ -26,6 +26,15 @@ from jlora.manager.locks import Lock
 Where = Sharding | jax.Device
 
 _exhaust = collections.deque(maxlen=0).extend
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A program that writes slots, the variables whose arrays it takes and returns, and their indices."""
+
+    places: tuple[int, ...]
+    variables: tuple[nnx.Variable[jax.Array], ...]
+    program: Callable[..., Any]
 
 
 class Pool:
@@ -57,8 +66,12 @@ class Pool:
         self._variables = [v for site in self.sites for v in variables[site]]
         self._known = [raw_value(v) for v in self._variables]
         self._place = {site: 3 * i for i, site in enumerate(self.sites)}  # of A; B and the ranks follow
-        self._unsynced: set[tuple[int, ...]] = set()
-        self._in_flight: list[tuple[int, jax.Array]] = []
+        self._lie = [_where(array) for array in self._known]
+        self._unsynced: set[_Job] = set()
+        self._jobs: dict[tuple[Chunk, int | None] | None, _Job] = {}
+        self._in_flight: list[Block] = []
+        self._written = self._variables[0]  # a variable that the last write wrote
+        self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, int, int], jax.Array] = {}
         self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -74,8 +87,8 @@ class Pool:
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
-        device = next(iter(self._known[0].devices()))
-        if not self.pins or isinstance(_where(self._known[0]), NamedSharding):
+        device = next(iter(self._known[0].sharding.device_set))  # the array itself may be consumed by now
+        if not self.pins or isinstance(self._lie[0], NamedSharding):
             return blocks
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
         moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], place)
@@ -118,8 +131,8 @@ class Pool:
           alive: whether a content means anything still.
           donate: as in `write`.
         """
-        for places in tuple(self._unsynced):
-            self._adopt(places)
+        for job in tuple(self._unsynced):
+            self._adopt(job)
         lost = [
             i
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
@@ -127,6 +140,7 @@ class Pool:
         ]
         if lost:
             self.dirty.update(slot for slot, content in enumerate(self.table) if content is not None)
+            self._ranks = [None] * len(self.table)
             for i in lost:
                 self._renew(i)
         for slot in sorted(self.dirty):
@@ -136,13 +150,13 @@ class Pool:
             else:
                 self.write(slot, content, donate=donate)
 
-    def _adopt(self, places: tuple[int, ...]) -> None:
-        """Take the arrays that a write left in the variables, where they are whole; else they stay lost."""
-        for i in places:
+    def _adopt(self, job: "_Job") -> None:
+        """Take the arrays that an interrupted write left in the variables, where they are whole."""
+        for i in job.places:
             found = raw_value(self._variables[i])
             if not found.is_deleted():
                 self._known[i] = found
-        self._unsynced.discard(places)
+        self._unsynced.discard(job)
 
     def _renew(self, i: int) -> None:
         """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
@@ -152,6 +166,9 @@ class Pool:
         with jax.default_device(where if isinstance(where, jax.Device) else None):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, jax.Device) else jax.device_put(zeros, where)
+        if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
+            self._lie[i] = where
+            self._programs, self._jobs, self._indices = {}, {}, {}
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
 
@@ -163,7 +180,9 @@ class Pool:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks on the device, in one call."""
+        """The blocks on the device, in one call; as they are where they lie there already."""
+        if all(_on_device(block) for block in blocks):
+            return tuple(blocks)
         targets = [self._target(block.chunk) for block in blocks]
         moved = _put(
             [array for block in blocks for array in (block.a, block.b)], [target for target in targets for _ in "ab"]
@@ -180,23 +199,36 @@ class Pool:
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
+        with jax.disable_jit(False):  # compiled programs refuse to run in a context of that
+            self._write(slot, content, donate, only)
+
+    def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
-        ready = self.move(waves[0]) if waves else ()
-        (ranks,) = _put([content.ranks], [_whole(_where(self._known[2]))])
+        ready = self.move(waves[0] if waves else [])
+        # Most adapters of a deployment have the same ranks: then the slot has them already.
+        held = None if slot in self.dirty else self._ranks[slot]
+        new_ranks = held is None or not np.array_equal(held, content.ranks)
+        (ranks,) = _put([content.ranks], [_whole(self._lie[2])]) if new_ranks else (None,)
         self.dirty.add(slot)
+        if new_ranks:
+            self._ranks[slot] = None
         self.table[slot] = content
         for wave in itertools.count():
             for block in ready:
-                self._write_block(slot, block, donate)
+                layer = 0 if block.chunk.spec.layers is None else block.chunk.first + (block.row or 0)
+                self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start)), donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready([raw_value(self._variables[i]) for i in self._places(ready[-1])[:1]])
+            jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
+            ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
-        places = tuple(range(2, len(self._variables), 3))
-        self._run(("ranks",), places, (ranks, self._index(slot, 0, 0)), donate)
+        if new_ranks:
+            self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
+            self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
-        self._in_flight.append((sum(block.nbytes for block in ready), self._known[2]))
+        # The blocks are kept until the write is over: to let go of what is in use takes longer.
+        self._in_flight.extend(ready)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """The blocks in groups of at most `max_staging_bytes`. Waits until what is still on its way leaves room."""
@@ -209,47 +241,53 @@ class Pool:
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
-        self._in_flight = [
-            (n, array) for n, array in self._in_flight if not array.is_deleted() and not array.is_ready()
-        ]
-        while self._in_flight and sum(n for n, _ in self._in_flight) + first > self._max_bytes:
-            jax.block_until_ready(self._in_flight.pop(0)[1])
+        # Writes come one after the other, so all are over when the last is.
+        full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
+        if self._in_flight and (full or is_ready(self._last())):
+            jax.block_until_ready(self._last())
+            self._in_flight.clear()
         return waves
 
-    def _write_block(self, slot: int, block: Block, donate: bool) -> None:
-        chunk = block.chunk
-        layer = chunk.first + (block.row or 0)
-        key = _key(chunk, block.row is None)
-        where = self._index(slot, layer if chunk.spec.layers is not None else 0, block.start)
-        self._run(key, self._places(block), (block.a, block.b, where), donate)
+    def _job(self, block: Block | None) -> "_Job":
+        """The program that writes a block, and the variables that it writes; None for the ranks."""
+        at = None if block is None else (block.chunk, block.row)
+        if at not in self._jobs:
+            if block is None:
+                key, places = ("ranks",), tuple(range(2, len(self._variables), 3))
+            else:
+                chunk = block.chunk
+                sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
+                key = _key(chunk, block.row is None)
+                places = (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
+            program = self._program(key, tuple(self._lie[i] for i in places))
+            self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
+        return self._jobs[at]
 
-    def _places(self, block: Block) -> tuple[int, ...]:
-        """Indices of the variables that a block is written to: all A, then all B."""
-        chunk = block.chunk
-        sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
-        return (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
-
-    def _run(self, key: Any, places: tuple[int, ...], operands: tuple[Any, ...], donate: bool) -> None:
+    def _run(self, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
         """Run one program on some of the arrays, and give its results to the model's variables."""
-        variables = [self._variables[i] for i in places]
-        arrays = tuple(map(raw_value, variables))
+        arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
-        program = self._program(key, tuple(map(_where, arrays)))
-        self._unsynced.add(places)
+        self._unsynced.add(job)
         # One call from the program to the variables: an interrupt comes before it or after it, never in between.
-        results = itertools.chain.from_iterable(itertools.starmap(program, ((arrays, *operands),)))
-        _exhaust(map(set_raw_value, variables, results))
-        self._adopt(places)
+        results = itertools.chain.from_iterable(itertools.starmap(job.program, ((arrays, *operands),)))
+        _exhaust(map(set_raw_value, job.variables, results))
+        _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
+        self._unsynced.discard(job)
+        self._written = job.variables[0]
 
-    def _index(self, *where: int) -> jax.Array:
+    def _last(self) -> jax.Array:
+        return raw_value(self._written)
+
+    def _index(self, slot: int, layer: int, start: int) -> jax.Array:
         """[slot, layer, rank] on the device; kept, for it would be moved at every write."""
+        where = (slot, layer, start)
         if where not in self._indices:
-            (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(_where(self._known[0]))])
+            (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
         return self._indices[where]
 
     def _target(self, chunk: Chunk) -> Where:
-        return _whole(_where(self._known[self._place[chunk.sites[0]]]))
+        return _whole(self._lie[self._place[chunk.sites[0]]])
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -260,39 +298,40 @@ class Pool:
         with self._compiling():
             if self._programs:
                 return
-            jobs: dict[Any, tuple[Where, ...]] = {}
-            for chunk in self.chunks:
-                for whole in (True, False):
-                    sites = chunk.sites if whole or chunk.spec.layers is not None else chunk.sites[:1]
-                    places = [self._place[site] + j for j in (0, 1) for site in sites]
-                    jobs[_key(chunk, whole)] = tuple(_where(self._known[i]) for i in places)
-            jobs["ranks",] = tuple(map(_where, self._known[2::3]))
+            wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
-                made = dict(zip(jobs, threads.map(self._program, jobs, jobs.values()), strict=True))
-            programs = {(key, jobs[key]): program for key, program in made.items()}
+                made = list(threads.map(lambda job: self._program(*job), wanted))
+            programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
+
+    def _wanted(self) -> set[tuple[Any, tuple[Where, ...]]]:
+        """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
+
+        def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
+            return _key(chunk, whole), tuple(self._lie[self._place[site] + j] for j in (0, 1) for site in sites)
+
+        wanted = {job(chunk, True, chunk.sites) for chunk in self.chunks}
+        wanted |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
+        return wanted | {(("ranks",), tuple(self._lie[2::3]))}
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
         if found is not None:
             return found
-        if self._programs:  # the arrays lie elsewhere than when the programs were made
-            self.compilations += 1
         if key == ("ranks",):
-            specs = tuple(site.spec for site in self.sites)
-            program = _compiled_ranks(specs, lie)
-        else:
-            program = _compiled_write(*key, lie)
-        if self._programs:
-            self._programs[key, lie] = program
-        return program
+            return _compiled_ranks(tuple(site.spec for site in self.sites), lie)
+        return _compiled_write(*key, lie)
 
 
 _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _where(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # of a deleted one, too
+    return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # also of deleted ones
+
+
+def _on_device(block: Block) -> bool:
+    return isinstance(block.a, jax.Array) and block.a.sharding.memory_kind != "pinned_host"
 
 
 def _whole(where: Where) -> Where:
@@ -355,7 +394,12 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], lie: tuple[Where, ...]) -> Call
     return _compile(write, [(spec.shapes[2], "int32") for spec in specs], lie, [((total,), "int32"), ((3,), "int32")])
 
 
-def _compile(write: Callable[..., Any], arrays: Any, lie: tuple[Where, ...], operands: Any) -> Callable[..., Any]:
+def _compile(
+    write: Callable[..., Any],
+    arrays: Sequence[tuple[tuple[int, ...], str]],
+    lie: tuple[Where, ...],
+    operands: Sequence[tuple[tuple[int, ...], str]],
+) -> Callable[..., Any]:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
     devices = {where for where in lie if isinstance(where, jax.Device)}
     whole = _whole(lie[0])
@@ -366,5 +410,5 @@ def _compile(write: Callable[..., Any], arrays: Any, lie: tuple[Where, ...], ope
     donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
     others = [struct(*operand, whole) for operand in operands]
     jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
-    with jax.default_device(next(iter(devices), None)):
+    with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
         return jitted.lower(donated, *others).compile()

@@ -15,7 +15,7 @@ from jlora.manager.batches import Asked, Name, slot_arrays
 from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import POLL, Load, LoadCancelled
+from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
 from jlora.manager.locks import Lock
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
@@ -26,11 +26,17 @@ _KEPT_BATCHES = 8
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The arrays of a batch that was prepared before, and what must still be true for them to be right."""
+    """The arrays of a batch that was prepared before, and what must still be true for them to be right.
+
+    Attributes:
+      slots: its contents and their slots.
+      newest: those that must be the newest of their name still; the others were asked for by handles, which are not
+        kept here, for they end when nobody has them any more.
+    """
 
     batch: LoRABatch
     slots: dict[Content, int]
-    newest: tuple[Content, ...]  # those that were asked for by name
+    newest: frozenset[Content]
     generations: tuple[int | None, ...]
 
 
@@ -78,12 +84,15 @@ class Batches:
     def _again(self, asked: Asked) -> LoRABatch | None:
         """The batch from kept arrays, where everything is still as it was."""
         kept = self._kept.get(asked.key)
-        if kept is None or not self._slots.pool.intact() or _deleted(kept.batch):
+        if kept is None:
             return None
-        contents = self._registry.contents
-        if any(contents.get(content.name) is not content for content in kept.newest):
+        if any(isinstance(name, LoRARequest) and name.load_inplace for name in asked.adapters):
+            return None
+        if not all(map(self._registry.newest, kept.newest)):
             return None
         if any(self._slots.pool.table[slot] is not content for content, slot in kept.slots.items()):
+            return None
+        if not self._slots.pool.intact() or _deleted(kept.batch):
             return None
         self._slots.hit(kept.slots)
         self._kept.move_to_end(asked.key)
@@ -116,7 +125,7 @@ class Batches:
                     try:
                         if not first and any(content not in self._slots.pool.table for content in contents.values()):
                             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
-                        self._slots.activate(list(contents.values()), partly=not wait)
+                        self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
                         return self._batch(asked, contents, keep=wait)
                     except NoFreeSlotError:
                         if deadline is None or time.monotonic() >= deadline:
@@ -136,6 +145,8 @@ class Batches:
     def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
         """The loads that a batch has to wait for, each wanted once more by this call."""
         loads: list[Load] = []
+        # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
+        patience = Patience(None, threading.get_ident())
         with self._books():
             for name in asked.adapters:
                 if isinstance(name, AdapterHandle):
@@ -154,11 +165,11 @@ class Batches:
                         self._host.newest(name)  # raises
                         continue
                     request = known
-                load = self._host.loader.start(request)
+                load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
                     raise load.error
-                loads.append(self._host.loader.start(request, again=True))
+                loads.append(self._host.loader.start(request, again=True, patience=patience))
             for load in loads:
                 load.wanted += 1
         return loads
@@ -192,8 +203,8 @@ class Batches:
             # What is kept must hold nothing: its lease is one that is closed, and handles are not in it.
             closed = Lease((), (), 0)
             closed.close()
-            slots_of = {served[name]: slot for name, slot in slot_of.items()}
-            newest = tuple(served[name] for name in served if not isinstance(name, AdapterHandle))
+            slots_of = {content: slot_of[name] for name, content in served.items()}
+            newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
             self._kept[asked.key] = _Kept(renewed(batch, closed), slots_of, newest, generations)
             self._kept.move_to_end(asked.key)
             while len(self._kept) > _KEPT_BATCHES:

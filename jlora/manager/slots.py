@@ -70,6 +70,10 @@ class Slots:
                 self.pool.clear(slot)
         self._used.pop(content, None)
 
+    def _may_donate(self) -> bool:
+        """Whether no step can be using the arrays. A thread with an open batch may be calling its step just now."""
+        return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
+
     def sweep(self) -> None:
         """Mend the slots, and forget contents that mean nothing any more."""
         if not self.pool.intact():
@@ -116,10 +120,6 @@ class Slots:
         for content in written:
             self.touch(content)
         return written
-
-    def _may_donate(self) -> bool:
-        """Whether no other thread can be calling its step now, with the arrays as they are: none has an open batch."""
-        return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
 
     def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
         """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used."""

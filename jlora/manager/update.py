@@ -1,5 +1,7 @@
 """New weights for an adapter that is served: from host arrays, or from device arrays without a trip to the host."""
 
+import collections
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.adapters.checkpoint import sorted_keys
+from jlora.adapters.checkpoint import all_finite, sorted_keys
 from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import SlotSpec
@@ -26,6 +28,7 @@ class _New:
     placement: Placement
     a: Any
     b: Any
+    keys: tuple[str, ...]  # the names of the halves that there are, A first
 
 
 def updated(
@@ -50,30 +53,48 @@ def updated(
         raise LoRAUsageError(
             f"{where}: update_adapter takes a mapping of PEFT tensor names to arrays, and at least one"
         )
-    news = [_check(where, content, module, parts, arrays) for module, parts in sorted_keys(arrays, where).items()]
+    names = tuple(arrays)
+    on_device = any(isinstance(array, jax.Array) for array in arrays.values())
+    shapes = [(array.shape, array.dtype) if hasattr(array, "dtype") else None for array in arrays.values()]
+    plan: _Plan | None = content.update_plan
+    if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
+        written = _assemble_on_device(where, plan, arrays, {}, allow_nonfinite)
+        same = replace(content, blocks=(), request=None, key=None, on_host=False, ahead=None)
+        same.blocks = (*_untouched(content.blocks, plan.rows), *written)
+        return same, written
+    had = {placement.module: placement for placement in content.placements}
+    parts = _parts(names, where)
+    news = [_check(where, had.get(module), content, module, keys, arrays) for module, keys in parts.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in content.placements)
     rows = {(new.placement.site, new.placement.layer) for new in news}
     ranks: dict[Row, int] = {}
     for p in placements:
         ranks[p.site, p.layer] = max(ranks.get((p.site, p.layer), 0), p.rank)
-    on_device = any(isinstance(array, jax.Array) for array in arrays.values())
-    old = unpack(content.blocks, rows)
+    covered = collections.Counter[Row]()
+    for new in news:
+        if new.a is not None and new.b is not None:
+            covered[new.placement.site, new.placement.layer] += new.placement.count
+    old = unpack(content.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
+    plan = None
     if on_device:
-        written = _assemble_on_device(where, news, old, ranks, pool, allow_nonfinite)
+        plan = _plan(names, shapes, news, old, ranks, pool)
+        written = _assemble_on_device(where, plan, arrays, old, allow_nonfinite)
+        if old:  # what the next update finds there is not what this one found
+            plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
-    blocks = (*_untouched(content.blocks, rows), *written)
     new = replace(
         content,
         placements=placements,
-        blocks=blocks,
+        blocks=(*_untouched(content.blocks, rows), *written),
         ranks=rank_vector(pool.sites, placements),
         rank=max(p.rank for p in placements),
         request=None,
         key=None,
         on_host=not on_device,
         ahead=None,
+        update_plan=plan,
     )
     return new, written
 
@@ -83,10 +104,21 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
     return tuple(replace(block, a=np.asarray(block.a), b=np.asarray(block.b)) for block in blocks)
 
 
-def _check(where: str, content: Content, module: str, parts: Mapping[str, str], arrays: Mapping[str, Any]) -> _New:
+@functools.lru_cache(maxsize=8)  # a training loop comes with the same names every time
+def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
+    return sorted_keys(names, where)
+
+
+def _check(
+    where: str,
+    placement: Placement | None,
+    content: Content,
+    module: str,
+    parts: Mapping[str, str],
+    arrays: Mapping[str, Any],
+) -> _New:
     """One module's new halves, checked against the placement that it has."""
     at = f"{where}: {module}"
-    placement = next((p for p in content.placements if p.module == module), None)
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
     site = placement.site
@@ -106,10 +138,10 @@ def _check(where: str, content: Content, module: str, parts: Mapping[str, str], 
             raise AdapterMismatchError(f"{at}: {label} has shape {tuple(array.shape)}; expected {expected}")
     if not 1 <= rank <= site.spec.max_rank:
         raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
-    scaling = placement.scaling
     if rank != placement.rank:
         scaling = scaling_of(placement.alpha, rank, content.use_rslora)
-    return _New(replace(placement, rank=rank, scaling=scaling), a, b)
+        placement = replace(placement, rank=rank, scaling=scaling)
+    return _New(placement, a, b, tuple(parts[name] for name in names if name in parts))
 
 
 def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
@@ -141,16 +173,16 @@ def _assemble_on_host(
         if row not in factors:
             a = np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype)
             b = np.zeros((ranks[row], spec.out_features), spec.dtype)
-            had = old[row]
-            shared = min(ranks[row], had[1].shape[0])
-            a[:, :shared], b[:shared] = had[0][:, :shared], had[1][:shared]
+            if row in old:
+                shared = min(ranks[row], old[row][1].shape[0])
+                a[:, :shared], b[:shared] = old[row][0][:, :shared], old[row][1][:shared]
             factors[row] = (a, b)
         start = sum(spec.out_sizes[: p.first])
         stop = start + sum(spec.out_sizes[p.first : p.first + p.count])
         into = factors[row]
         own_a, own_b = into[0][p.first, : p.rank].copy(), into[1][: p.rank, start:stop].copy()
         for label, array in (("A", new.a), ("B", new.b)):
-            if array is not None and not allow_nonfinite and not np.isfinite(array).all():
+            if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
         # A half that stays keeps the power of two that it was stored with, and so must the other.
         one = np.zeros((p.rank, 1), np.float32)
@@ -179,53 +211,95 @@ class _Part:
     has_b: bool
 
 
-def _assemble_on_device(
-    where: str,
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """What `_assemble` computes, as one object that is quick to compare: `_shape` makes one of each."""
+
+    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Part, ...]], ...]], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _shape(groups: Any) -> _Shape:
+    return _Shape(groups)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """An update from device arrays of certain names and shapes.
+
+    Attributes:
+      names, shapes: of the arrays that it is for.
+      rows: what it writes.
+      blocks: (chunk, row of it, first ranks) of the blocks that come out, a group of rows each.
+      feed: names of the operands of `_assemble`, in order: a row whose old factors are needed, or a module's halves.
+      scales: of the modules.
+      shape: the static part.
+    """
+
+    names: tuple[str, ...]
+    shapes: list[Any]
+    rows: set[Row]
+    blocks: list[tuple[Chunk, int | None, tuple[int, ...]]]
+    feed: list[tuple[Row | None, tuple[str, ...]]]
+    scales: np.ndarray
+    shape: _Shape
+
+
+def _plan(
+    names: tuple[str, ...],
+    shapes: list[Any],
     news: Sequence[_New],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
     pool: Pool,
-    allow_nonfinite: bool,
-) -> tuple[Block, ...]:
+) -> _Plan:
     by_row: dict[Row, list[_New]] = {}
     for new in news:
         by_row.setdefault((new.placement.site, new.placement.layer), []).append(new)
-    groups: list[tuple[Chunk, int | None, list[Row]]] = []
+    chosen: list[tuple[Chunk, int | None, list[Row]]] = []
     for chunk in pool.chunks:
         touched = [i for i, row in enumerate(chunk.rows) if row in by_row]
         if len(touched) == chunk.count:
-            groups.append((chunk, None, list(chunk.rows)))
+            chosen.append((chunk, None, list(chunk.rows)))
         else:
-            groups.extend((chunk, i, [chunk.rows[i]]) for i in touched)
-    plan: list[Any] = []
-    operands: list[Any] = []
+            chosen.extend((chunk, i, [chunk.rows[i]]) for i in touched)
+    blocks: list[tuple[Chunk, int | None, tuple[int, ...]]] = []
+    feed: list[tuple[Row | None, tuple[str, ...]]] = []
     scales: list[float] = []
-    for chunk, _, rows in groups:
-        spec = chunk.spec
-        starts = tuple(rank_starts(spec, max(ranks[row] for row in rows)))
+    groups: list[Any] = []
+    for chunk, i, rows in chosen:
+        starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
         parts: list[tuple[bool, tuple[_Part, ...]]] = []
         for row in rows:
-            own = by_row[row]
-            covered = sum(new.placement.count for new in own if new.a is not None and new.b is not None)
-            whole = covered == spec.slices
-            if not whole:
-                operands.append(_fitted(old[row], starts[-1] + rank_step(spec)))
-            for new in own:
-                operands.append(tuple(half for half in (new.a, new.b) if half is not None))
-                scales.append(new.placement.scaling)
-            parts.append((whole, tuple(_part(new) for new in own)))
-        plan.append((spec, starts, tuple(parts)))
-    made, finite = _assemble(tuple(plan), operands, np.asarray(scales, np.float32))
+            if row in old:
+                feed.append((row, ()))
+            feed.extend((None, new.keys) for new in by_row[row])
+            scales.extend(new.placement.scaling for new in by_row[row])
+            parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
+        blocks.append((chunk, i, starts))
+        groups.append((chunk.spec, starts, tuple(parts)))
+    shape = _shape(tuple(groups))
+    return _Plan(names, shapes, set(by_row), blocks, feed, np.asarray(scales, np.float32), shape)
+
+
+def _assemble_on_device(
+    where: str, plan: _Plan, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
+) -> tuple[Block, ...]:
+    tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
+    operands = [
+        tuple(arrays[key] for key in keys) if row is None else _fitted(old[row], tops[row]) for row, keys in plan.feed
+    ]
+    made, finite = _assemble(plan.shape, operands, plan.scales)
     if not allow_nonfinite and not bool(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
             "finite numbers"
         )
-    blocks: list[Block] = []
-    for (chunk, i, _), (_, starts, _), arrays in zip(groups, plan, made, strict=True):
-        for start, (a, b) in zip(starts, arrays, strict=True):
-            blocks.append(Block(chunk, i, start, a, b))
-    return tuple(blocks)
+    return tuple(
+        Block(chunk, i, start, a, b)
+        for (chunk, i, starts), pairs in zip(plan.blocks, made, strict=True)
+        for start, (a, b) in zip(starts, pairs, strict=True)
+    )
 
 
 def _part(new: _New) -> _Part:
@@ -241,12 +315,12 @@ def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarr
 
 
 @partial(jax.jit, static_argnums=0)
-def _assemble(plan: tuple[Any, ...], operands: Sequence[Any], scales: jax.Array) -> tuple[Any, jax.Array]:
+def _assemble(shape: _Shape, operands: Sequence[Any], scales: jax.Array) -> tuple[Any, jax.Array]:
     """The blocks of every group of rows, and whether all of their values are finite."""
     feed, scale = iter(operands), iter(scales)
     made: list[Any] = []
     finite = jnp.ones((), bool)
-    for spec, starts, rows in plan:
+    for spec, starts, rows in shape.groups:
         size = starts[-1] + rank_step(spec)
         all_a: list[jax.Array] = []
         all_b: list[jax.Array] = []

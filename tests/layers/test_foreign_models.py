@@ -13,6 +13,7 @@ from tests.layers.merging import (
     Target,
     assert_close,
     check_against_merged,
+    expected_rows,
     make_adapter,
     make_manager,
     merge,
@@ -158,28 +159,24 @@ PROJ = Target("proj", 6, 6, "proj.kernel")
 
 
 @pytest.mark.parametrize("target", [LOOKUP, LOGITS])
-@pytest.mark.parametrize("when", ["added before the first trace", "added after it", "after other adapters"])
+@pytest.mark.parametrize("when", ["before the first trace", "after the base model", "after another adapter"])
 def test_weights_for_a_layer_that_is_never_called_are_refused(target, when):
+    """Whatever the step was compiled for, in every batch that asks for them, and for nobody else."""
     model, tokens = ReadsItsTable(), tokens_of(3, 4)
-    bad = make_adapter("bad", [PROJ, target], 2)
-    manager = make_manager(model)
+    good, bad = make_adapter("good", [PROJ], 2), make_adapter("bad", [PROJ, target], 2)
+    twins = {"good": merge(model, [PROJ], good), None: nnx.clone(model)}
+    manager = make_manager(model, [good, bad])
     reason = "adapter 'bad'.*'embed.*but the forward never calls that layer"
-    if when == "added before the first trace":
-        manager.add_adapter(bad)
-        for _ in range(2):  # a trace that failed is not kept
-            with manager.prepare(["bad"] * 3) as batch, pytest.raises(AdapterMismatchError, match=reason):
-                serve(model, tokens, batch)
-        manager.remove_adapter("bad")
-    elif when == "after other adapters":
-        manager.add_adapter(make_adapter("good", [PROJ], 2))
-        with manager.prepare(["good"] * 3) as batch:
-            serve(model, tokens, batch)
-    else:
-        with manager.prepare([None] * 3) as batch:
-            serve(model, tokens, batch)
-    with pytest.raises(AdapterMismatchError, match=reason):
-        manager.add_adapter(bad)
-    assert "bad" not in manager.list_adapters()
+    step = jax.jit(lambda *args: serve.__wrapped__(*args))
+    if when != "before the first trace":
+        names = [None if when == "after the base model" else "good"] * 3
+        with manager.prepare(names) as batch:
+            assert_close(step(model, tokens, batch), expected_rows(twins, names, tokens))
+    for _ in range(2):  # a trace that failed is not kept
+        with manager.prepare([None, "bad", "good"]) as batch, pytest.raises(AdapterMismatchError, match=reason):
+            step(model, tokens, batch)
+        with manager.prepare([None, "good", "good"]) as batch:  # a registered one is no concern of others
+            assert_close(step(model, tokens, batch), expected_rows(twins, [None, "good", "good"], tokens))
 
 
 def test_adapters_that_leave_it_alone_are_served():

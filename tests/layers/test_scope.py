@@ -1,12 +1,14 @@
 """`jlora.use`: what each row takes, in every layout, and what raises rather than serve the wrong adapter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jlora.errors import LoRAError
+from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.discover import _describe, register_layer
 from jlora.layers.scope import use
 from jlora.layers.specs import LinearSpec
@@ -62,10 +64,11 @@ def test_batch_by_length(served):
         assert_close(serve(model, TOKENS, batch), expected)
 
 
-def test_flattened_rows(served):
+def test_flattened_rows_of_a_declared_length(served):
     model, manager, expected, _ = served
-    with manager.prepare(NAMES) as batch:
+    with manager.prepare(NAMES, length=3) as batch:
         assert_close(serve(model, TOKENS.reshape(-1), batch), expected.reshape(12, 11))
+        assert_close(serve(model, TOKENS, batch), expected)
 
 
 def test_flattened_rows_after_rows_by_length(served):
@@ -122,10 +125,12 @@ def test_no_tokens_at_all(served):
         assert serve(model, TOKENS[:, :0], batch).shape == (4, 0, 11)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (5, 3), (1, 12), (4, 1, 3), (13,), (3,), ()])
-def test_other_shapes_raise(served, shape):
+@pytest.mark.parametrize("shape", [(3, 4), (5, 3), (1, 12), (12,), (8,), (13,), (3,), (), (1, 4, 3)])
+def test_rows_of_other_shapes_are_refused(served, shape):
+    """Twelve rows are three for each of four sequences, or a table of twelve positions: who knows."""
     model, manager, _, _ = served
-    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"embed: rows of shape .* fit no layout"):
+    reason = rf"adapter 'one': brings weights for 'embed', but its rows of shape {re.escape(str(shape))} fit no layout"
+    with manager.prepare(NAMES) as batch, pytest.raises(AdapterMismatchError, match=reason):
         serve(model, np.zeros(shape, np.int32), batch)
 
 
@@ -137,20 +142,22 @@ def test_other_shapes_raise_for_packed_rows(served, shape):
         if shape == (2, 4):
             serve(model, np.zeros(shape, np.int32), batch)
             return
-        with pytest.raises(LoRAError, match=r"expected .*8 packed tokens"):
+        with pytest.raises(AdapterMismatchError, match=r"'embed'.*expected .*8 packed tokens"):
             serve(model, np.zeros(shape, np.int32), batch)
 
 
-def test_flattened_rows_of_another_length_raise(served):
+@pytest.mark.parametrize("rows", [8, 3, 24])
+def test_flattened_rows_of_another_length_are_refused(served, rows):
     model, manager, _, _ = served
 
     @jax.jit
     def forward(model, tokens, batch):
-        with use(batch):
+        with use(batch, partial=True):
             model.embed(tokens)
-            return model.proj(jnp.zeros((8, 6)))
+            return model.proj(jnp.zeros((rows, 6)))
 
-    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"proj: rows of shape \(8,\) fit no layout"):
+    reason = rf"'proj', but its rows of shape \({rows},\) fit no layout"
+    with manager.prepare(NAMES) as batch, pytest.raises(AdapterMismatchError, match=reason):
         forward(model, TOKENS, batch)
 
 

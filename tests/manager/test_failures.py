@@ -3,11 +3,14 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jlora
-from tests.manager.tiny import MAX_RANK, VOCAB, WIDTH, World, lora, make_adapter, same
+from jlora._compat import raw_value
+from tests.manager.tiny import MAX_RANK, MODULES, VOCAB, WIDTH, World, lora, make_adapter, same
 
 
 @pytest.fixture
@@ -138,14 +141,14 @@ def test_every_misfit_of_an_adapter_is_named_at_once(busy):
 @pytest.mark.parametrize("thing", [None, "a", {"name": "a"}, 3])
 def test_only_requests_and_adapters_are_added(busy, thing):
     before = busy.held()
-    with pytest.raises(jlora.LoRAError, match="takes a LoRARequest or an Adapter"):
+    with pytest.raises(jlora.LoRAUsageError, match="takes a LoRARequest or an Adapter"):
         busy.manager.add_adapter(thing)
     assert same(before, busy.held())
 
 
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_an_adapter_needs_a_name(busy, name):
-    with pytest.raises(jlora.LoRAError, match="non-empty string"):
+    with pytest.raises(jlora.LoRAUsageError, match="non-empty string"):
         busy.manager.add_adapter(jlora.Adapter(name=name, modules=make_adapter("x").modules))
 
 
@@ -186,61 +189,180 @@ class DeviceError(Exception):
     pass
 
 
-def break_device(monkeypatch, world, where, nth):
-    """Let the nth transfer, or the nth write, of an adapter from now on fail before it does anything."""
-    owner, name = (jax, "device_put") if where == "transfer" else (world.manager, "_write")
+def fails(patch, owner, name, nth, damage=lambda *args: None, *, late=False) -> list[int]:
+    """Let the nth call of a function from now on raise: before it did anything, after damage, or after all (`late`)."""
     working, calls = getattr(owner, name), []
 
     def broken(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == nth:
-            raise DeviceError
-        return working(*args, **kwargs)
+        calls.append(len(calls) + 1)
+        if len(calls) != nth:
+            return working(*args, **kwargs)
+        if late:
+            working(*args, **kwargs)
+        damage(*args)
+        raise DeviceError
 
-    monkeypatch.setattr(owner, name, broken)
-
-
-@pytest.mark.parametrize("where", ["transfer", "write"])
-def test_a_failed_write_of_a_replacement_keeps_the_old_one(busy, monkeypatch, where):
-    before, stats = busy.held(), busy.manager.stats()
-    with monkeypatch.context() as patch:
-        break_device(patch, busy, where, 1)
-        with pytest.raises(DeviceError):
-            busy.manager.add_adapter(make_adapter("a", 1), load_inplace=True)
-    assert same(before, busy.held())
-    assert busy.manager.stats() == stats
-    busy.check(busy.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
-    assert busy.manager.add_adapter(make_adapter("a", 1), load_inplace=True)
-    busy.check(busy.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
+    patch.setattr(owner, name, broken)
+    return calls
 
 
-@pytest.mark.parametrize("where", ["transfer", "write"])
-def test_a_failed_write_of_the_first_of_a_batch_changes_nothing(busy, monkeypatch, where):
-    busy.manager.add_adapter(make_adapter("d"))
-    before, stats = busy.held(), busy.manager.stats()
-    for call in (lambda: busy.manager.prepare(["c", "d", None]), lambda: busy.manager.pin_adapter("c")):
+def whole(name, version=0):
+    """An adapter of all modules, so that every program that writes runs."""
+    return make_adapter(name, version, modules=list(MODULES))
+
+
+@pytest.fixture
+def full(world) -> World:
+    """a and b in slots, c and d on the host: each brings every module."""
+    for name in "abcd":
+        world.manager.add_adapter(whole(name))
+    world.serve(["a", "b", None])
+    return world
+
+
+def check_everything(world):
+    """Every adapter serves its own values, in both slots, and the books agree with that."""
+    for names in (["b", None, "b"], ["a", "b", None], ["c", "a", "c"], ["d", "c", None], [None, "a", "b"]):
+        world.check(world.serve(names), [None if name is None else whole(name) for name in names])
+        shown = {info.slot: name for name, info in world.manager.list_adapters().items() if info.slot is not None}
+        assert tuple(shown.get(slot) for slot in range(2)) == world.manager.slot_names
+        assert set(names) - {None} <= set(world.manager.slot_names)
+    assert world.manager.stats().leased == 0
+    assert world.manager.stats().compilations == 1
+
+
+def test_a_failed_transfer_leaves_the_slots_as_they_were(full, monkeypatch):
+    """The first transfer of a write comes before anything is written."""
+    before, stats = full.held(), full.manager.stats()
+    for call in (lambda: full.manager.prepare(["c", "d", None]), lambda: full.manager.pin_adapter("c")):
         with monkeypatch.context() as patch:
-            break_device(patch, busy, where, 1)
+            fails(patch, jax, "device_put", 1)
             with pytest.raises(DeviceError):
                 call()
-        assert same(before, busy.held())
-        assert busy.manager.stats() == stats
-    busy.check(busy.serve(["c", "d", None]), [make_adapter("c"), make_adapter("d"), None])
+        assert same(before, full.held())
+        assert full.manager.stats() == stats
+    check_everything(full)
 
 
-@pytest.mark.parametrize("where", ["transfer", "write"])
-def test_a_write_that_fails_after_another_leaves_books_that_are_true(busy, monkeypatch, where):
-    """c was written over a, then d failed: c is in its slot, b still in its own, and nothing is held."""
-    busy.manager.add_adapter(make_adapter("d"))
+def delete(pool):
+    """What a device error leaves of donated arrays."""
+    return lambda key, places, operands, donate: [raw_value(pool._variables[i]).delete() for i in places]
+
+
+WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
+
+
+@pytest.mark.parametrize("how", ["before", "consumed", "after"])
+@pytest.mark.parametrize("nth", range(1, WRITES + 1))
+def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
+    """Two adapters are swapped in, and the nth program fails. A stranger's open batch is served on all the while."""
+    pool = full.manager._pool
     with monkeypatch.context() as patch:
-        break_device(patch, busy, where, 2)
+        fails(patch, pool, "_run", nth, delete(pool) if how == "consumed" else lambda *args: None, late=how == "after")
         with pytest.raises(DeviceError):
-            busy.manager.prepare(["c", "d", None])
-    assert busy.manager.slot_names == ("c", "b")
-    assert busy.manager.stats().leased == 0
-    busy.check(busy.serve(["b", "c", None]), [make_adapter("b"), make_adapter("c"), None])
-    assert busy.manager.slot_names == ("c", "b")
-    busy.check(busy.serve(["a", "d", None]), [make_adapter("a"), make_adapter("d"), None])
+            full.manager.prepare(["c", "d", None])
+    assert full.manager.stats().leased == 0
+    if nth <= WRITES // 2:  # d was not begun: b has its slot
+        full.check(full.serve([None, "b", None]), [None, whole("b"), None])
+        assert full.manager.slot_names[1] == "b"
+    check_everything(full)
+
+
+def test_there_are_as_many_writes_as_the_test_above_fails(full, monkeypatch):
+    with monkeypatch.context() as patch:
+        calls = fails(patch, full.manager._pool, "_run", 0)
+        full.serve(["c", "d", None])
+    assert len(calls) == WRITES
+
+
+@pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
+def test_a_failed_write_leaves_other_slots_alone(full, monkeypatch, nth):
+    """Under an open batch, whose slot keeps every bit."""
+    with full.manager.prepare([None, "b", None]) as batch:
+        first = full.logits(batch)
+        with monkeypatch.context() as patch:
+            fails(patch, full.manager._pool, "_run", nth)
+            with pytest.raises(DeviceError):
+                full.manager.prepare(["c", None, None])
+        np.testing.assert_array_equal(full.logits(batch), first)
+        full.manager.prepare(["a", None, None]).close()
+        np.testing.assert_array_equal(full.logits(batch), first)
+    check_everything(full)
+
+
+@pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
+def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, monkeypatch, nth):
+    """The books change at once, the slot at the next `prepare`; never the old weights under the new generation."""
+    old = full.manager.list_adapters()["a"].generation
+    assert full.manager.add_adapter(whole("a", 1), load_inplace=True)
+    assert full.manager.slot_names == (None, "b")
+    with monkeypatch.context() as patch:
+        fails(patch, full.manager._pool, "_run", nth)
+        with pytest.raises(DeviceError):
+            full.manager.prepare(["a", None, None])
+    full.check(full.serve(["a", "b", None]), [whole("a", 1), whole("b"), None])
+    assert full.manager.list_adapters()["a"].generation == old + 1
+
+
+def test_a_failure_while_mending_is_mended_too(full, monkeypatch):
+    pool = full.manager._pool
+    for nth in (3, 2, 4, 1):
+        with monkeypatch.context() as patch:
+            fails(patch, pool, "_run", nth, delete(pool))
+            with pytest.raises(DeviceError):
+                full.manager.prepare(["c", "d", None])
+    check_everything(full)
+
+
+# --- what others do to the slot arrays --------------------------------------------------------------------------------
+
+
+def test_a_step_that_donates_the_slot_arrays(full):
+    """A step that takes the model's state as a donated argument consumes the slots with it."""
+    graphdef, slots, rest = nnx.split(full.model, jlora.SlotParam, ...)
+
+    def step(slots, rest, tokens, batch):
+        with jlora.use(batch):
+            return nnx.merge(graphdef, slots, rest)(tokens), jax.tree.map(lambda array: array + 0, slots)
+
+    donating = jax.jit(step, donate_argnums=0)
+    with full.manager.prepare(["a", "b", None]) as batch:
+        logits, _ = donating(slots, rest, full.tokens, batch)
+    full.check(np.asarray(logits), [whole("a"), whole("b"), None])
+    assert all(array.is_deleted() for _, array in full.slots())
+    full.check(full.serve(["a", "b", None]), [whole("a"), whole("b"), None])  # the same batch as before
+    check_everything(full)
+
+
+def test_an_older_state_put_back_into_the_model(full):
+    """Asked for b after `nnx.update` with a state from when the slot was a's: b is served."""
+    full.manager.deactivate_adapter("a")
+    full.manager.deactivate_adapter("b")
+    full.serve(["a", None, None])
+    older = jax.tree.map(jnp.copy, nnx.state(full.model, jlora.SlotParam))
+    full.manager.deactivate_adapter("a")
+    names = ["b", None, None]
+    full.check(full.serve(names), [whole("b"), None, None])
+    nnx.update(full.model, older)
+    full.check(full.serve(names), [whole("b"), None, None])
+    full.check(full.serve(["b", "a", None]), [whole("b"), whole("a"), None])
+    check_everything(full)
+
+
+def test_one_slot_array_replaced_by_hand(full):
+    full.model.layers[0].o_proj.jlora_b[...] = jnp.full_like(full.model.layers[0].o_proj.jlora_b[...], jnp.nan)
+    full.check(full.serve(["a", "b", None]), [whole("a"), whole("b"), None])
+    check_everything(full)
+
+
+def test_an_older_state_is_mended_under_an_open_batch(full):
+    """Not at once, but at the next `prepare`, and the open batch reads its own slot then."""
+    older = jax.tree.map(jnp.copy, nnx.state(full.model, jlora.SlotParam))
+    with full.manager.prepare(["c", None, None]) as batch:
+        nnx.update(full.model, older)
+        full.manager.prepare([None]).close()
+        full.check(full.logits(batch), [whole("c"), None, None])
+    check_everything(full)
 
 
 def test_a_full_host_evicts_nothing_for_an_adapter_that_does_not_fit(busy):

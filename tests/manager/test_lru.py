@@ -78,7 +78,7 @@ class LRUMachine(RuleBasedStateMachine):
     @rule(busy=st.sets(NAMES))
     def evictable(self, busy):
         want = [n for n, _ in self.entries if n not in self.pins and n not in busy]
-        assert self.lru.evictable(lambda name: name in busy) == want
+        assert list(self.lru.evictable(lambda name: name in busy)) == want
 
     @invariant()
     def agrees(self):

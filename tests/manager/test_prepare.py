@@ -1,5 +1,7 @@
 """`prepare`: what it refuses, what the batch holds, and that an unchanged batch costs no transfer."""
 
+from collections import deque
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +20,9 @@ def load(world, *names):
     ("args", "message"),
     [
         (([],), "at least one sequence"),
-        (("sql",), "in a list, got the string 'sql'"),
-        ((["a", 7],), "adapter names and None, got 7"),
-        ((["a", ["a"]],), r"adapter names and None, got \['a'\]"),
+        (("sql",), "in a list, got str 'sql'"),
+        ((["a", 7],), "adapter names, LoRARequests, handles and None, got 7"),
+        ((["a", ["a"]],), r"adapter names, LoRARequests, handles and None, got \['a'\]"),
         ((["a", ""],), "adapter '' is not loaded"),
         ((["a", None], [3]), "1 token_counts for 2 sequences"),
         ((["a", None], [3, 2, 1]), "3 token_counts for 2 sequences"),
@@ -33,16 +35,24 @@ def load(world, *names):
         ((["a", None], [3, 2], 8.0), "must be integers"),
         ((["a", None], [0, 0]), "sum to 0, and there are 0 packed rows"),
         ((["a", None], None, 8), "needs token_counts"),
-        ((["a", None], [2, 0]), "cannot be told from one row a sequence"),
-        ((["a", None], [1, 0], 2), "cannot be told from one row a sequence"),
+        (({"a", None},), "in a list, got set"),
+        (({"a": 1},), "in a list, got dict"),
+        ((frozenset("a"),), "in a list, got frozenset"),
+        ((iter(["a"]),), "in a list, got list_iterator"),
+        ((b"a",), "in a list, got bytes b'a'"),
+        (([b"a"],), "LoRARequests, handles and None, got b'a'"),
+        ((None,), "in a list, got NoneType"),
+        ((["a", None], None, None, 0), "length must be positive, got 0"),
+        ((["a", None], None, None, 1.0), "length must be integers, got float"),
+        ((["a", None], [3, 2], None, 4), "packed rows have token_counts"),
     ],
 )
 def test_bad_arguments_change_nothing(world, args, message):
     load(world, "b", "c", "a")
     world.serve(["b", "c", None])
     before, stats = world.held(), world.manager.stats()
-    with pytest.raises(jlora.LoRAError, match=message):
-        world.manager.prepare(*args)
+    with pytest.raises(jlora.AdapterNotFoundError if "not loaded" in message else jlora.LoRAUsageError, match=message):
+        world.manager.prepare(*args[:3], **({"length": args[3]} if args[3:] else {}))
     assert same(before, world.held())
     assert world.manager.stats() == stats
 
@@ -69,9 +79,9 @@ def test_token_counts_may_be_any_integers(world):
             assert batch.token_slots.tolist() == [0, 0, 2, 2, 2, 2]
 
 
-def test_names_may_be_any_iterable_of_names(world):
+def test_names_may_be_any_sequence_of_names(world):
     load(world, "a")
-    for names in (["a", None], ("a", None), np.array(["a", None], object), (n for n in ("a", None))):
+    for names in (["a", None], ("a", None), np.array(["a", None], object), deque(["a", None])):
         with world.manager.prepare(names) as batch:
             assert batch.slots.tolist() == [0, 2]
 
@@ -170,4 +180,4 @@ def test_many_kinds_of_batches_are_served_right(world):
     batches = [(x, y, z) for x in adapters for y in adapters for z in adapters]
     for names in batches * 2:
         world.check(world.serve(names), [adapters[name] for name in names])
-    assert len(world.manager._kept) <= 8
+    assert len(world.manager._batches._kept) <= 8

@@ -1,0 +1,123 @@
+"""Copies of a wrapped model that share its arrays: as it is, or unwrapped with factors merged into its kernels."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jlora.layers.discover import walk
+from jlora.layers.site import Site, set_attribute
+from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.wrap import WrappedModel, take_off
+
+_TABLES = {"lookup": "jlora_lookup_table", "attend": "jlora_attend_table"}
+
+
+def wrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
+    """A copy of the wrapped model and its layers, with variables of its own that hold the same arrays."""
+    copy = nnx.clone(wrapped.model)
+    modules = dict(walk(copy))
+    return copy, {site: modules[wrapped.paths[site]] for site in wrapped.modules}
+
+
+def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
+    """The same, without LoRA: every layer of its own class again."""
+    copy, layers = wrapped_copy(wrapped)
+    for site, layer in layers.items():
+        take_off(layer, site, wrapped.classes[id(wrapped.modules[site])])
+    return copy, layers
+
+
+def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b: np.ndarray) -> None:
+    """Add a [(layers,) n, r, K] and b [(layers,) r, N] to the kernel of a layer of an unwrapped copy, in float32.
+
+    A table that serves lookup and logits keeps its values: either method then reads a merged copy of its own.
+    """
+    spec: LinearSpec | EmbedSpec = vars(wrapped.modules[site])["jlora_spec"]
+    starts = np.cumsum((0, *site.spec.out_sizes))
+    slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
+    delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]
+    if isinstance(spec, LinearSpec):
+        kernel = vars(layer)[spec.param]
+        delta = _unflatten(spec, _spread(spec, delta), kernel.get_value().shape)
+        kernel.set_value(_add(kernel.get_value(), delta))
+        return
+    role = "lookup" if site.kind == "embedding" else "attend"
+    if role == "lookup":
+        padding = [(0, 0)] * (delta.ndim - 2) + [(0, spec.vocab - spec.rows), (0, 0)]
+        delta = np.pad(delta, padding)
+    else:
+        delta = np.swapaxes(_spread(spec.head, delta), -1, -2)
+    table = vars(layer)[spec.param]
+    set_attribute(layer, _TABLES[role], nnx.Param(_add(table.get_value(), delta)))
+    name = spec.lookup if role == "lookup" else spec.attend
+    assert name is not None
+    cls = _with_table(type(layer), name, spec.param, _TABLES[role])
+    object.__setattr__(layer, "__class__", cls)
+
+
+def cast_to_float32(model: nnx.Module) -> None:
+    """Bring a copy's half-precision variables, and the dtypes that its modules compute in, to float32."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable):
+            node.set_value(jax.tree.map(in_float32, node.get_value()))
+    for _, module in (("", model), *walk(model)):
+        for name, value in vars(module).items():
+            if name in ("dtype", "param_dtype") and _is_half(value):
+                vars(module)[name] = jnp.float32
+
+
+def in_float32(value: Any) -> Any:
+    """The value, in float32 if it is an array of half precision."""
+    return value.astype(jnp.float32) if hasattr(value, "dtype") and _is_half(value.dtype) else value
+
+
+def _is_half(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    except TypeError:
+        return False
+
+
+def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
+    """[..., k, n] of the checkpoint -> [..., K, N] of the layer, zero where it pads."""
+    for axis, index, total in ((-2, spec.columns_in, spec.in_features), (-1, spec.columns_out, spec.out_features)):
+        if index is not None:
+            shape = list(delta.shape)
+            shape[axis] = total
+            full = np.zeros(shape, delta.dtype)
+            np.moveaxis(full, axis, 0)[index.positions] = np.moveaxis(delta, axis, 0)
+            delta = full
+    return delta
+
+
+def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """[(layers,) K, N] -> the kernel's own axes."""
+    axes = (*spec.in_axes, *spec.out_axes)
+    lead = len(shape) - len(axes)
+    sizes = [shape[lead + axis] for axis in axes]
+    order = [*range(lead), *(lead + axes.index(axis) for axis in range(len(axes)))]
+    return delta.reshape(*shape[:lead], *sizes).transpose(order)
+
+
+def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
+    placed = jax.device_put(delta.astype(np.float32), base.sharding)
+    return (base.astype(jnp.float32) + placed).astype(base.dtype)
+
+
+@functools.cache
+def _with_table(cls: type, name: str, param: str, table: str) -> type:
+    """A subclass whose method `name` reads the variable `table` in place of `param`."""
+
+    @functools.wraps(getattr(cls, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        twin = object.__new__(cls)
+        vars(twin).update(vars(self))
+        vars(twin)[param] = vars(self)[table]
+        return getattr(cls, name)(twin, *args, **kwargs)
+
+    body = {"__module__": cls.__module__, name: method}
+    return type(cls)(f"{cls.__name__}With{name}", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))

@@ -1,0 +1,381 @@
+"""`LoRAManager.verify`: does this model, wrapped, compute what merged weights compute, row by row?
+
+No shape can tell a sequence axis from another of the same length, a layer that scales its input from one that does not,
+or a kernel's axes from each other where they are as long. So random factors go into every wrapped layer, a mixed batch
+is served, and each row is compared with a copy of the model into whose kernels the same factors are merged.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.batch import Lease, LoRABatch, make_batch
+from jlora.layers.copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
+from jlora.layers.observe import observe
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.wrap import WrappedModel
+from jlora.manager.batches import Name, read_arguments, slot_arrays
+
+Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
+Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) n, r, K], b [(layers,) r, N]
+Rows: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
+
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
+_NAMES = ("one", "two")
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found to be right.
+
+    Attributes:
+      checked: paths of the layers that were compared, in the order in which the forward calls them.
+      unserved: path -> why that layer serves no LoRA in this forward; adapters for it are refused.
+      confirmed: paths of the layers whose spec was guessed and that take adapters from now on.
+      error, tolerance: the largest error of a row, and what it may be: in units of the outputs' largest value where
+        the model computes in float32, else of the norm of the row's delta.
+      batches: mixed batches that were compared.
+    """
+
+    checked: tuple[str, ...]
+    unserved: Mapping[str, str]
+    confirmed: tuple[str, ...]
+    error: float
+    tolerance: float
+    batches: int
+
+
+def verify(
+    wrapped: WrappedModel,
+    forward: Forward,
+    inputs: Any,
+    *,
+    num_sequences: int | None = None,
+    token_counts: Sequence[int] | None = None,
+    pad_to: int | None = None,
+    length: int | None = None,
+    batch_axis: int = 0,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compare a mixed batch with merged weights, row by row. Slots, adapters and the model are not touched.
+
+    Args:
+      wrapped: the wrapped model.
+      forward: `forward(model, inputs, batch)` -> array or tree of arrays, your own step: it opens `jlora.use(batch)`
+        and returns rows of sequences. It is called with copies of the model that share its arrays, so it must not
+        donate them, and with `batch=None` on a copy that is not wrapped.
+      inputs: what `forward` takes; sequences of different content, and, where the model allows it, as many sequences
+        as no other axis has.
+      num_sequences: sequences of `inputs`; None reads the first axis of its first array (or `token_counts`).
+      token_counts, pad_to, length: as in `LoRAManager.prepare`.
+      batch_axis: the axis of the outputs (and of `inputs`) that counts sequences, or packed or flattened rows.
+      seed: of the random factors.
+
+    Returns:
+      A `VerifyReport`. Layers with guessed specs that were found right take adapters from now on.
+
+    Raises:
+      LoRAUsageError: the outputs have no rows of the batch.
+      LoRAError: some row differs from merged weights; the message names the first layer, in call order, that is off
+        when it alone has factors.
+    """
+    if num_sequences is None:
+        num_sequences = _count(inputs, token_counts, batch_axis)
+    probe = _Probe(wrapped, forward, inputs, _Layout(num_sequences, token_counts, pad_to, length, batch_axis), seed)
+    served, reasons = probe.look()
+    if not served:
+        raise LoRAError(f"verify: forward calls no layer that serves LoRA ({next(iter(reasons.values()), 'none')})")
+    error, changed = probe.compare(served)
+    if error > probe.tolerance:
+        probe.blame(served, error)
+    if not changed:
+        raise LoRAError("verify: random adapters change no row of what forward returns, so nothing can be compared")
+    confirmed = probe.confirm(served, reasons)
+    return VerifyReport(
+        tuple(site.path for site in served),
+        {site.path: reason for site, reason in reasons.items()},
+        confirmed,
+        error,
+        probe.tolerance,
+        probe.batches,
+    )
+
+
+def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> int:
+    if token_counts is not None:
+        return len(token_counts)
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs) if np.ndim(leaf) > batch_axis]
+    if not shapes or not shapes[0][batch_axis]:
+        raise LoRAUsageError("verify: no array of `inputs` says how many sequences there are; give num_sequences")
+    return shapes[0][batch_axis]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the rows of inputs and outputs belong to sequences."""
+
+    sequences: int
+    counts: Sequence[int] | None
+    pad_to: int | None
+    length: int | None
+    axis: int
+
+    def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
+        """The arrays of an output, rows first, in float64; and the sequence of each row, -1 for padding."""
+        arrays: Rows = []
+        owners: list[np.ndarray] = []
+        for leaf in jax.tree.leaves(output):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                continue
+            array = np.asarray(leaf).astype(np.float64)
+            owner = self._owner(array.shape)
+            if owner is None:
+                raise LoRAUsageError(
+                    f"verify: forward returned an array of shape {array.shape}, whose axis {self.axis} is not that of "
+                    f"{self._expected()}. If rows are packed, give token_counts; if they are flattened, give length; "
+                    "if sequences are on another axis, give batch_axis; else return rows of sequences alone"
+                )
+            array = array[0] if self._is_single(array.shape) else np.moveaxis(array, self.axis, 0)
+            arrays.append(array.reshape(len(owner), -1))
+            owners.append(owner)
+        if not arrays:
+            raise LoRAUsageError(
+                "verify: forward must return floating arrays with rows of the batch, and returned none"
+            )
+        return arrays, owners
+
+    def _packed(self) -> np.ndarray | None:
+        if self.counts is None:
+            return None
+        rows = np.repeat(np.arange(self.sequences), np.asarray(self.counts))
+        return np.concatenate([rows, np.full((self.pad_to or len(rows)) - len(rows), -1)])
+
+    def _is_single(self, shape: tuple[int, ...]) -> bool:
+        """[1, tokens, ...] of packed rows."""
+        packed = self._packed()
+        return packed is not None and shape[:2] == (1, len(packed)) and shape[0] != self.sequences
+
+    def _owner(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        packed = self._packed()
+        if packed is not None and self._is_single(shape):
+            return packed
+        size = shape[self.axis] if len(shape) > self.axis else None
+        if packed is not None and size == len(packed):
+            return packed
+        if size == self.sequences:
+            return np.arange(self.sequences)
+        if self.length is not None and size == self.sequences * self.length:
+            return np.repeat(np.arange(self.sequences), self.length)
+        return None
+
+    def _expected(self) -> str:
+        packed = self._packed()
+        also = "" if packed is None else f" or {len(packed)} packed rows"
+        also += "" if self.length is None else f" or {self.sequences * self.length} flattened rows"
+        return f"{self.sequences} sequences{also}"
+
+
+class _Probe:
+    """One verification: the random factors, and the forwards that serve and merge some of them."""
+
+    def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _Layout, seed: int):
+        self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
+        self.rng = np.random.default_rng(seed)
+        self.sites = tuple(wrapped.modules)
+        self.names = _NAMES[: self.sites[0].spec.num_slots]
+        dtypes = {jnp.dtype(d) for s in self.sites for d in (s.spec.dtype, _kernel(wrapped, s).dtype)}
+        self.half = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
+        self.tolerance = _HALF_TOLERANCE if self.half else _TOLERANCE
+        self.batches = 0
+        self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
+        self._filled: dict[Site, list[Array]] = {}
+        self._empty: dict[SlotSpec, list[Array]] = {}
+        self._bases: dict[bool, Rows] = {}
+        self._owners: list[np.ndarray] = []
+        self._casts = self.half
+
+    def _draw(self, i: int) -> Factors:
+        """Random factors for every site, whose product is about as large as the kernel; the second of half the rank."""
+        factors: Factors = {}
+        for site in self.sites:
+            spec = site.spec
+            rank = spec.max_rank if i == 0 else max(1, spec.max_rank // 2)
+            kernel = _kernel(self.wrapped, site).astype(jnp.float32)
+            size = float(jnp.sqrt(jnp.mean(jnp.square(kernel)))) or spec.in_features**-0.5
+            a = self.rng.normal(size=(*spec.stack, spec.slices, rank, spec.in_features))
+            b = self.rng.normal(size=(*spec.stack, rank, spec.out_features)) * (size / rank**0.5)
+            dtype = jnp.dtype(spec.dtype)
+            # Rounded to what the slots can hold, so that the merged copy has the same factors.
+            factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
+        return factors
+
+    # --- the two sides --------------------------------------------------------------------------------------------
+
+    def serve(self, sites: Iterable[Site], names: Sequence[str | None]) -> Rows:
+        """Outputs of one mixed batch, with factors in `sites` alone."""
+        chosen = set(sites)
+        copy, layers = wrapped_copy(self.wrapped)
+        for site in self.sites:
+            arrays = self._random(site, layers[site]) if site in chosen else self._zeros(site, layers[site])
+            for attribute, array in zip(site.attributes, arrays, strict=True):
+                vars(layers[site])[attribute].set_value(array)
+        asked = read_arguments(names, self.layout.counts, self.layout.pad_to, self.layout.length)
+        places: dict[Name, int] = {name: slot for slot, name in enumerate(self.names)}
+        slots, token_slots = slot_arrays(asked, places, self.sites[0].spec.num_slots)
+        # The copy's slots are nobody's: the lease holds no adapter, and lives for this one forward.
+        lease = Lease((), (None,) * len(names), thread=0)
+        batch = make_batch(slots, token_slots, self.wrapped.tracking, lease, length=asked.length)
+        arrays, self._owners = self.layout.rows(self.forward(copy, self.inputs, batch))
+        return arrays
+
+    def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
+        """Outputs of an unwrapped copy with the factors of one adapter merged into the kernels of `sites`."""
+        copy, layers = unwrapped_copy(self.wrapped)
+        inputs = self.inputs
+        if cast:
+            cast_to_float32(copy)
+            inputs = jax.tree.map(in_float32, inputs)
+        for site in sites if name is not None else ():
+            merge(layers[site], self.wrapped, site, *self.factors[name or ""][site])
+        return self.layout.rows(self.forward(copy, inputs, None))[0]
+
+    def _random(self, site: Site, layer: nnx.Module) -> list[Array]:
+        if site not in self._filled:
+            values = [np.zeros(array.shape, array.dtype) for array in self._zeros(site, layer)]
+            lead = (slice(None),) * len(site.spec.stack)
+            for slot, name in enumerate(self.names):
+                a, b = self.factors[name][site]
+                rank = b.shape[-2]
+                values[0][(*lead, slot, slice(None), slice(rank))] = a
+                values[1][(*lead, slot, slice(rank))] = b
+                values[2][(*lead, slot)] = rank
+            self._filled[site] = _like(values, site, layer)
+        return self._filled[site]
+
+    def _zeros(self, site: Site, layer: nnx.Module) -> list[Array]:
+        if site.spec not in self._empty:
+            dtypes = (site.spec.dtype, site.spec.dtype, "int32")
+            zeros = [np.zeros(shape, dtype) for shape, dtype in zip(site.spec.shapes, dtypes, strict=True)]
+            self._empty[site.spec] = _like(zeros, site, layer)
+        return self._empty[site.spec]
+
+    # --- comparing ------------------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[list[Site], dict[Site, str]]:
+        """The sites that serve LoRA in this forward, in call order, and the others with the reason."""
+        with observe() as seen:
+            self.serve((), self._mixes()[0])
+        reasons = dict(seen.unserved)
+        for site in self.sites:
+            if site not in seen.served and site not in reasons:
+                reasons[site] = "the forward never calls that layer"
+            elif not jnp.issubdtype(_kernel(self.wrapped, site).dtype, jnp.floating):
+                reasons[site] = "its parameter is quantised, so nothing can be merged into it to compare with"
+        return [site for site in seen.served if site not in reasons], reasons
+
+    def _mixes(self) -> list[list[str | None]]:
+        """Batches in which each sequence takes each adapter, and the base, once; in a shuffled order."""
+        choices = (*self.names, None)
+        order = self.rng.permutation(self.layout.sequences)
+        return [[choices[(int(i) + turn) % len(choices)] for i in order] for turn in range(len(choices))]
+
+    def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
+        """The largest error of a row over several mixed batches with factors in `sites` alone; whether rows changed."""
+        mixes = self._mixes()
+        with jax.default_matmul_precision("highest"):
+            served = [self.serve(sites, names) for names in mixes]
+            own = self._base(False)
+            base = self._base(self._casts)
+            worst, changed, scale = 0.0, False, 0.0
+            for name in (*self.names, None):
+                # One merged copy lives at a time.
+                expected = base if name is None else self.merged(sites, name, self._casts)
+                for names, found in zip(mixes, served, strict=True):
+                    takes = np.array([other == name for other in names])
+                    for f, e, b, o, owner in zip(found, expected, base, own, self._owners, strict=True):
+                        rows = (owner >= 0) & takes[owner]
+                        change = np.linalg.norm(e[rows] - b[rows], axis=1)
+                        changed |= bool(change.any())
+                        scale = max(scale, change.max(initial=0))
+                        worst = max(worst, self._error(f[rows], e[rows], b[rows], o[rows], e, change, scale))
+        self.batches += len(mixes)
+        return worst, changed
+
+    def _base(self, cast: bool) -> Rows:
+        if cast not in self._bases:
+            try:
+                self._bases[cast] = self.merged((), None, cast)
+            except Exception:
+                if not cast:
+                    raise
+                # The model does not run in float32 (it holds its dtype elsewhere): merge in float32, run as it is.
+                self._casts = False
+                return self._base(False)
+        return self._bases[cast]
+
+    def _error(self, found: Any, expected: Any, base: Any, own: Any, whole: Any, change: Any, scale: float) -> float:
+        """float32: of the largest value. Else, row by row: what LoRA adds, against the norm of what it should add."""
+        if not len(found):
+            return 0.0
+        if not np.isfinite(found).all():
+            return float("inf")
+        if not self.half:
+            return float(np.abs(found - expected).max() / max(np.abs(whole).max(), 1e-30))
+        off = np.linalg.norm((found - own) - (expected - base), axis=1)
+        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # rows that hardly change have no norm to measure by
+        return float((off / norm).max())
+
+    def blame(self, sites: Sequence[Site], error: float) -> NoReturn:
+        """Raises for the first layer that is off when it alone has factors."""
+        for site in sites:
+            alone, _ = self.compare([site])
+            if alone > self.tolerance:
+                name = type(self.wrapped.modules[site]).__name__.removesuffix("WithLoRA")
+                guess = "" if site.inferred is None else f" {site.inferred.how}: that does not hold."
+                raise LoRAError(
+                    f"verify: {site.path} ({name}) is off: with random adapters there alone, some row of the batch "
+                    f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed.{guess} Either its "
+                    "rows are not the batch's (patches that sequences share, another axis as long as the batch, packed "
+                    "rows without token_counts), or its spec does not say what it computes (axes, a scaled input or "
+                    "output). Register its class with the right spec, or leave it out: LoRAConfig.exclude_modules"
+                )
+        raise LoRAError(
+            f"verify: some row differs from merged weights by {error:.2g}, and {self.tolerance:g} is allowed, though "
+            f"each of the {len(sites)} layers is right alone: the model is too sensitive to rounding for this check, "
+            "or layers act on each other in a way that depends on the batch"
+        )
+
+    def confirm(self, sites: Sequence[Site], reasons: dict[Site, str]) -> tuple[str, ...]:
+        """Let the guessed layers that were seen to be right take adapters; each must have changed some row alone."""
+        confirmed: list[str] = []
+        for site in sites:
+            inferred = site.inferred
+            if inferred is None or inferred.verified or inferred.unfit is not None:
+                continue
+            error, changed = self.compare([site])
+            if error > self.tolerance:
+                self.blame([site], error)
+            if not changed:
+                reasons[site] = f"{inferred.how}, and a random adapter there changes no row, so nothing was seen of it"
+                continue
+            inferred.verified = True
+            confirmed.append(site.path)
+        return tuple(confirmed)
+
+
+def _kernel(wrapped: WrappedModel, site: Site) -> Array:
+    layer = wrapped.modules[site]
+    return vars(layer)[vars(layer)["jlora_spec"].param].get_value()
+
+
+def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:
+    """On the device, sharded as the slot arrays are."""
+    held = [vars(layer)[attribute].get_value() for attribute in site.attributes]
+    return [jax.device_put(value, array.sharding) for value, array in zip(values, held, strict=True)]

@@ -1,0 +1,429 @@
+"""A batch is arrays, its lease is host state: every copy holds it or raises, and nothing else keeps it alive."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+TARGETS = [Target("proj", 6, 5, "proj.kernel")]
+A, B = make_adapter("a", TARGETS, 3), make_adapter("b", TARGETS, 2)
+X, NAMES = normal(8, 2, 6), ["a", None, "a", "a", None, "a", None, "a"]
+
+
+class World:
+    """One slot, two adapters: whoever asks for `b` takes the slot of `a`, if nothing holds it."""
+
+    def __init__(self, **config):
+        self.model = Model()
+        self.twins = {a.name: merge(self.model, TARGETS, a) for a in (A, B)} | {None: nnx.clone(self.model)}
+        self.manager = make_manager(self.model, [A, B], max_loras=1, **config)
+        self.traces = []
+
+        def step(model, x, batch):
+            self.traces.append(1)
+            with jlora.use(batch):
+                return model(x)
+
+        self.step = jax.jit(step)
+
+    def serves(self, batch, names=NAMES):
+        assert_close(self.step(self.model, X, batch), expected_rows(self.twins, names, X))
+
+    def take_slot(self):
+        """Another adapter is served from the only slot."""
+        with self.manager.prepare(["b"] * 8) as batch:
+            self.serves(batch, ["b"] * 8)
+
+    def check_held(self):
+        assert self.manager.stats().leased == 1
+        with pytest.raises(jlora.NoFreeSlotError):
+            self.manager.prepare(["b"])
+
+    def check_free(self):
+        gc.collect()
+        assert self.manager.leases() == ()
+        assert self.manager.stats().leased == 0
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return World()
+
+
+@pytest.fixture
+def world(shared):
+    """One compiled step for all tests, and no lease from one to the next."""
+    shared.check_free()
+    yield shared
+    shared.check_free()
+    assert len(shared.traces) <= 1
+
+
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+COPIES = {
+    "device_put": jax.device_put,
+    "device_put to a device": lambda b: jax.device_put(b, jax.devices()[0]),
+    "tree.map": lambda b: jax.tree.map(lambda x: x + 0, b),
+    "tree.map to NumPy": lambda b: jax.tree.map(np.asarray, b),
+    "flattened and back": lambda b: jax.tree.unflatten(jax.tree.structure(b), jax.tree.leaves(b)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "a copy of a copy": lambda b: copy.copy(jax.device_put(copy.deepcopy(b))),
+    "in a dict": lambda b: jax.tree.map(lambda x: x, {"batch": b})["batch"],
+    "drop_absent": lambda b: b.drop_absent(),
+}
+copies = pytest.mark.parametrize("how", COPIES)
+
+
+# --- Copies ---------------------------------------------------------------------------------------------------------
+
+
+@copies
+def test_a_copy_of_a_temporary_holds_the_slot(world, how):
+    duplicate = COPIES[how](world.manager.prepare(NAMES))
+    gc.collect()
+    world.check_held()
+    world.serves(duplicate)
+    duplicate.close()
+    world.check_free()
+    world.take_slot()
+
+
+@copies
+def test_closing_a_copy_closes_all_of_them(world, how):
+    batch = world.manager.prepare(NAMES)
+    duplicate = COPIES[how](batch)
+    duplicate.close()
+    duplicate.close()
+    world.take_slot()
+    for closed in (batch, duplicate):
+        with pytest.raises(jlora.LoRAError, match="is closed: its slots may hold other adapters"):
+            world.step(world.model, X, closed)
+        with pytest.raises(jlora.LoRAError, match="is closed"), jlora.use(closed):
+            pass
+
+
+@copies
+def test_a_copy_made_after_close_raises(world, how):
+    batch = world.manager.prepare(NAMES)
+    batch.close()
+    world.take_slot()
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        world.step(world.model, X, COPIES[how](batch))
+
+
+@copies
+def test_a_dying_copy_leaves_the_lease_alone(world, how):
+    batch = world.manager.prepare(NAMES)
+    duplicate = COPIES[how](batch)
+    del duplicate
+    gc.collect()
+    world.check_held()
+    world.serves(batch)
+    batch.close()
+
+
+@copies
+def test_what_a_copy_says_of_itself(world, how):
+    """`has_adapters` and `generations` are those of the original."""
+    for names in (NAMES, [None] * 8):
+        with world.manager.prepare(names) as batch:
+            duplicate = COPIES[how](batch)
+            assert duplicate.has_adapters is batch.has_adapters is ("a" in names)
+            assert duplicate.generations == batch.generations == tuple(None if n is None else 0 for n in names)
+
+
+def test_a_treedef_holds_nothing(world):
+    batch = world.manager.prepare(NAMES)
+    leaves, treedef = jax.tree.flatten(batch)
+    del batch
+    world.check_free()
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        world.step(world.model, X, jax.tree.unflatten(treedef, leaves))
+
+
+def test_pickling_is_refused(world):
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="cannot be pickled"):
+        pickle.dumps(batch)
+
+
+# --- What comes out of traced functions -----------------------------------------------------------------------------
+
+
+@jax.jit
+def same(batch):
+    return batch
+
+
+OUT_OF_TRACES = {
+    "jit": same,
+    "nnx.jit": nnx.jit(lambda b: b),
+    "inner jit": jax.jit(lambda b: same(b)),
+    "vmap": jax.vmap(lambda b: b),
+    "scan": lambda b: jax.lax.scan(lambda carry, _: (carry, None), b, None, length=2)[0],
+    "shard_map": lambda b: jax.jit(jax.shard_map(lambda b: b, mesh=mesh(), in_specs=P("data"), out_specs=P("data")))(b),
+    "eval_shape": lambda b: jax.eval_shape(lambda b: b, b),
+    "a copy of it": lambda b: copy.copy(jax.device_put(jax.tree.map(lambda x: x, same(b)))),
+}
+
+
+@pytest.mark.parametrize("how", OUT_OF_TRACES)
+def test_a_batch_that_comes_out_of_a_traced_function_raises_when_used(how):
+    """JAX hands back the static part of the first call: here that of `a`, when `b` is asked for."""
+    world = World()
+    with world.manager.prepare(NAMES) as batch:
+        world.serves(batch)  # the step is compiled before
+        OUT_OF_TRACES[how](batch)
+    with world.manager.prepare(["b"] * 8) as batch:
+        out = OUT_OF_TRACES[how](batch)
+        with pytest.raises(jlora.LoRAError, match="came out of a traced function"), jlora.use(out):
+            pass
+        if how != "eval_shape":
+            for _ in range(2):
+                with pytest.raises(jlora.LoRAError, match="came out of a traced function"):
+                    world.step(world.model, X, out)
+        world.serves(batch, ["b"] * 8)
+    world.check_free()
+
+
+def test_nnx_jit_takes_a_batch(world):
+    step = nnx.jit(lambda model, x, batch: world.step.__wrapped__(model, x, batch))
+    traced = len(world.traces)
+    with world.manager.prepare(NAMES) as batch:
+        assert_close(step(world.model, X, batch), expected_rows(world.twins, NAMES, X))
+        world.check_held()
+    world.take_slot()
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        step(world.model, X, batch)
+    del world.traces[traced:]
+
+
+def test_inside_a_traced_function_a_batch_does_not_tell(world):
+    seen = []
+
+    @jax.jit
+    def step(batch):
+        seen.append(batch.has_adapters)
+        with pytest.raises(jlora.LoRAUsageError, match="generations is known outside traced functions"):
+            _ = batch.generations
+        return batch.slots
+
+    with world.manager.prepare([None] * 8) as batch:
+        step(batch)
+    assert seen == [True]  # what is compiled must serve both
+
+
+# --- Ways to hand it over -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [None, [2] * 8])
+def test_donated_batches(world, counts):
+    """The next `prepare` of the same does not hand out what a step consumed."""
+    x = X if counts is None else X.reshape(16, 6)
+
+    def step(model, x, batch):
+        with jlora.use(batch):
+            y = model(x)
+        return y, *jax.tree.leaves((batch.slots + 1, batch.token_slots))  # results that take the batch's place
+
+    step = jax.jit(step, donate_argnums=2)
+    for _ in range(3):
+        with world.manager.prepare(NAMES, token_counts=counts) as batch:
+            found = step(world.model, x, batch)[0]
+            assert batch.slots.is_deleted()
+        assert_close(found.reshape(8, 2, 5), expected_rows(world.twins, NAMES, X))
+
+
+def test_batches_on_a_mesh(world):
+    """Moved to all devices, a batch still holds its lease; sharded, each shard sees its own sequences."""
+
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P("data")))
+    expected = expected_rows(world.twins, NAMES, X)
+    on_mesh = jax.device_put(world.manager.prepare(NAMES), NamedSharding(mesh(), P("data")))
+    gc.collect()
+    world.check_held()
+    assert on_mesh.generations == tuple(None if n is None else 0 for n in NAMES)
+    assert_close(sharded(world.model, X, on_mesh), expected)
+    on_mesh.close()
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        sharded(world.model, X, on_mesh)
+
+
+def test_vmap_over_a_copy(world):
+    def one(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    duplicate = jax.device_put(world.manager.prepare(NAMES))
+    found = jax.jit(jax.vmap(one, in_axes=(None, 0, 0)))(world.model, X, duplicate)
+    assert_close(found, expected_rows(world.twins, NAMES, X))
+    duplicate.close()
+
+
+# --- What holds a lease ---------------------------------------------------------------------------------------------
+
+
+def test_compiled_functions_hold_no_lease(world):
+    """Their caches live as long as they do, and hold the static part of the first call's batch."""
+    # Functions of their own, whose first call this is.
+    steps = [jax.jit(lambda *args: world.step.__wrapped__(*args)) for _ in range(2)]
+    steps += [nnx.jit(lambda *args: world.step.__wrapped__(*args))]
+    traced = len(world.traces)
+    batch = world.manager.prepare(NAMES)
+    lease = weakref.ref(batch.lease)
+    for step in steps:
+        step(world.model, X, batch)
+    jax.eval_shape(world.step, world.model, X, batch)
+    ahead = steps[0].lower(world.model, X, batch)
+    kept = [*steps, ahead, ahead.compile(), jax.make_jaxpr(lambda b: b.slots + 1)(batch)]
+    kept += [jax.tree.map(jax.typeof, batch), jax.tree.map(lambda x: x.sharding, batch)]
+    del batch
+    gc.collect()
+    assert lease() is None
+    world.check_free()
+    del world.traces[traced:], kept
+
+
+def test_compiled_ahead_of_time(world):
+    """From shapes, and called with batches of other leases."""
+    traced = len(world.traces)
+    batch = world.manager.prepare(NAMES)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    batch.close()
+    step = world.step.lower(world.model, X, shapes).compile()
+    world.take_slot()
+    for names in (NAMES, ["b"] * 8):
+        with world.manager.prepare(names) as batch:
+            assert_close(step(world.model, X, batch), expected_rows(world.twins, names, X))
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        step(world.model, X, batch)
+    with pytest.raises(jlora.LoRAError, match="is closed"), jlora.use(shapes):
+        pass
+    del world.traces[traced:]
+
+
+def test_contents_die_with_their_names_though_functions_saw_them():
+    world = World()
+    with world.manager.prepare(NAMES) as batch:
+        world.serves(batch)
+        content = weakref.ref(batch.lease.adapters[0])
+    del batch
+    world.manager.remove_adapter("a")
+    for i in range(8):  # kept arrays of the last few batches hold what they were made of
+        world.manager.prepare([None] * (i + 1)).close()
+    gc.collect()
+    assert content() is None
+
+
+def test_the_last_copy_to_be_collected_ends_the_lease(world):
+    kept = [world.manager.prepare(NAMES)]
+    kept += [jax.device_put(kept[0]), copy.copy(kept[0])]
+    while kept:
+        world.check_held()
+        kept.pop(0)
+        gc.collect()
+    world.check_free()
+
+
+def test_a_copy_collected_in_another_thread_ends_the_lease(world):
+    holder = [jax.device_put(world.manager.prepare(NAMES))]
+    world.check_held()
+    thread = threading.Thread(target=lambda: (holder.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+    world.check_free()
+
+
+def test_copies_in_a_cycle(world):
+    batch = jax.device_put(world.manager.prepare(NAMES))
+    batch.itself = [batch, copy.copy(batch)]
+    del batch
+    world.check_free()
+
+
+def test_an_exception_in_a_step_closes_the_batch(world):
+    batch = world.manager.prepare(NAMES)
+    duplicate = copy.copy(batch)
+    with pytest.raises(ZeroDivisionError), batch:
+        raise ZeroDivisionError
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        world.step(world.model, X, duplicate)
+
+
+# --- Traces ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_trace_for_a_new_lease():
+    """Leases, contents, generations and copies are no part of what a function is compiled for."""
+    model = Model()
+    manager = make_manager(model, [A, B], max_loras=1)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    for round_number in range(3):
+        for name in ("a", "b", None):
+            with manager.prepare([name] * 8) as batch:
+                step(model, X, batch)
+                step(model, X, jax.tree.map(jnp.asarray, copy.copy(batch)))
+                step(model, X, batch.drop_absent())
+        manager.add_adapter(make_adapter("a", TARGETS, 1 + round_number), load_inplace=True)
+    with manager.prepare([None, "a"] * 4, timeout=1.0) as batch:
+        step(model, X, batch)
+
+
+# --- Listing --------------------------------------------------------------------------------------------------------
+
+
+def test_open_leases_are_listed():
+    world = World(trace_leases=True)
+    assert world.manager.leases() == ()
+    with world.manager.prepare(NAMES) as batch, world.manager.prepare([None]):
+        duplicate = copy.copy(batch)
+        first, second = world.manager.leases()
+        assert (first.adapters, second.adapters) == (("a",), ())
+        assert first.age >= second.age >= 0
+        assert first.thread == threading.get_ident()
+        assert "test_open_leases_are_listed" in first.where
+        assert world.manager.leases()[0].age > first.age
+        del duplicate
+    assert world.manager.leases() == ()
+
+
+def test_where_a_lease_was_opened_is_not_recorded_unasked(world):
+    with world.manager.prepare(NAMES):
+        (lease,) = world.manager.leases()
+        assert lease.where is None
+        assert lease.adapters == ("a",)

@@ -1,0 +1,317 @@
+"""One content of a name is one generation: what batches say of it, and handles that go on with an old one."""
+
+import copy
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import jlora
+from tests.manager.tiny import make_adapter, make_world
+
+
+def load(world, *names, version=0):
+    for name in names:
+        world.manager.add_adapter(make_adapter(name, version), load_inplace=version > 0)
+
+
+def generations(world, *names):
+    with world.manager.prepare([*names, *[None] * (3 - len(names))]) as batch:
+        return batch.generations[: len(names)]
+
+
+def saved(folder, name, version=0):
+    make_adapter(name, version).save_pretrained(folder / f"{name}-{version}")
+    return str(folder / f"{name}-{version}")
+
+
+# --- Counting -------------------------------------------------------------------------------------------------------
+
+
+def test_load_inplace_counts_on(world):
+    load(world, "a", "b")
+    first, other = generations(world, "a", "b")
+    for version in (1, 2, 3):
+        load(world, "a", version=version)
+        with world.manager.prepare(["a", "b", None]) as batch:
+            assert batch.generations == (first + version, other, None)
+            world.check(world.logits(batch), [make_adapter("a", version), make_adapter("b"), None])
+    assert world.manager.list_adapters()["a"].generation == first + 3
+
+
+def test_a_batch_keeps_its_generations(world):
+    """Also when the name has gone on since, and in copies."""
+    load(world, "a")
+    handle = world.manager.hold("a")
+    with world.manager.prepare([handle, None, handle]) as batch:
+        before = batch.generations
+        load(world, "a", version=1)
+        assert batch.generations == copy.copy(batch).generations == before
+        assert before == (handle.generation, None, handle.generation)
+    handle.close()
+    assert generations(world, "a") == (before[0] + 1,)
+
+
+def test_arrays_in_memory_are_new_content_each_time(world):
+    """Nothing tells them from others, so a cache of prefixes must not take them for the same."""
+    load(world, "a")
+    (first,) = generations(world, "a")
+    world.manager.add_adapter(make_adapter("a"), load_inplace=True)
+    assert generations(world, "a") == (first + 1,)
+
+
+def test_a_removed_name_counts_on(world):
+    load(world, "a")
+    (first,) = generations(world, "a")
+    world.manager.remove_adapter("a")
+    load(world, "a")
+    assert generations(world, "a") == (first + 1,)
+
+
+def test_the_same_file_is_the_same_generation(tmp_path):
+    """Evicted and loaded again, loaded in place, or removed and added: it is the same content. A changed one is not."""
+    world = make_world(max_loras=1, max_cpu_loras=1)
+    m = world.manager
+    path = saved(tmp_path, "a")
+    m.add_adapter(jlora.LoRARequest("a", path))
+    first = world.serve(["a", None, None])
+    assert generations(world, "a") == (0,)
+
+    load(world, "b")  # evicts it
+    assert "a" not in m.list_adapters()
+    assert generations(world, "a") == (0,)  # recalled
+    m.add_adapter(jlora.LoRARequest("a", path, load_inplace=True))
+    assert generations(world, "a") == (0,)
+    m.remove_adapter("a")
+    m.add_adapter(jlora.LoRARequest("a", path))
+    assert generations(world, "a") == (0,)
+    np.testing.assert_array_equal(world.serve(["a", None, None]), first)
+
+    load(world, "b")  # evicts it, and its file changes meanwhile
+    make_adapter("a", 1).save_pretrained(path)
+    assert generations(world, "a") == (1,)
+    world.check(world.serve(["a", None, None]), [make_adapter("a", 1), None, None])
+    with m.prepare([jlora.LoRARequest("a", saved(tmp_path, "a", 2), load_inplace=True), None, None]) as batch:
+        assert batch.generations == (2, None, None)
+        world.check(world.logits(batch), [make_adapter("a", 2), None, None])
+
+
+def test_a_loading_that_fails_counts_nothing(world, tmp_path):
+    load(world, "a")
+    (first,) = generations(world, "a")
+    with pytest.raises(jlora.LoRAError):
+        world.manager.add_adapter(jlora.LoRARequest("a", str(tmp_path), load_inplace=True))
+    assert generations(world, "a") == (first,)
+
+
+# --- Handles --------------------------------------------------------------------------------------------------------
+
+
+def test_two_generations_in_one_batch(world):
+    """Sequences that began with the old one go on with it, beside new ones."""
+    load(world, "a")
+    with world.manager.hold("a") as old:
+        load(world, "a", version=1)
+        for _ in range(2):  # the second from kept arrays
+            with world.manager.prepare([old, "a", None]) as batch:
+                assert batch.generations == (old.generation, old.generation + 1, None)
+                world.check(world.logits(batch), [make_adapter("a"), make_adapter("a", 1), None])
+        assert world.manager.slot_names == ("a", "a")
+        assert generations(world, "a", old) == (old.generation + 1, old.generation)
+
+
+def test_a_handle_outlives_its_name(world):
+    load(world, "a", "b", "c")
+    old = world.manager.hold("a")
+    with world.manager.prepare([old, None, None]) as batch:
+        first = world.logits(batch)
+        world.manager.remove_adapter("a")  # the handle keeps what the batch needs
+        np.testing.assert_array_equal(world.logits(batch), first)
+    with pytest.raises(jlora.AdapterNotFoundError):
+        world.manager.prepare(["a", None, None])
+    world.serve(["b", "c", None])  # out of its slot
+    with world.manager.prepare([old, "b", None]) as batch:  # and back
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
+        assert batch.generations[0] == old.generation
+    load(world, "a", version=1)
+    assert generations(world, "a", old) == (old.generation + 1, old.generation)
+    old.close()
+
+
+def test_a_handle_outlives_eviction_from_the_host():
+    world = make_world(max_loras=1, max_cpu_loras=1)
+    load(world, "a")
+    old = world.manager.hold("a")
+    load(world, "b")
+    assert list(world.manager.list_adapters()) == ["b"]
+    world.serve(["b", None, None])
+    world.check(world.serve([old, None, None]), [make_adapter("a"), None, None])
+    world.check(world.serve([None, "b", None]), [None, make_adapter("b"), None])
+    assert world.manager.list_adapters().keys() == {"b"}
+
+
+def test_in_place_waits_for_batches_by_name_only(world):
+    load(world, "a")
+    with world.manager.prepare(["a", None, None]), pytest.raises(jlora.AdapterInUseError):
+        load(world, "a", version=1)
+    with world.manager.prepare(["a", None, None]), world.manager.hold("a"):  # both can be served
+        load(world, "a", version=1)
+
+
+@pytest.mark.parametrize("end", ["close", "with", "collected"])
+def test_a_handle_ends(world, end):
+    load(world, "a", "b", "c")
+    handle = world.manager.hold("a")
+    content = weakref.ref(handle.content)
+    load(world, "a", version=1)
+    with world.manager.prepare([handle, "b", None]) as batch:
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
+    del batch
+    if end == "close":
+        handle.close()
+        handle.close()
+    elif end == "with":
+        with handle as entered:
+            assert entered is handle
+    if end == "collected":
+        del handle
+    else:
+        assert handle.content is None
+        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', generation=\d+\) is closed"):
+            world.manager.prepare([handle, None, None])
+    gc.collect()
+    assert not world.manager._leases.handled()
+    assert "a" not in world.manager.slot_names  # a slot that nobody can ask for is free
+    for i in range(9):
+        world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
+        generations(world, *["b", "c", None][: i % 3 + 1])
+        world.manager.prepare([None] * (i + 4)).close()
+    gc.collect()
+    assert content() is None
+
+
+def test_a_handle_that_ends_under_an_open_batch(world):
+    load(world, "a", "b")
+    handle = world.manager.hold("a")
+    load(world, "a", version=1)
+    with world.manager.prepare([handle, None, None]) as batch:
+        first = world.logits(batch)
+        handle.close()
+        gc.collect()
+        world.serve(["a", None, None])  # takes the other slot
+        world.serve(["b", None, None])
+        np.testing.assert_array_equal(world.logits(batch), first)
+        world.check(first, [make_adapter("a"), None, None])
+    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
+
+
+def test_holding_what_is_unknown(world):
+    with pytest.raises(jlora.AdapterNotFoundError, match="'who' is not loaded"):
+        world.manager.hold("who")
+
+
+def test_holding_what_was_evicted_loads_it(tmp_path):
+    world = make_world(max_loras=1, max_cpu_loras=1)
+    world.manager.add_adapter(jlora.LoRARequest("a", saved(tmp_path, "a")))
+    load(world, "b")
+    with world.manager.hold("a") as handle:
+        assert repr(handle) == "AdapterHandle('a', generation=0)"
+        world.check(world.serve([handle, None, None]), [make_adapter("a"), None, None])
+
+
+# --- Where there is one slot ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    return make_world(max_loras=1)
+
+
+def test_a_load_into_a_held_name_needs_a_second_slot(narrow):
+    """Without one, `prepare` raises, or waits for the batch of the old generation to close."""
+    world, m = narrow, narrow.manager
+    load(world, "a")
+    with m.hold("a") as old:
+        batch = m.prepare([old, None, None])
+        load(world, "a", version=1)
+        with pytest.raises(jlora.NoFreeSlotError):
+            m.prepare(["a", None, None])
+        started = time.monotonic()
+        with pytest.raises(jlora.NoFreeSlotError):
+            m.prepare(["a", None, None], timeout=0.2)
+        assert time.monotonic() - started >= 0.2
+        with pytest.raises(jlora.NoFreeSlotError):
+            m.prepare([old, "a", None], timeout=0.0)
+        world.check(world.logits(batch), [make_adapter("a"), None, None])
+        closer = threading.Timer(0.2, batch.close)
+        closer.start()
+        with m.prepare(["a", None, None], timeout=60.0) as newer:
+            assert batch.lease.closed
+            assert newer.generations == (old.generation + 1, None, None)
+            world.check(world.logits(newer), [make_adapter("a", 1), None, None])
+        closer.join()
+    world.reset()
+
+
+def test_names_requests_and_handles_of_one_content_take_one_slot(narrow, tmp_path):
+    world, m = narrow, narrow.manager
+    request = jlora.LoRARequest("a", saved(tmp_path, "a"))
+    m.add_adapter(request)
+    with m.hold("a") as handle, m.hold("a") as other:
+        for _ in range(2):
+            hits = m.stats().slot_hits
+            with m.prepare([handle, "a", request]) as batch:
+                assert len(set(batch.generations)) == 1
+                world.check(world.logits(batch), [make_adapter("a")] * 3)
+            with m.prepare([other, handle, None]) as batch:
+                world.check(world.logits(batch), [make_adapter("a"), make_adapter("a"), None])
+        assert m.stats().slot_hits == hits + 2  # one for each batch
+    world.reset()
+
+
+# --- Mixed ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_requests_and_handles_mixed(tmp_path):
+    world = make_world(max_loras=3)
+    m = world.manager
+    load(world, "a")
+    old = m.hold("a")
+    load(world, "a", version=1)
+    request = jlora.LoRARequest("b", saved(tmp_path, "b"))  # loaded by the first that asks for it
+    for names, adapters in (
+        ([old, request, "a"], [make_adapter("a"), make_adapter("b"), make_adapter("a", 1)]),
+        (["a", None, old], [make_adapter("a", 1), None, make_adapter("a")]),
+        ([request, "b", old], [make_adapter("b"), make_adapter("b"), make_adapter("a")]),
+        ([None, None, "b"], [None, None, make_adapter("b")]),
+    ):
+        with m.prepare(names) as batch:
+            world.check(world.logits(batch), adapters)
+            want = {None: None, "a": 1, "b": 0, old: 0, request: 0}
+            assert batch.generations == tuple(want[name] for name in names)
+    old.close()
+    assert len(world.traces) == 1
+
+
+def test_replacing_through_prepare_does_not_wait_for_its_own_thread(narrow, tmp_path):
+    """It would wait for ever: the batch that holds the old generation cannot close meanwhile."""
+    m = narrow.manager
+    again = jlora.LoRARequest("a", saved(tmp_path, "a"), load_inplace=True)
+    found = []
+
+    def work():
+        with m.prepare([again, None, None]):
+            try:
+                m.prepare([again, None, None]).close()
+            except jlora.AdapterInUseError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert "'a' is held by an open batch" in str(found[0])
+    narrow.reset()

@@ -1,0 +1,544 @@
+"""Loads in the background: futures, one load an adapter, giving up, and nothing else that waits for them."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import pytest
+
+import jlora
+from jlora.adapters import Adapter
+from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
+
+
+class Store:
+    """Adapters in folders, and the reads of them, which wait while their name is in `closed`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.reads: list[str] = []
+        self.threads: list[threading.Thread] = []
+        self.closed: set[str] = set()
+        self.read = Adapter.from_pretrained
+
+    def request(self, name, version=0, **options) -> jlora.LoRARequest:
+        folder = self.folder / f"{name}{version}"
+        if not folder.exists():
+            make_adapter(name, version).save_pretrained(folder)
+            for file in folder.iterdir():
+                os.utime(file, (1, 1))  # a file of just now would be waited for
+        return jlora.LoRARequest(name, folder, **options)
+
+    def from_pretrained(self, path, **options):
+        name = options["name"]
+        self.reads.append(name)
+        self.threads.append(threading.current_thread())
+        while name in self.closed:
+            time.sleep(0.001)
+        return self.read(path, **options)
+
+    def until_read(self, name, times=1):
+        until(lambda: self.reads.count(name) >= times)
+
+
+def until(true: Callable[[], bool], seconds=30.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Iterator[Store]:
+    made = Store(tmp_path)
+    monkeypatch.setattr(Adapter, "from_pretrained", made.from_pretrained)
+    yield made
+    made.closed.clear()
+    until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
+
+
+@contextmanager
+def thread(work: Callable[[], object]) -> Iterator[list]:
+    """Runs work beside the block; what it returned or raised is in the list afterwards."""
+    outcome: list = []
+
+    def run():
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    beside = threading.Thread(target=run)
+    beside.start()
+    try:
+        yield outcome
+    finally:
+        beside.join(60)
+        assert not beside.is_alive()
+
+
+def check(world: World, *names, versions=()):
+    adapters = [None if n is None else make_adapter(n, dict(versions).get(n, 0)) for n in names]
+    world.check(world.serve(list(names)), adapters)
+
+
+# --- futures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetch_is_an_add_in_the_background(world, store):
+    store.closed.add("a")
+    future = world.manager.prefetch(store.request("a"))
+    store.until_read("a")
+    assert not future.done()
+    assert world.manager.list_adapters() == {}
+    with pytest.raises(jlora.AdapterNotFoundError):  # prepare takes the request; the name is not known yet
+        world.manager.prepare(["a"])
+    store.closed.clear()
+    assert future.result(30) is True
+    check(world, "a", None, "a")
+    assert world.manager.prefetch(store.request("a")).result(30) is False
+    assert store.reads == ["a"]
+    assert threading.current_thread() not in store.threads
+
+
+@pytest.mark.parametrize("again", ["prefetch", "add", "prepare"])
+def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, store, again):
+    world.manager.add_adapter(make_adapter("b"))
+    world.serve(["b", None, None])
+    request = store.request("a")
+    weights = store.folder / "a0" / "adapter_model.safetensors"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-3])
+    os.utime(weights, (1, 1))
+    before, stats = world.held(), world.manager.stats()
+    future = world.manager.prefetch(request)
+    assert isinstance(future.exception(30), jlora.AdapterFormatError)
+    assert "'a'" in str(future.exception())
+    assert same(before, world.held())
+    assert world.manager.stats() == stats
+    weights.write_bytes(sound)
+    os.utime(weights, (2, 2))
+    if again == "prefetch":
+        assert world.manager.prefetch(request).result(30)
+    elif again == "add":
+        assert world.manager.add_adapter(request)
+    else:
+        with pytest.raises(jlora.AdapterFormatError):  # of the failed load that nobody asked about since
+            world.manager.prepare([request])
+        world.manager.prepare([request]).close()
+    check(world, "a", "b", None)
+    assert store.reads == ["a", "a"]
+
+
+def test_a_cancelled_load_that_waits_for_its_turn_is_never_read(world, store):
+    busy = [world.manager.prefetch(store.request(name)) for name in "abcd" if not store.closed.add(name)]
+    for name in "abcd":
+        store.until_read(name)
+    future = world.manager.prefetch(store.request("e"))
+    assert future.cancel()
+    store.closed.clear()
+    assert all(f.result(30) for f in busy)
+    until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
+    assert sorted(store.reads) == list("abcd")
+    with pytest.raises(CancelledError):
+        future.result(1)
+    assert "e" not in world.manager.list_adapters()
+    assert world.manager.add_adapter(store.request("e"))
+
+
+def test_a_load_cancelled_while_it_reads_is_dropped(world, store):
+    store.closed.add("a")
+    before = world.held()
+    future = world.manager.prefetch(store.request("a"))
+    store.until_read("a")
+    assert future.cancel()
+    store.closed.clear()
+    until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
+    assert same(before, world.held())
+    assert world.manager.prefetch(store.request("a")).result(30)
+    check(world, "a", None, None)
+
+
+def test_one_of_two_cancels(world, store):
+    store.closed.add("a")
+    first, second = (world.manager.prefetch(store.request("a")) for _ in range(2))
+    store.until_read("a")
+    assert first.cancel()
+    store.closed.clear()
+    assert second.result(30)
+    assert first.cancelled()
+    assert not second.cancel()  # too late
+    assert list(world.manager.list_adapters()) == ["a"]
+
+
+def test_many_ask_and_one_load_is_run(world, store):
+    store.closed.add("a")
+    request = store.request("a")
+    futures = [world.manager.prefetch(request) for _ in range(3)]
+    world.manager.add_adapter(make_adapter("b"))
+    with (
+        thread(lambda: world.manager.add_adapter(request)) as added,
+        thread(lambda: world.serve([request, None, "b"])) as served,
+    ):
+        store.until_read("a")
+        time.sleep(0.05)
+        store.closed.clear()
+    assert [future.result(30) for future in futures] == [True] * 3
+    assert added == [True]
+    world.check(served[0], [make_adapter("a"), None, make_adapter("b")])
+    assert store.reads == ["a"]
+
+
+# --- how long ---------------------------------------------------------------------------------------------------------
+
+
+def test_loads_time_out(world, store):
+    store.closed.add("a")
+    request = store.request("a")
+    for call in (
+        lambda: world.manager.add_adapter(request, timeout=0.02),
+        lambda: world.manager.prepare([request], timeout=0.02),
+    ):
+        started = time.monotonic()
+        with pytest.raises(jlora.LoadTimeoutError, match=r"'a'.*took too long"):
+            call()
+        assert 0.02 <= time.monotonic() - started < 2
+    assert issubclass(jlora.LoadTimeoutError, TimeoutError)
+    store.closed.clear()
+    until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
+    assert world.manager.list_adapters() == {}  # given up
+    assert world.manager.add_adapter(request, timeout=30)
+
+
+def test_replacing_what_a_batch_holds_waits_for_it(world, store):
+    world.manager.add_adapter(store.request("a"))
+    newer = store.request("a", 1, load_inplace=True)
+    batch = world.manager.prepare(["a", None, None])
+    with pytest.raises(jlora.AdapterInUseError, match="'a' is held by an open batch"):
+        world.manager.add_adapter(newer, timeout=0.05)
+    with pytest.raises(jlora.AdapterInUseError, match="'a' is held by an open batch"):
+        world.manager.add_adapter(newer)  # this very thread has the batch: it would wait for ever
+    future = world.manager.prefetch(newer)
+    with thread(lambda: world.manager.prepare([newer, None, None], timeout=30)) as outcome:
+        time.sleep(0.1)
+        assert not future.done()
+        assert outcome == []
+        world.check(world.logits(batch), [make_adapter("a"), None, None])
+        batch.close()
+    with outcome[0] as replaced:
+        world.check(world.logits(replaced), [make_adapter("a", 1), None, None])
+    assert future.result(30)
+
+
+@pytest.mark.parametrize("verb", ["remove_adapter", "deactivate_adapter"])
+def test_letting_go_waits_for_batches_of_other_threads(world, verb):
+    world.manager.add_adapter(make_adapter("a"))
+    opened, close = threading.Event(), threading.Event()
+
+    def hold():
+        with world.manager.prepare(["a", None, None]):
+            opened.set()
+            close.wait(60)
+
+    with thread(hold):
+        assert opened.wait(60)
+        with pytest.raises(jlora.AdapterInUseError):
+            getattr(world.manager, verb)("a", timeout=0.05)
+        with thread(lambda: getattr(world.manager, verb)("a")) as outcome:
+            time.sleep(0.05)
+            assert outcome == []
+            close.set()
+        assert outcome == [True]
+
+
+def test_a_slow_read_stalls_nothing(world, store):
+    """The read of a takes for ever: a step, a batch of others, a swap and every question are quick beside it."""
+    for name in "bcd":
+        world.manager.add_adapter(make_adapter(name))
+    check(world, "b", "c", None)
+    world.manager.warmup()
+    store.closed.add("a")
+    future = world.manager.prefetch(store.request("a"))
+    store.until_read("a")
+    calls = {
+        "step": lambda: world.serve(["b", "c", None]),
+        "swap": lambda: world.serve(["d", "b", None]),
+        "list": world.manager.list_adapters,
+        "stats": world.manager.stats,
+        "names": lambda: world.manager.slot_names,
+        "slots": lambda: world.manager.slots,
+        "touch": lambda: world.manager.add_adapter(make_adapter("b")),
+        "partly": lambda: world.manager.prepare([store.request("a"), "b"], wait=False)[0].close(),
+        "warmup": world.manager.warmup,
+    }
+    for what, call in calls.items():
+        started = time.monotonic()
+        call()
+        assert time.monotonic() - started < 0.2, what
+    assert not future.done()
+
+
+def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
+    world.manager.add_adapter(make_adapter("b"))
+    world.serve(["b", None, None])
+    inside, leave = threading.Event(), threading.Event()
+
+    def step(batch):
+        inside.set()
+        leave.wait(30)
+
+    with thread(lambda: world.manager.warmup(step, num_sequences=3)):
+        assert inside.wait(30)
+        started = time.monotonic()
+        world.serve(["b", None, "b"])
+        world.manager.list_adapters()
+        assert time.monotonic() - started < 0.2
+        leave.set()
+
+
+# --- prepare: requests, what is not ready, and whose turn it is -------------------------------------------------------
+
+
+def test_what_is_not_ready_is_absent(store):
+    world = make_world()  # of its own, for the refusals are traces
+    world.manager.add_adapter(make_adapter("b"))
+    store.closed.add("a")
+    request = store.request("a")
+    batch, ready = world.manager.prepare([request, "b", None], wait=False)
+    assert ready == (False, True, True)
+    with pytest.raises(jlora.LoRAError, match="lacks adapters that were not ready"):
+        world.logits(batch)
+    with pytest.raises(jlora.LoRAError, match="lacks adapters"):
+        world.logits(jax.tree.map(lambda x: x, batch))
+    dropped = batch.drop_absent()
+    got = world.logits(dropped)
+    np.testing.assert_array_equal(got[1:], world.serve([None, "b", None])[1:])
+    assert batch.generations[0] is None
+    batch.close()
+    store.closed.clear()
+    until(lambda: "a" in world.manager.list_adapters())
+    batch, ready = world.manager.prepare([request, "b", None], wait=False)
+    assert ready == (True, True, True)
+    with batch:
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
+    assert store.reads == ["a"]
+
+
+def test_adapters_without_a_slot_are_absent_too(world):
+    for name in "abc":
+        world.manager.add_adapter(make_adapter(name))
+    with world.manager.prepare(["a"]):
+        batch, ready = world.manager.prepare(["b", "c", "a"], wait=False)
+        assert sum(ready) == 2
+        assert ready[2]
+        batch.close()
+
+
+def test_a_failed_load_surfaces_where_nobody_waits(world, store):
+    request = jlora.LoRARequest("a", store.folder / "nowhere")
+    batch, ready = world.manager.prepare([request, None], wait=False)
+    batch.close()
+    assert ready == (False, True)
+    until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
+    with pytest.raises(jlora.AdapterNotFoundError, match="'a'"):
+        world.manager.prepare([request, None], wait=False)
+    batch, ready = world.manager.prepare([request, None], wait=False)  # tried anew
+    batch.close()
+    assert ready == (False, True)
+
+
+def test_prepare_loads_requests(world, store):
+    one, two = store.request("a"), store.request("b")
+    with world.manager.prepare([one, two, one]) as batch:
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), make_adapter("a")])
+    check(world, "a", "b", None)
+    newer = store.request("a", 1, load_inplace=True)
+    with world.manager.prepare([newer, None, "b"]) as batch:
+        world.check(world.logits(batch), [make_adapter("a", 1), None, make_adapter("b")])
+    assert sorted(store.reads[:2]) == ["a", "b"]  # at the same time
+    assert store.reads[2:] == ["a"]
+
+
+def test_slots_are_given_in_order_of_arrival():
+    """Six threads wait for the two slots that one batch holds, and get one each as they came."""
+    world = make_world(max_loras=1, max_cpu_loras=8)
+    for name in "abcdefg":
+        world.manager.add_adapter(make_adapter(name))
+    batch = world.manager.prepare(["g"])
+    queue, order, threads = world.manager._batches._queue, [], []
+
+    def work(name):
+        with world.manager.prepare([name, None, None], timeout=60) as mine:
+            order.append((name, world.logits(mine)))
+
+    for i, name in enumerate("abcdef"):
+        threads.append(threading.Thread(target=work, args=(name,)))
+        threads[-1].start()
+        until(lambda i=i: len(queue) == i + 1)
+    with pytest.raises(jlora.NoFreeSlotError):  # who does not wait is not served before them
+        world.manager.prepare(["a"])
+    with pytest.raises(jlora.NoFreeSlotError):
+        world.manager.prepare(["a"], timeout=0.05)
+    world.serve([None, None, None])  # needs no slot
+    batch.close()
+    for thread_ in threads:
+        thread_.join(60)
+    assert [name for name, _ in order] == list("abcdef")
+    for name, logits in order:
+        world.check(logits, [make_adapter(name), None, None])
+    assert not queue
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_leaves_the_queue(monkeypatch):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    with world.manager.prepare(["a"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                world.manager.prepare(["b"], timeout=30)
+        with pytest.raises(jlora.NoFreeSlotError):
+            world.manager.prepare(["b"], timeout=0.02)
+    assert not world.manager._batches._queue
+    check(world, "b", None, None)
+
+
+# --- the host cache ---------------------------------------------------------------------------------------------------
+
+
+def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
+    m = world.manager
+    m.add_adapter(store.request("a"))
+    generation = m.list_adapters()["a"].generation
+    m.add_adapter(make_adapter("memory"))
+    for name in "wxyz":
+        m.add_adapter(make_adapter(name))
+    assert set(m.list_adapters()) == set("wxyz")
+    check(world, "a", None, None)
+    assert store.reads == ["a", "a"]
+    assert m.list_adapters()["a"].generation == generation  # the same content
+    with pytest.raises(jlora.AdapterNotFoundError):  # nothing to load it from
+        m.prepare(["memory"])
+    for call in (m.activate_adapter, m.pin_adapter, m.hold):
+        while m.remove_oldest_adapter():
+            pass
+        assert "a" not in m.list_adapters()
+        call("a")
+        assert "a" in m.list_adapters()
+        m.unpin_adapter("a")
+    while m.remove_oldest_adapter():
+        pass
+    assert m.remove_adapter("a")  # known, and forgotten now
+    assert not m.remove_adapter("a")
+    with pytest.raises(jlora.AdapterNotFoundError):
+        m.prepare(["a"])
+
+
+def test_other_content_behind_a_request_is_another_generation(world, store):
+    m = world.manager
+    m.add_adapter(store.request("a"))
+    generation = m.list_adapters()["a"].generation
+    assert m.remove_oldest_adapter()
+    make_adapter("a", 1).save_pretrained(store.folder / "a0")
+    for file in (store.folder / "a0").iterdir():
+        os.utime(file, (5, 5))
+    check(world, "a", None, None, versions={"a": 1}.items())
+    assert m.list_adapters()["a"].generation == generation + 1
+
+
+def test_the_host_cache_is_bounded_in_bytes(store):
+    world = make_world(max_loras=1, max_cpu_loras=100)
+    world.manager.add_adapter(make_adapter("a", rank=MAX_RANK, modules=list(MODULES)))
+    size = world.manager.stats().host_bytes
+    world = make_world(max_loras=1, max_cpu_loras=100, max_cpu_bytes=3 * size - 1)
+    m = world.manager
+    for i, name in enumerate("abcd"):
+        m.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
+        assert m.stats().host_bytes == min(i + 1, 2) * size
+    assert list(m.list_adapters()) == ["c", "d"]
+    m.pin_adapter("c")
+    m.add_adapter(make_adapter("e", modules=["embed"]))
+    assert list(m.list_adapters()) == ["d", "c", "e"]
+    m.add_adapter(make_adapter("f", rank=MAX_RANK, modules=list(MODULES)))
+    assert list(m.list_adapters()) == ["c", "e", "f"]
+    tiny = make_world(max_loras=1, max_cpu_loras=2, max_cpu_bytes=size - 1)
+    with pytest.raises(jlora.NoFreeSlotError, match=rf"'a' needs {size} bytes .* of {size - 1}.*raise max_cpu_bytes"):
+        tiny.manager.add_adapter(make_adapter("a", rank=MAX_RANK, modules=list(MODULES)))
+    assert tiny.manager.list_adapters() == {}
+
+
+# --- ahead ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch):
+    m = world.manager
+    m.warmup()
+    m.prefetch(store.request("a")).result(30)
+    content = m._registry.contents["a"]
+    assert all(isinstance(block.a, jax.Array) for block in content.ahead)
+    put, moved = jax.device_put, []
+    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (moved.extend(jax.tree.leaves(x)), put(x, *a, **k))[1])
+    batch = m.prepare(["a", None, None])
+    assert not [array for array in moved if isinstance(array, np.ndarray) and array.ndim > 1]
+    with batch:
+        world.check(world.logits(batch), [make_adapter("a"), None, None])
+    assert content.ahead is None  # the device keeps one copy, in the slot
+
+
+def test_what_lies_ahead_is_bounded(store):
+    world = make_world(max_loras=4, max_cpu_loras=8)
+    m = world.manager
+    m.prefetch(store.request("a")).result(30)
+    m.prefetch(store.request("b")).result(30)
+    sizes = {name: m.list_adapters()[name].nbytes for name in "ab"}
+    world = make_world(max_loras=4, max_cpu_loras=8, max_staging_bytes=sum(sizes.values()))
+    m = world.manager
+    for name in "abcde":
+        m.prefetch(store.request(name)).result(30)
+        ahead = [m._registry.contents[n] for n in m.list_adapters() if m._registry.contents[n].ahead]
+        assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
+        assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
+    m.remove_adapter("e")
+    assert not [content for content in m._slots._ahead if content.name == "e"]
+    for name in "abcd":
+        check(world, name, None, None)
+    assert not m._slots._ahead
+
+
+# --- resolve ----------------------------------------------------------------------------------------------------------
+
+
+def test_resolve_finds_folders_on_the_loading_thread(store):
+    seen = []
+
+    def resolve(request):
+        seen.append((request, threading.current_thread()))
+        if request.path == "store://broken":
+            raise ConnectionError("the store is away")
+        return str(store.folder / request.path.removeprefix("store://"))
+
+    model = make_world().manager.unwrap()
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK), resolve=resolve)
+    store.request("a")
+    request = jlora.LoRARequest("a", "store://a0")
+    assert manager.add_adapter(request)
+    assert manager.list_adapters()["a"].path == "store://a0"
+    broken = jlora.LoRARequest("b", "store://broken")
+    with pytest.raises(ConnectionError, match="the store is away"):
+        manager.add_adapter(broken)
+    assert isinstance(manager.prefetch(broken).exception(30), ConnectionError)
+    with pytest.raises(ConnectionError):
+        manager.prepare([jlora.LoRARequest("c", "store://broken")])
+    assert [asked for asked, _ in seen][:2] == [request, broken]
+    assert threading.current_thread() not in [where for _, where in seen]
+    assert list(manager.list_adapters()) == ["a"]

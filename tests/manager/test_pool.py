@@ -1,0 +1,389 @@
+"""The write of one adapter into one slot: what moves, in place, compiled once, in waves that are bounded."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jlora
+from jlora.manager.blocks import row_nbytes
+from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
+
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Block(nnx.Module):
+    """Seven projections; tiny, and of two shapes."""
+
+    def __init__(self, rngs):
+        for name in NAMES:
+            setattr(self, name, nnx.Linear(4, 8 if name in ("gate_proj", "up_proj") else 4, use_bias=False, rngs=rngs))
+
+
+class Blocks(nnx.Module):
+    def __init__(self, layers):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([Block(rngs) for _ in range(layers)])
+
+
+def block_adapter(name, layers, rng):
+    modules = {}
+    for i in range(layers):
+        for n in NAMES:
+            a = rng.normal(size=(2, 4)).astype(np.float32)
+            b = rng.normal(size=(8 if n in ("gate_proj", "up_proj") else 4, 2)).astype(np.float32)
+            modules[f"layers.{i}.{n}"] = jlora.ModuleLoRA(a=a, b=b, alpha=2.0, scaling=1.0)
+    return jlora.Adapter(name=name, modules=modules)
+
+
+def load(world, *names, **fields):
+    for name in names:
+        world.manager.add_adapter(make_adapter(name, **fields))
+
+
+def moves(monkeypatch) -> list:
+    """Every array that is moved to a device from here on."""
+    moved = []
+    put = jax.device_put
+
+    def spy(x, *args, **kwargs):
+        moved.extend(jax.tree.leaves(x))
+        return put(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", spy)
+    return moved
+
+
+ROW = 4 * 4  # bytes of a float32 for each of the 4 ranks
+A_ROW = {"layers.0.q_proj": 3 * WIDTH + 32, "layers.0.o_proj": 2 * WIDTH, "embed": VOCAB + WIDTH}
+RANKS = 4 * (2 + LAYERS * (3 + 1))
+
+
+@pytest.mark.parametrize("module", A_ROW)
+def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
+    world.manager.warmup()
+    world.manager.add_adapter(make_adapter("one", rank=1, modules=[module]))
+    world.manager.activate_adapter("one")
+    world.manager.deactivate_adapter("one")
+    moved = moves(monkeypatch)
+    world.manager.activate_adapter("one")  # the second time: where things go is on the device by now
+    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS
+    world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
+
+
+def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(rng, monkeypatch):
+    """224 sites of three specs: chunks of 32 of one module, and the ranks."""
+    model = Blocks(32)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
+    adapters = {name: block_adapter(name, 32, rng) for name in "abc"}
+    for adapter in adapters.values():
+        manager.add_adapter(adapter)
+    manager.activate_adapter("a")
+    manager.activate_adapter("b")
+    old = jax.tree.leaves(manager.slots)
+    assert len(old) == 7 * 32 * 3
+
+    moved, ran = moves(monkeypatch), []
+    run = manager._pool._run
+    monkeypatch.setattr(manager._pool, "_run", lambda *args: (ran.append(args[0]), run(*args)))
+    manager.deactivate_adapter("a")
+    manager.activate_adapter("c")
+    assert len(ran) == 7 + 1
+    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes
+    factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
+    assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * 32
+    assert all(array.is_deleted() for array in old)
+
+    for i, layer in enumerate(model.layers):
+        for name in NAMES:
+            want = [adapters[held].modules[f"layers.{i}.{name}"] for held in ("c", "b")]
+            projection = getattr(layer, name)
+            np.testing.assert_array_equal(projection.jlora_a[:, 0], np.stack([m.a for m in want]))
+            np.testing.assert_array_equal(projection.jlora_b[...], np.stack([m.b.T for m in want]))
+            np.testing.assert_array_equal(projection.jlora_ranks[...], [[2], [2]])
+
+
+def spy_on_waves(monkeypatch, pool) -> list[int]:
+    """Bytes of factors that lie on the device whenever a wave is moved, the new ones included."""
+    alive, seen = [], []
+    move = pool.move
+
+    def spy(blocks):
+        there = sum(n for n, ref in alive if ref() is not None)
+        seen.append(there + sum(block.nbytes for block in blocks))
+        moved = move(blocks)
+        alive.extend((array.nbytes, weakref.ref(array)) for block in moved for array in (block.a, block.b))
+        return moved
+
+    monkeypatch.setattr(pool, "move", spy)
+    return seen
+
+
+@pytest.mark.parametrize("limit", [1, 2000, 6000, 10**6])
+def test_waves_are_bounded(monkeypatch, limit):
+    """However large the adapter is: a block of one row is the least that moves."""
+    world = make_world(max_staging_bytes=limit)
+    gc.disable()  # what is let go must be gone without a collection
+    try:
+        seen = spy_on_waves(monkeypatch, world.manager._pool)
+        for name in "ab":
+            world.manager.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
+        total = world.manager.list_adapters()["a"].nbytes - RANKS
+        row = max(row_nbytes(site.spec) for site in world.manager._pool.sites)
+        world.serve(["a", None, "b"])
+        assert max(seen) <= max(limit, row)
+        assert len(seen) >= 2 * total / max(limit, row)
+    finally:
+        gc.enable()
+    load(world, "c")
+    adapters = [make_adapter(name, rank=MAX_RANK, modules=list(MODULES)) for name in "ab"]
+    world.check(world.serve(["a", "b", None]), [*adapters, None])
+    world.check(world.serve(["c", "b", None]), [make_adapter("c"), adapters[1], None])
+    assert world.manager.stats().compilations == 1
+
+
+def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
+    """The third adapter waits until the first two are written, for they may still be on their way."""
+    world = make_world(max_loras=4, max_staging_bytes=12_000)
+    for name in "abcd":
+        world.manager.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
+    size = world.manager.list_adapters()["a"].nbytes
+    assert 2 * size < 12_000 < 3 * size
+    array_type = type(jnp.zeros(1))
+    ready = array_type.is_ready
+    pool, waited = world.manager._pool, []
+    monkeypatch.setattr(array_type, "is_ready", lambda array: bool(waited) and ready(array))
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: (waited.append(pool._in_flight), wait(x))[1])
+    world.manager.prepare(["a", "b"]).close()
+    assert waited == []
+    world.manager.prepare(["c"]).close()
+    assert len(waited) == 1
+    assert waited[0] >= 2 * (size - RANKS)
+
+
+def test_the_write_is_in_place(world):
+    """The arrays after a write are the same memory, and the arrays before it are gone."""
+    load(world, "a", "b", modules=list(MODULES))
+    world.manager.activate_adapter("a")
+    before = [array for _, array in world.slots()]
+    places = [array.unsafe_buffer_pointer() for array in before]
+    world.manager.activate_adapter("b")
+    assert all(array.is_deleted() for array in before)
+    assert [array.unsafe_buffer_pointer() for _, array in world.slots()] == places
+
+
+def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
+    """That thread may be calling its step, with the arrays as they are; through `run` it would take its turn."""
+    load(world, "a", "b", "c", modules=list(MODULES))
+    opened, done = threading.Event(), threading.Event()
+
+    def other():
+        with world.manager.prepare(["a", None, None]):
+            opened.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert opened.wait(60)
+    try:
+        before = [array for _, array in world.slots()]
+        world.manager.activate_adapter("b")
+        assert not any(array.is_deleted() for array in before)
+        table = world.model.layers[0].o_proj.jlora_b
+        table[...] = table[...] + 1  # not what was written: mended, and not in place either
+        before = [array for _, array in world.slots()]
+        world.manager.activate_adapter("b")
+        assert not any(array.is_deleted() for array in before)
+        assert world.manager.run(lambda: 3) == 3
+        before = [array for _, array in world.slots()]
+        world.manager.activate_adapter("c")
+        assert all(array.is_deleted() for array in before)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_one_program_for_every_slot_rank_and_set_of_modules():
+    world = make_world()
+    for version in range(12):
+        world.manager.add_adapter(make_adapter("a", version, rank=version % 4 + 1), load_inplace=True)
+        world.manager.add_adapter(make_adapter("b", version))
+        names = ["a", "b", None] if version % 2 else ["b", "a", None]
+        world.check(world.serve(names), [None if n is None else adapter_of(n, version) for n in names])
+        if version % 3 == 0:
+            world.manager.deactivate_adapter("a")
+        world.manager.remove_adapter("b")
+    assert world.manager.stats().compilations == 1
+
+
+def adapter_of(name, version):
+    return make_adapter(name, version, rank=version % 4 + 1) if name == "a" else make_adapter(name, version)
+
+
+CONTEXTS = {
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "nans": lambda: jax.debug_nans(True),
+    "infs": lambda: jax.debug_infs(True),
+    "device": lambda: jax.default_device(jax.devices()[5]),
+    "promotion": lambda: jax.numpy_dtype_promotion("standard"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("allow"),
+    "x64": lambda: jax.enable_x64(True),
+    "leaks": lambda: jax.checking_leaks(),
+    "no jit": lambda: jax.disable_jit(),
+    "log": lambda: jax.log_compiles(False),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_settings_around_prepare_do_not_reach_the_write(world, context):
+    """No compilation, right values, and slot arrays where they were, for steps outside that setting."""
+    load(world, "a", "b", "c")
+    world.serve(["c", None, None])
+    where = [(array.sharding, array.dtype, array.committed) for _, array in world.slots()]
+    with CONTEXTS[context]():
+        batch = world.manager.prepare(["a", "b", None])
+    with batch:
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
+    assert [(array.sharding, array.dtype, array.committed) for _, array in world.slots()] == where
+    assert world.manager.stats().compilations == 1
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
+    world = make_world()
+    load(world, "a", "b")
+    where = [(array.sharding, array.dtype, array.committed) for _, array in world.slots()]
+    with CONTEXTS[context]():
+        batch = world.manager.prepare(["a", None, None])
+    with batch:
+        world.check(world.logits(batch), [make_adapter("a"), None, None])
+    world.check(world.serve(["b", "a", None]), [make_adapter("b"), make_adapter("a"), None])
+    assert [(array.sharding, array.dtype, array.committed) for _, array in world.slots()] == where
+    assert world.manager.stats().compilations == len(world.traces) == 1
+
+
+def mesh_of(*shape):
+    names = ("data", "tensor")[-len(shape) :]
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("late", [False, True])
+def test_slot_arrays_on_a_mesh_stay_as_they_lie(kind, late):
+    """Spread over the mesh before the first write or after some: every write keeps each array's sharding."""
+    world, mesh = make_world(), mesh_of(2, 4)
+    load(world, "a", "b", "c", modules=list(MODULES))
+    if late:
+        world.serve(["a", "b", None])
+
+    def spec_of(path, variable):
+        last = variable.shape[-1]
+        if kind == "replicated" or last % 4 or len(variable.shape) < 3:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * (len(variable.shape) - 1), "tensor")
+
+    state = nnx.state(world.model)
+    for path, variable in nnx.to_flat_state(state):
+        spec = spec_of(path, variable) if issubclass(variable.type, jlora.SlotParam) else PartitionSpec()
+        variable.set_value(jax.device_put(variable.get_value(), NamedSharding(mesh, spec)))
+    nnx.update(world.model, state)
+    world.tokens = jax.device_put(world.tokens, NamedSharding(mesh, PartitionSpec()))
+    where = [array.sharding for _, array in world.slots()]
+    assert kind == "replicated" or any("tensor" in sharding.spec for sharding in where)
+    for names in (["a", "b", None], ["c", "b", "c"], ["b", None, "a"]):
+        with world.manager.prepare(names) as batch:
+            assert [array.sharding for _, array in world.slots()] == where
+            batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
+            adapters = [None if n is None else make_adapter(n, modules=list(MODULES)) for n in names]
+            world.check(world.logits(batch), adapters)
+    assert world.manager.stats().compilations == 1 + late
+
+
+@pytest.mark.parametrize("rank", [1, 3, MAX_RANK])
+def test_what_a_slot_held_before_is_masked_and_never_multiplied(world, rank):
+    """NaN in all of the slots: adapters of low rank and few modules are exact, and so is the base model."""
+    base = world.serve([None, None, None])
+    world.manager.warmup()
+    pool = world.manager._pool
+    for i, variable in enumerate(pool._variables):
+        if i % 3 != 2:
+            pool._known[i] = jnp.full_like(variable.get_value(), jnp.nan)
+            variable.set_value(pool._known[i])
+    adapters = {
+        "few": make_adapter("few", rank=rank, modules=["layers.0.k_proj", "lm_head"]),
+        "one": make_adapter("one", rank=rank, modules=["embed"]),
+    }
+    for adapter in adapters.values():
+        world.manager.add_adapter(adapter)
+    world.check(world.serve(["few", None, "one"]), [adapters["few"], None, adapters["one"]])
+    np.testing.assert_array_equal(world.serve(["few", None, "one"])[1], base[1])
+    assert any(np.isnan(np.asarray(array)).any() for _, array in world.slots())
+
+
+def test_ranks_past_a_multiple_of_16():
+    """Rank 20 of 40: the last block of a slot overlaps the one before, and what lies past 32 is not moved."""
+
+    class One(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    model, rng = One(), np.random.default_rng(0)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=40, max_cpu_loras=8))
+    x = rng.normal(size=(1, 3, 8)).astype(np.float32)
+
+    @jax.jit
+    def forward(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    for rank in (40, 1, 16, 17, 20, 32, 33, 39, 40):
+        a, b = rng.normal(size=(rank, 8)).astype(np.float32), rng.normal(size=(12, rank)).astype(np.float32)
+        lora = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0)
+        manager.add_adapter(jlora.Adapter(name=f"r{rank}", modules={"proj": lora}), load_inplace=True)
+        blocks = -(-rank // 16)
+        assert manager.list_adapters()[f"r{rank}"].nbytes == blocks * 16 * (8 + 12) * 4 + 4
+        with manager.prepare([f"r{rank}"]) as batch:
+            got = np.asarray(forward(model, jnp.asarray(x), batch))
+        want = x @ np.asarray(model.proj.kernel[...], np.float64) + 2.0 * x.astype(np.float64) @ a.T @ b.T
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    assert manager.stats().compilations == forward._cache_size() == 1
+
+
+def test_other_slots_are_bitwise_as_before(world):
+    for name in "abc":
+        world.manager.add_adapter(make_adapter(name))
+    world.serve(["a", "b", None])
+    before = [np.asarray(array)[1] for _, array in world.slots()]
+    world.serve(["c", "b", None])
+    assert world.manager.slot_names == ("c", "b")
+    for old, (_, new) in zip(before, world.slots(), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(new)[1])
+
+
+def test_a_write_leaves_alone_what_else_the_model_holds(world):
+    world.manager.add_adapter(make_adapter("a"))
+    base = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
+    world.serve(["a", None, None])
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
+    jax.tree.map(np.testing.assert_array_equal, base, after)
+
+
+def test_the_pool_after_an_emptied_slot_serves_the_base_bitwise(world):
+    """A slot given up is not written: nothing refers to it, and rows without an adapter never read it."""
+    base = world.serve([None, None, None])
+    world.manager.add_adapter(make_adapter("a"))
+    world.serve(["a", "a", "a"])
+    before = world.held()
+    world.manager.deactivate_adapter("a")
+    np.testing.assert_array_equal(world.serve([None, None, None]), base)
+    assert not same(before, world.held())

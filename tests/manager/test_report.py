@@ -1,0 +1,151 @@
+"""What a manager says: messages about names, its log, and that its questions cost little with many adapters."""
+
+import logging
+import os
+import time
+
+import jax
+import pytest
+
+import jlora
+from tests.manager.tiny import make_adapter, make_world, same
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """Ten thousand adapters on the host."""
+    world = make_world(max_loras=2, max_cpu_loras=10_000)
+    one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
+    for i in range(10_000):
+        world.manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=one.modules))
+    return world
+
+
+def seconds(call) -> float:
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+@pytest.mark.parametrize("name", ["tenant-1234", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
+def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
+    for call in (crowd.manager.prepare, crowd.manager.hold, crowd.manager.pin_adapter, crowd.manager.export_adapter):
+        argument = [name] if call == crowd.manager.prepare else name
+        started = time.perf_counter()
+        with pytest.raises(jlora.AdapterNotFoundError) as caught:
+            call(argument)
+        assert time.perf_counter() - started < 1.0
+        message = str(caught.value)
+        assert len(message) < 500
+        assert message.isprintable()
+        assert repr(name[:200]) in message
+    if name == "tenant-1234":
+        assert "'tenant-12340'" in message or "'tenant-01234'" in message
+
+
+def test_questions_are_linear_with_ten_thousand_adapters(crowd):
+    m = crowd.manager
+    assert len(m.list_adapters()) == 10_000
+    assert seconds(m.list_adapters) < 0.5
+    assert seconds(m.stats) < 0.2
+    with m.prepare(["tenant-00007", "tenant-00008"]):  # two that are passed over each time
+        m.pin_adapter("tenant-00007")
+
+        def evict():
+            for _ in range(1000):
+                assert m.remove_oldest_adapter()
+
+        started = time.perf_counter()
+        evict()
+        assert time.perf_counter() - started < 1.0
+    left = m.list_adapters()
+    assert len(left) == 9_000
+    assert {"tenant-00007", "tenant-00008"} < left.keys()
+    assert "tenant-01001" not in left
+    assert "tenant-01002" in left
+
+
+def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.add_adapter(make_adapter("b"))
+    world.serve(["a", None, None])
+    before, stats, kept = world.held(), world.manager.stats(), len(world.manager._batches._kept)
+    request = jlora.LoRARequest("c", "nowhere")
+    for call in (
+        lambda: world.manager.prepare(["b", None, None]),
+        lambda: world.manager.prepare(["a", None, None]),  # kept from before
+        lambda: world.manager.prepare([request], wait=False),
+        lambda: world.manager.add_adapter(make_adapter("c")),
+        lambda: world.manager.prefetch(request),
+        lambda: world.manager.activate_adapter("b"),
+        lambda: world.manager.pin_adapter("b"),
+        lambda: world.manager.warmup(),
+    ):
+
+        @jax.jit
+        def step(x, call=call):
+            call()
+            return x
+
+        with pytest.raises(jlora.LoRAUsageError, match=r"inside jax.jit.*Call it outside"):
+            step(1.0)
+        with pytest.raises(jlora.LoRAUsageError):
+            jax.lax.scan(lambda c, _, call=call: (call(), (c, c))[1], 0.0, None, length=2)
+    assert same(before, world.held())
+    assert world.manager.stats() == stats
+    assert len(world.manager._batches._kept) == kept
+    world.check(world.serve(["b", "a", None]), [make_adapter("b"), make_adapter("a"), None])
+
+
+def test_eager_transformations_may_prepare(world):
+    """jax.grad around code that prepares runs that code; only what is traced once and kept is refused."""
+    world.manager.add_adapter(make_adapter("a"))
+
+    def loss(x):
+        with world.manager.prepare(["a"]) as batch:
+            assert batch.slots.tolist() == [0]
+        return x * 2
+
+    assert jax.grad(loss)(1.0) == 2.0
+
+
+def test_the_log_tells_loads_writes_and_evictions_with_names_escaped(tmp_path, caplog):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    name = "one\nERROR forged\x1b[2J"
+    make_adapter("a", modules=["embed", "layers.1.o_proj"]).save_pretrained(tmp_path)
+    for file in tmp_path.iterdir():
+        os.utime(file, (1, 1))
+    with caplog.at_level(logging.INFO, "jlora"):
+        world.manager.add_adapter(jlora.LoRARequest(name, tmp_path))
+        world.manager.add_adapter(make_adapter("two"))
+        world.manager.prepare([name]).close()
+        world.manager.prepare(["two"]).close()
+        world.manager.add_adapter(make_adapter("three"))
+        with pytest.raises(jlora.AdapterNotFoundError):
+            world.manager.add_adapter(jlora.LoRARequest("lost\n", tmp_path / "nowhere"))
+        world.manager.remove_adapter("two")
+    messages = [record.getMessage() for record in caplog.records if record.name == "jlora"]
+    assert all(message.isprintable() for message in messages)
+    assert {record.levelname for record in caplog.records if record.name == "jlora"} == {"INFO"}
+    for fragment in (
+        f"loaded {name!r} from {str(tmp_path)!r} in ",
+        "loaded 'two' from memory in ",
+        f"wrote {name!r} (generation 0) into slot 0 in ",
+        f"evicted {name!r} from slot 0",
+        "wrote 'two' (generation 0) into slot 0",
+        f"evicted {name!r} from the host cache",
+        "refused 'lost\\n' from ",
+        "removed 'two'",
+    ):
+        assert any(message.startswith(fragment) for message in messages), (fragment, messages)
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "jlora"):
+        world.manager.prepare([name]).close()
+    debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG" and record.name == "jlora"]
+    assert "slot 0: filled 'embed'" in debug
+    assert "slot 0: filled 'layers.1.o_proj'" in debug
+    assert "slot 0: cleared 'layers.0.o_proj'" in debug
+    assert len(debug) == 2 + 2 * 2

@@ -1,0 +1,405 @@
+"""`manager.verify`: what is right passes and changes nothing; what no shape can tell is exposed, and named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.layers.discover import _describe, register_layer
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Classes registered inside a test are forgotten after it."""
+    before = dict(_describe)
+    yield
+    _describe.clear()
+    _describe.update(before)
+
+
+def forward(model, inputs, batch):
+    return _step(model, inputs, batch)
+
+
+@jax.jit
+def _step(model, inputs, batch):
+    with jlora.use(batch):
+        return model(inputs)
+
+
+def tokens_of(*shape):
+    return np.random.default_rng(1).integers(0, 11, shape).astype(np.int32)
+
+
+class Attention(nnx.Module):
+    packed_modules = {"kv": ("k", "v")}
+
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.q = nnx.Einsum("BTD,NDH->BTNH", (2, 8, 4), param_dtype=dtype, rngs=rngs)
+        self.kv = nnx.Einsum("BTD,SNDH->SBTNH", (2, 2, 8, 4), param_dtype=dtype, rngs=rngs)
+        self.out = nnx.LinearGeneral((2, 4), 8, axis=(-2, -1), param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        k, v = self.kv(x)
+        scores = jnp.einsum("BTNH,BSNH->BNTS", self.q(x), k)
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+        return x + self.out(jnp.einsum("BNTS,BSNH->BTNH", weights, v))
+
+
+class Transformer(nnx.Module):
+    """Tied logits, merged projections, layers under scan."""
+
+    packed_modules = {"kv": ("k", "v")}
+
+    def __init__(self, dtype=jnp.float32, compute=None):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(11, 8, param_dtype=dtype, rngs=rngs)
+        self.first = Attention(rngs, dtype)
+        self.blocks = nnx.vmap(lambda rngs: Attention(rngs, dtype), in_axes=0, out_axes=0)(nnx.Rngs(1).split(2))
+        self.mlp = nnx.Linear(8, 8, param_dtype=dtype, dtype=compute, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.first(self.embed(tokens))
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        return self.embed.attend(self.mlp(x))
+
+
+ALL = {
+    "embed", "embed.attend", "mlp", "first.q", "first.kv", "first.out", "blocks.q", "blocks.kv", "blocks.out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("max_loras", [1, 2, 5])
+def test_a_model_that_is_served_right_passes(max_loras):
+    manager = make_manager(Transformer(), max_loras=max_loras)
+    report = manager.verify(forward, tokens_of(4, 3))
+    assert set(report.checked) == ALL
+    assert report.checked[0] == "embed"
+    assert report.checked[-1] == "embed.attend"
+    assert report.unserved == {}
+    assert 0 < report.error < 2e-6
+    assert report.tolerance == 1e-4
+
+
+@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
+def test_bfloat16_is_compared_with_the_float32_merge(compute):
+    manager = make_manager(Transformer(jnp.bfloat16, compute))
+    report = manager.verify(forward, tokens_of(4, 3))
+    assert set(report.checked) == ALL
+    assert 1e-4 < report.error < report.tolerance == 2e-2
+
+
+def test_it_changes_nothing():
+    """Slots, adapters, base parameters and the compiled step of the user are as they were."""
+    model, traces = Transformer(), []
+
+    @jax.jit
+    def step(model, tokens, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(tokens)
+
+    target = Target("mlp", 8, 8, "mlp.kernel")
+    adapter = make_adapter("one", [target], 2)
+    twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
+    manager = make_manager(model, [adapter])
+    x, names = tokens_of(3, 3), ["one", None, "one"]
+    with manager.prepare(names) as batch:
+        assert_close(step(model, x, batch), expected_rows(twins, names, x))
+        before = jax.tree.map(np.asarray, nnx.state(model))
+        slots, count = manager.slot_names, len(traces)
+        manager.verify(forward, tokens_of(4, 3))
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+        assert_close(step(model, x, batch), expected_rows(twins, names, x))
+    assert manager.slot_names == slots
+    assert len(traces) == count
+    assert list(manager.list_adapters()) == ["one"]
+
+
+def test_packed_rows_and_one_row_a_sequence():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+            self.lm_head = nnx.Linear(6, 11, rngs=nnx.Rngs(2))
+
+        def __call__(self, inputs):
+            tokens, last = inputs
+            x = self.proj(self.embed(tokens))
+            return self.lm_head(x[last]), x
+
+    counts = [2, 5, 1, 3]
+    inputs = (tokens_of(16), jnp.asarray(np.cumsum(counts) - 1))
+    manager = make_manager(Model())
+    report = manager.verify(forward, inputs, token_counts=counts, pad_to=16)
+    assert report.checked == ("embed", "proj", "lm_head")
+
+
+# --- What must be exposed -------------------------------------------------------------------------------------------
+
+
+def exposed(manager, path, inputs, **options):
+    """The layer is named as off; or, where the scope refuses its rows, it is reported not to serve."""
+    try:
+        report = manager.verify(forward, inputs, **options)
+    except LoRAError as error:
+        message = str(error)
+    else:
+        assert path not in report.checked
+        message = f"{path}: {report.unserved[path]}"
+    assert f"verify: {path} (" in message or f"{path}: " in message, message
+
+
+class SharedPatches(nnx.Module):
+    """Patches of one image, seen by every sequence; as many as sequences, or a multiple."""
+
+    def __init__(self):
+        self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
+        self.vision = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, inputs):
+        x, patches = inputs
+        seen = self.vision(patches).mean(0)
+        return self.proj(self.first(x) + seen[None, None])
+
+
+@pytest.mark.parametrize("patches", [3, 6, 12])
+def test_patches_that_sequences_share(patches):
+    exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(patches, 6)))
+
+
+class TimeMajor(nnx.Module):
+    """Rows [L, B, F] inside, or throughout."""
+
+    def __init__(self, inside=True):
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.inside = inside
+
+    def __call__(self, x):
+        if not self.inside:
+            return jnp.tanh(self.proj(x))
+        return jnp.tanh(self.proj(x.swapaxes(0, 1))).swapaxes(0, 1)
+
+
+def test_a_time_major_model_with_as_many_tokens_as_sequences():
+    exposed(make_manager(TimeMajor()), "proj", normal(3, 3, 6))
+    exposed(make_manager(TimeMajor(inside=False)), "proj", normal(3, 3, 6), batch_axis=1)
+
+
+def test_a_position_table_as_long_as_the_batch():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
+            self.wpe = nnx.Embed(9, 6, rngs=nnx.Rngs(1))
+
+        def __call__(self, tokens):
+            return self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))[None]
+
+    exposed(make_manager(Model()), "wpe", tokens_of(3, 3))
+
+
+class Einsum(nnx.Module):
+    def __init__(self, equation, shape):
+        self.equation = equation
+        self.w = nnx.Param(jnp.asarray(normal(*shape)))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+
+class Two(nnx.Module):
+    """A right layer, then one under test."""
+
+    def __init__(self, layer):
+        self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.proj = layer
+
+    def __call__(self, x):
+        y = self.proj(jnp.tanh(self.first(x)))
+        return y.reshape(*x.shape[:-1], -1)
+
+
+def test_axes_that_are_swapped():
+    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 6, "w", in_axes=(1,), out_axes=(0,)))
+    exposed(make_manager(Two(Einsum("BTD,DF->BTF", (6, 6)))), "proj", normal(3, 4, 6))
+
+    def rows(layer, x, y):
+        return x, y.reshape(*y.shape[:2], -1), lambda flat: flat.reshape(y.shape)
+
+    # Heads and head dims of one size, flattened in the wrong order.
+    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 9, "w", in_axes=(0,), out_axes=(2, 1), rows=rows))
+    exposed(make_manager(Two(Einsum("BTD,DNH->BTNH", (6, 3, 3)))), "proj", normal(4, 5, 6))
+
+
+class ScalesInput(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(1.1 * x)
+
+
+class ScalesOutput(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 1.1
+
+
+@pytest.mark.parametrize("cls", [ScalesInput, ScalesOutput])
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_layer_that_scales(cls, registers):
+    if registers:
+        register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
+    manager = make_manager(Two(cls(6, 6, rngs=nnx.Rngs(0))))
+    exposed(manager, "proj", normal(3, 4, 6))
+    if not registers:
+        with pytest.raises(AdapterMismatchError, match="'proj' takes no adapter yet"):
+            manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, "")], 2))
+
+
+def test_an_embedding_whose_scale_is_not_said():
+    class Scaled(nnx.Embed):
+        def __call__(self, tokens):
+            return super().__call__(tokens) * 3.0
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = Scaled(11, 6, rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            return self.embed(tokens)
+
+    register_layer(Scaled, lambda layer: jlora.EmbedSpec(11, 6))
+    exposed(make_manager(Model()), "embed", tokens_of(3, 4))
+    register_layer(Scaled, lambda layer: jlora.EmbedSpec(11, 6, scale=3.0))
+    assert make_manager(Model()).verify(forward, tokens_of(3, 4)).checked == ("embed",)
+
+
+def test_packed_rows_whose_token_counts_were_forgotten():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    manager = make_manager(Model())
+    with pytest.raises(LoRAError, match="token_counts"):
+        manager.verify(forward, normal(12, 6), num_sequences=3)
+    assert manager.verify(forward, normal(12, 6), token_counts=[5, 0, 7]).checked == ("proj",)
+
+
+def test_the_first_layer_in_call_order_is_named():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.a = ScalesOutput(6, 6, rngs=nnx.Rngs(0))
+            self.b = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+            self.c = ScalesInput(6, 6, rngs=nnx.Rngs(2))
+
+        def __call__(self, x):
+            return self.a(jnp.tanh(self.b(jnp.tanh(self.c(x)))))
+
+    with pytest.raises(LoRAError, match=r"verify: c \(ScalesInput\) is off: .* by 0\.[0-9]+, and 0.0001 is allowed"):
+        make_manager(Model()).verify(forward, normal(3, 4, 6))
+
+
+def test_bfloat16_exposes_as_well():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = ScalesInput(16, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    x = jnp.asarray(normal(3, 4, 16), jnp.bfloat16)
+    exposed(make_manager(Model()), "proj", x)
+    exposed(make_manager(SharedPatches(), dtype="bfloat16"), "vision", (normal(3, 2, 6), normal(6, 6)))
+
+
+def test_outputs_that_say_nothing():
+    manager = make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))))
+    with pytest.raises(LoRAUsageError, match="batch_axis"):
+        manager.verify(lambda model, x, batch: forward(model, x, batch).mean(0), normal(3, 4, 6))
+    with pytest.raises(LoRAUsageError, match="must return floating arrays"):
+        manager.verify(lambda model, x, batch: forward(model, x, batch).argmax(-1), normal(3, 4, 6))
+    with pytest.raises(LoRAError, match="change no row"):
+        manager.verify(lambda model, x, batch: 0 * forward(model, x, batch), normal(3, 4, 6))
+    with pytest.raises(LoRAUsageError, match="num_sequences"):
+        manager.verify(forward, 3)
+
+
+# --- Guessed specs -------------------------------------------------------------------------------------------------
+
+
+class Gate(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Einsum("BTD,DNH->BTNH", (6, 2, 3)),
+        lambda: Gate(6, 6, rngs=nnx.Rngs(1)),
+        lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)),
+    ],
+)
+def test_a_guess_that_holds_takes_adapters_afterwards(build):
+    model = Two(build())
+    target = Target("proj", 6, 6, "proj.w" if isinstance(model.proj, Einsum) else "proj.kernel")
+    if isinstance(model.proj, Einsum):
+        target = Target("proj", 6, 6, "proj.w", lambda d: d.T.reshape(6, 2, 3))
+    adapter = make_adapter("one", [target], 2)
+    twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
+    manager = make_manager(model)
+    with pytest.raises(AdapterMismatchError, match="takes no adapter yet"):
+        manager.add_adapter(adapter)
+    report = manager.verify(forward, normal(3, 4, 6))
+    assert report.confirmed == ("proj",)
+    assert manager.verify(forward, normal(3, 4, 6)).confirmed == ()
+    assert all(layer.reason is None for layer in manager.layers() if layer.wrapped)
+    manager.add_adapter(adapter)
+    x, names = normal(3, 4, 6), ["one", None, "one"]
+    with manager.prepare(names) as batch:
+        assert_close(serve(model, x, batch), expected_rows(twins, names, x))
+
+
+def test_a_guess_of_which_nothing_is_seen_stays_one():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.unseen = Gate(6, 6, rngs=nnx.Rngs(0))
+            self.never = Gate(6, 6, rngs=nnx.Rngs(0))
+            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.proj(x) + 0 * self.unseen(x)
+
+    manager = make_manager(Model())
+    report = manager.verify(forward, normal(3, 4, 6))
+    assert report.confirmed == ()
+    assert "changes no row" in report.unserved["unseen"]
+    assert "never calls" in report.unserved["never"]
+    for name in ("unseen", "never"):
+        with pytest.raises(AdapterMismatchError, match="takes no adapter yet"):
+            manager.add_adapter(make_adapter("one", [Target(name, 6, 6, "")], 2))
+
+
+def test_a_verified_guess_that_a_later_call_breaks_raises():
+    class Moody(nnx.Linear):
+        def __call__(self, x, pair=False):
+            y = super().__call__(x)
+            return (y, y) if pair else y
+
+    model = Two(Moody(6, 6, rngs=nnx.Rngs(1)))
+    manager = make_manager(model)
+    manager.verify(forward, normal(3, 4, 6))
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, partial=True):
+            return model.proj(x, pair=True)
+
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"proj: a linear layer takes an array"):
+        step(model, normal(3, 4, 6), batch)

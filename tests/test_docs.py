@@ -1,0 +1,26 @@
+"""The Python blocks of each page of the docs run, in order and in one namespace, as a reader would paste them."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from jlora.layers.discover import _describe
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_python_blocks_run(page):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    registered, namespace = dict(_describe), {}
+    try:
+        # What a user's JAX is set to.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for block in blocks:
+                exec(compile(block, page, "exec"), namespace)
+    finally:
+        _describe.clear()
+        _describe.update(registered)

@@ -1,5 +1,6 @@
 """`LoRABatch`: which adapter each sequence of a batch takes, as arrays, and the lease that keeps them in slots."""
 
+import functools
 import io
 import time
 import weakref
@@ -122,7 +123,9 @@ class _Exit:
     def __get__(self, batch: "LoRABatch | None", owner: type) -> Callable[..., None]:
         if batch is None:
             return lambda batch, *_: batch.close()
-        return (io.BytesIO() if batch.lease is None else batch.lease.gate).__exit__
+        gate = io.BytesIO() if batch.lease is None else batch.lease.gate
+        # It takes any arguments; this one keeps the batch for the block.
+        return functools.partial(gate.__exit__, batch)  # pyright: ignore[reportArgumentType]
 
 
 @jax.tree_util.register_pytree_node_class

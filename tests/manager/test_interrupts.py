@@ -365,6 +365,10 @@ def test_an_interrupted_block_has_closed_its_batch() -> None:
             pass
         assert batch is not None
         assert world.manager.leases() == (), injector.fired
+    with world.manager.prepare(["a", None, None]):  # and nobody else has the batch
+        gc.collect()
+        assert len(world.manager.leases()) == 1
+    assert world.manager.leases() == ()
     with contextlib.ExitStack() as stack:
         batch = stack.enter_context(world.manager.prepare(["a", None, None]))
         assert len(world.manager.leases()) == 1

@@ -236,3 +236,12 @@ def test_a_slot_taken_over_keeps_nothing_of_the_one_before(world):
     assert world.manager.slot_names[0] == "small"
     slot = [array[0] for _, array in world.slots()]
     assert sum(bool(array.any()) for array in slot) == 3  # A, B and ranks of one layer
+
+
+def test_a_removed_adapter_keeps_its_slot_while_a_handle_and_a_batch_hold_it(world):
+    add(world, "a", "b", "c")
+    with world.manager.hold("a") as handle, world.manager.prepare([handle, "b", None]) as batch:
+        assert world.manager.remove_adapter("a")
+        with pytest.raises(jlora.NoFreeSlotError):
+            world.manager.activate_adapter("c")
+        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])

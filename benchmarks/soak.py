@@ -12,7 +12,6 @@ import json
 import platform
 import tempfile
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    warnings.simplefilter("error")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     begin, seconds = time.monotonic(), args.minutes * 60
     results: dict[str, Any] = {

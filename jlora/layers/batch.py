@@ -1,8 +1,10 @@
 """`LoRABatch`: which adapter each sequence of a batch takes, as arrays, and the lease that keeps them in slots."""
 
+import functools
+import io
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,10 +56,11 @@ class Lease:
       opened: `time.monotonic()` at which it was opened.
       thread: identifier of the thread that opened it.
       where: the stack at which it was opened, if that is recorded.
+      gate: closed with the lease. A flag that C code sets: an interrupt comes before it or after it.
     """
 
     __slots__ = (
-        "__weakref__", "_unsure", "adapters", "closed", "generations", "opened", "thread", "touched", "where",
+        "__weakref__", "_unsure", "adapters", "gate", "generations", "opened", "thread", "touched", "where",
     )  # fmt: skip
 
     def __init__(
@@ -69,11 +72,15 @@ class Lease:
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()
-        self.closed = False
+        self.gate = io.BytesIO()
         self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
+    @property
+    def closed(self) -> bool:
+        return self.gate.closed
+
     def close(self) -> None:
-        self.closed = True
+        self.gate.close()
 
     def bringing(self, site: Site) -> list[str]:
         return [adapter.name for adapter in self.adapters if site in adapter.sites]
@@ -109,6 +116,17 @@ class Layout:
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
     traced: bool = field(default=False, compare=False, repr=False)
+
+
+class _Exit:
+    """`LoRABatch.__exit__`, which no interrupt keeps from closing: `with` looks it up on the way in, and it is C."""
+
+    def __get__(self, batch: "LoRABatch | None", owner: type) -> Callable[..., None]:
+        if batch is None:
+            return lambda batch, *_: batch.close()
+        gate = io.BytesIO() if batch.lease is None else batch.lease.gate
+        # It takes any arguments; this one keeps the batch for the block.
+        return functools.partial(gate.__exit__, batch)  # pyright: ignore[reportArgumentType]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -183,8 +201,7 @@ class LoRABatch:
     def __enter__(self) -> "LoRABatch":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = _Exit()
 
     def __copy__(self) -> "LoRABatch":
         return LoRABatch(self.slots, self.token_slots, self.layout, self.lease)

@@ -1,5 +1,7 @@
 """Adapters loaded in the background: one thread a load, one load an adapter, and nothing that a step waits for."""
 
+import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from jlora.errors import LoRAError
 from jlora.manager.locks import Lock, Turns
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
+_exhaust = collections.deque[object](maxlen=0).extend
 POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which must not take a lock
 
 
@@ -150,8 +153,9 @@ class Loader:
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
             # Known once its thread runs: for one that an interrupt kept from starting, others would wait for ever. One
             # that runs and is not known finds that nobody wants it.
-            promise = _Promise(self, load)
-            threading.Thread(target=self._run, args=(load, before, promise), name="jlora-load", daemon=True).start()
+            # The promise lies beside the work, not in a frame: tracebacks keep frames alive.
+            work = itertools.chain(map(self._run, [load], [before]), [_Promise(self, load)])
+            threading.Thread(target=_exhaust, args=(work,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
         return load
@@ -169,7 +173,7 @@ class Loader:
                     del self._loads[load.request]
                 raise LoadCancelled
 
-    def _run(self, load: Load, before: list[Load], promise: "_Promise") -> None:
+    def _run(self, load: Load, before: list[Load]) -> None:
         try:
             with self._lock():  # the caller has left it, and counts itself now
                 load.wanted -= 1

@@ -41,6 +41,8 @@ class Injector:
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """A trace function, for `sys.settrace` and `threading.settrace`."""
         name = frame.f_code.co_filename
+        if frame.f_code.co_name == "__del__":
+            return None  # Python lets nothing out of a finalizer
         if name.startswith(JLORA):
             return self._local
         back = frame.f_back

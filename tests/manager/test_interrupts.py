@@ -1,5 +1,6 @@
 """KeyboardInterrupt at every line of the manager, and real ones: nothing wrong, nothing dead, nothing leaked."""
 
+import contextlib
 import gc
 import random
 import signal
@@ -347,3 +348,40 @@ def test_real_interrupts_harm_nothing() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "True"
     assert "Exception ignored" not in done.stderr, done.stderr[-2000:]
+
+
+def test_an_interrupted_block_has_closed_its_batch() -> None:
+    """Its variable lives on; were the lease open, the slots would be lost for as long as that does."""
+    world = make_world()
+    world.manager.add_adapter(adapter("a"))
+    for at in range(1, 40):
+        injector = Injector(at)
+        batch = None
+        try:
+            with world.manager.prepare(["a", None, None]) as batch, injector.here():
+                batch.generations  # noqa: B018
+                batch.has_adapters  # noqa: B018
+        except KeyboardInterrupt:
+            pass
+        assert batch is not None
+        assert world.manager.leases() == (), injector.fired
+    with world.manager.prepare(["a", None, None]):  # and nobody else has the batch
+        gc.collect()
+        assert len(world.manager.leases()) == 1
+    assert world.manager.leases() == ()
+    with contextlib.ExitStack() as stack:
+        batch = stack.enter_context(world.manager.prepare(["a", None, None]))
+        assert len(world.manager.leases()) == 1
+    assert world.manager.leases() == ()
+
+
+def test_closing_a_batch_runs_no_python() -> None:
+    """There is no room for an interrupt between the end of the block and the end of the lease."""
+    world = make_world()
+    calls: list[str] = []
+    with world.manager.prepare([None, None, None]) as batch:
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+    sys.setprofile(None)
+    assert "call" not in calls
+    with pytest.raises(jlora.LoRAError, match="closed"):
+        world.logits(batch)

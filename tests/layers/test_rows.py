@@ -90,6 +90,20 @@ def test_a_length_is_seen_in_its_own_forward_only(world):
             through_proj(world.model, normal(6, K), batch)
 
 
+def test_deeper_rows_show_no_length(world):
+    """Two axes between the batch and the features: neither is known to be the length."""
+
+    @jax.jit
+    def step(model, deep, flat, batch):
+        with jlora.use(batch, partial=True):
+            return model.proj(deep), model.proj(flat)
+
+    with world.manager.prepare(NAMES) as batch:
+        for rows in (6, 12):
+            with pytest.raises(jlora.AdapterMismatchError, match=rf"'proj', but its rows of shape \({rows},\)"):
+                step(world.model, normal(3, 2, 4, K), normal(rows, K), batch)
+
+
 @pytest.mark.parametrize("length", [0, -1, 1.5, "2"])
 def test_a_length_is_a_positive_integer(world, length):
     with pytest.raises(jlora.LoRAUsageError, match="length must be"):

@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jlora._compat import trace_state_clean
@@ -35,7 +36,7 @@ class RowMap:
       LoRAUsageError: `source` is no vector of integers, or `length` is not positive.
     """
 
-    source: Int[Array, "M"]
+    source: Int[Array | np.ndarray, "M"]
     of: Literal["sequences", "tokens"] = "sequences"
     length: int | None = None
     # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.
@@ -60,7 +61,7 @@ class RowMap:
     ) -> Int[Array, "M"]:
         """The slot of each row; `none` for a row that is outside the batch."""
         table = sequences
-        index = self.source
+        index = jnp.asarray(self.source)
         if self.of == "tokens" and tokens is not None:
             table = tokens
         elif self.of == "tokens":

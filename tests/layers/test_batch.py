@@ -335,6 +335,7 @@ def test_contents_die_with_their_names_though_functions_saw_them():
     world = World()
     with world.manager.prepare(NAMES) as batch:
         world.serves(batch)
+        assert batch.lease is not None
         content = weakref.ref(batch.lease.adapters[0])
     del batch
     world.manager.remove_adapter("a")
@@ -416,6 +417,7 @@ def test_open_leases_are_listed():
         assert (first.adapters, second.adapters) == (("a",), ())
         assert first.age >= second.age >= 0
         assert first.thread == threading.get_ident()
+        assert first.where is not None
         assert "test_open_leases_are_listed" in first.where
         assert world.manager.leases()[0].age > first.age
         del duplicate

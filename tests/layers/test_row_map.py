@@ -1,0 +1,365 @@
+"""`RowMap`: says which rows are whose, where no shape can. Permuted, dropped, nested, and under transformations."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jlora
+from tests import oracle
+from tests.layers.merging import assert_close, normal
+from tests.layers.rowwise import ADAPTERS, NAMES, K, N, World, base_of, bits
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+def run_mapped(model, x, source, batch):
+    with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+        return model.proj(x)
+
+
+mapped = jax.jit(run_mapped)
+
+
+@jax.jit
+def mapped_tokens(model, x, source, batch):
+    with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source, of="tokens")):
+        return model.proj(x)
+
+
+def named(names, source):
+    return [names[i] if 0 <= i < len(names) else None for i in source]
+
+
+indices = st.lists(st.integers(-2, 8), min_size=7, max_size=7)
+batches = st.lists(st.sampled_from(["one", "two", None]), min_size=3, max_size=3)
+
+
+@given(batches, indices)
+def test_rows_of_sequences(world, names, source):
+    """Beams: permuted, repeated, left out; an index outside the batch takes no adapter."""
+    x = normal(7, K)
+    with world.manager.prepare(names) as batch:
+        found = mapped(world.model, x, np.array(source, np.int32), batch)
+    rows = named(names, source)
+    assert_close(found, world.expected(x, rows))
+    free = [name is None for name in rows]
+    np.testing.assert_array_equal(bits(found)[free], bits(base_of(world.bare.proj, x))[free])
+
+
+@given(batches, st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any), st.data())
+def test_rows_of_packed_tokens(world, names, counts, data):
+    """Sorted, dropped and repeated tokens; those of the padding take no adapter."""
+    source = data.draw(st.lists(st.integers(-2, 12), min_size=7, max_size=7))
+    x = normal(7, K)
+    with world.manager.prepare(names, token_counts=counts, pad_to=9) as batch:
+        found = mapped_tokens(world.model, x, np.array(source, np.int32), batch)
+    tokens = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    assert_close(found, world.expected(x, named(tokens, source)))
+
+
+@given(batches, st.permutations(range(6)), st.integers(0, 5))
+def test_rows_of_tokens_by_length(world, names, order, dropped):
+    source = np.array(order, np.int32)
+    source[dropped] = 6 if dropped % 2 else -1
+    x = normal(6, K)
+    with world.manager.prepare(names, length=2) as batch:
+        found = mapped_tokens(world.model, x, source, batch)
+    assert_close(found, world.expected(x, named([name for name in names for _ in range(2)], source)))
+
+
+def test_tokens_of_a_length_that_a_layer_has_shown_or_the_map_says(world):
+    source = np.array([5, 0, 3, 1], np.int32)
+    x, adapters = normal(4, K), named(["one", "one", None, None, "two", "two"], source)
+
+    @jax.jit
+    def shown(model, x, whole, source, batch):
+        with jlora.use(batch, partial=True):
+            model.proj(whole)
+            with jlora.rows(jlora.RowMap(source, of="tokens")):
+                return model.proj(x)
+
+    @jax.jit
+    def said(model, x, source, batch):
+        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source, of="tokens", length=2)):
+            return model.proj(x)
+
+    with world.manager.prepare(NAMES) as batch:
+        assert_close(shown(world.model, x, normal(3, 2, K), source, batch), world.expected(x, adapters))
+        assert_close(said(world.model, x, source, batch), world.expected(x, adapters))
+        with pytest.raises(jlora.LoRAUsageError, match=r"how many rows a sequence has.*seen in this forward: none"):
+            mapped_tokens(world.model, x, source, batch)
+
+
+def test_tokens_of_two_lengths_are_not_guessed(world):
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, partial=True):
+            model.proj(jnp.zeros((3, 2, K)))
+            model.proj(jnp.zeros((3, 4, K)))
+            with jlora.rows(jlora.RowMap(jnp.arange(4), of="tokens")):
+                return model.proj(x)
+
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=r"RowMap\(\.\.\., length=\)"):
+        step(world.model, normal(4, K), batch)
+
+
+def test_one_row_a_sequence_of_packed_tokens_where_both_are_as_many(world):
+    """[0, 1, 2] tokens for three sequences: packed, and a layer that then sees one row a sequence is told so."""
+    x, last = normal(3, K), normal(3, K, seed=1)
+
+    @jax.jit
+    def step(model, x, last, batch):
+        with jlora.use(batch, partial=True):
+            y = model.proj(x)
+            with jlora.rows(jlora.RowMap(jnp.arange(3))):
+                return y, model.proj(last)
+
+    with world.manager.prepare(["one", "two", None], token_counts=[0, 1, 2]) as batch:
+        rows, logits = step(world.model, x, last, batch)
+    assert_close(rows, world.expected(x, ["two", None, None]))
+    assert_close(logits, world.expected(last, ["one", "two", None]))
+
+
+def test_a_lookup_of_mapped_rows(world):
+    """The embedding reads a column of A for each row by its slot."""
+    tokens, source = np.array([3, 10, 3, 0], np.int32), np.array([2, 0, 1, 2], np.int32)
+
+    @jax.jit
+    def lookup(model, tokens, source, batch):
+        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+            return model.embed(tokens)
+
+    with world.manager.prepare(NAMES) as batch:
+        found = lookup(world.model, tokens, source, batch)
+    lora = ADAPTERS[1].modules["embed"]
+    expected = np.asarray(world.bare.embed.embedding[...], np.float64)[tokens]
+    for m, (token, index) in enumerate(zip(tokens, source, strict=True)):
+        if NAMES[index] == "two":
+            expected[m] += lora.scaling * lora.b @ lora.a[:, token]
+    assert_close(found, expected)
+
+
+def test_maps_nest_and_end(world):
+    x = normal(3, K)
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, partial=True):
+            with jlora.rows(jlora.RowMap(jnp.array([2, 2, 2]))):
+                outer = model.proj(x)
+                with jlora.rows(jlora.RowMap(jnp.array([0, 0, 0]))):
+                    inner = model.proj(x)
+                with jlora.rows(None):
+                    none = model.proj(x)
+                again = model.proj(x)
+            return outer, inner, none, again, model.proj(x)
+
+    with world.manager.prepare(NAMES) as batch:
+        found = step(world.model, x, batch)
+    for out, names in zip(found, (["two"] * 3, ["one"] * 3, NAMES, ["two"] * 3, NAMES), strict=True):
+        assert_close(out, world.expected(x, names))
+
+
+def test_a_map_ends_with_an_exception(world):
+    x = normal(3, K)
+    with world.manager.prepare(NAMES) as batch, jlora.use(batch, partial=True):
+        with pytest.raises(ZeroDivisionError), jlora.rows(jlora.RowMap(np.array([2, 2, 2]))):
+            raise ZeroDivisionError
+        assert_close(world.model.proj(jnp.asarray(x)), world.expected(x, NAMES))
+
+
+@pytest.mark.parametrize("rows", [(6,), (3, 3), (8,), ()])
+def test_rows_of_another_number_than_the_map_are_refused(world, rows):
+    with (
+        world.manager.prepare(["odd", None, None]) as batch,  # a layer that no adapter of the batch touches, even
+        pytest.raises(jlora.LoRAUsageError, match=r"proj: .* rows of shape .* of a RowMap of 7 rows"),
+    ):
+        mapped(world.model, normal(*rows, K), np.zeros(7, np.int32), batch)
+
+
+def test_rows_of_a_map_in_any_shape(world):
+    """[beams, L, F]: one index for each row of the flattened axes."""
+    x, source = normal(2, 3, K), np.array([2, 2, 2, 0, 0, 1], np.int32)
+    with world.manager.prepare(NAMES) as batch:
+        found = mapped(world.model, x, source, batch)
+    assert_close(found.reshape(-1, N), world.expected(x.reshape(-1, K), named(NAMES, source)))
+
+
+@pytest.mark.parametrize(
+    ("source", "of", "reason"),
+    [
+        (np.zeros(3, np.float32), "sequences", r"vector of integers.* got float32\[3\]"),
+        (np.zeros((3, 1), np.int32), "sequences", r"vector of integers.* got int32\[3, 1\]"),
+        (np.int32(0), "sequences", r"vector of integers"),
+        (np.zeros(3, bool), "sequences", r"vector of integers.* got bool"),
+        (np.zeros(3, np.int32), "rows", r"""must be "sequences" or "tokens", got 'rows'"""),
+    ],
+)
+def test_what_is_no_map(source, of, reason):
+    with pytest.raises(jlora.LoRAUsageError, match=reason):
+        jlora.RowMap(source, of=of)
+
+
+def test_rows_takes_a_map_or_none():
+    with pytest.raises(jlora.LoRAUsageError, match=r"takes a RowMap or None, got ndarray"), jlora.rows(np.zeros(3)):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+def test_indices_of_any_integer_type(world, dtype):
+    """A batch may have more sequences than a narrow type can count."""
+    names = ["one" if i == 120 else "two" if i == 44 else None for i in range(300)]
+    source = np.array([120, 44, 0, 45], dtype)
+    x = normal(4, K)
+    with world.manager.prepare(names) as batch:
+        assert_close(mapped(world.model, x, source, batch), world.expected(x, ["one", "two", None, None]))
+    with world.manager.prepare(names, length=1) as batch:
+        assert_close(mapped_tokens(world.model, x, source, batch), world.expected(x, ["one", "two", None, None]))
+
+
+# --- RowMap under transformations -----------------------------------------------------------------------------------
+
+X, SOURCE = normal(4, K), np.array([2, 0, 1, 0], np.int32)
+
+
+def test_one_trace_for_all_maps_of_a_size(world):
+    step = jax.jit(chex.assert_max_traces(lambda *args: run_mapped(*args), n=1))
+    for names, source in ((NAMES, SOURCE), (NAMES, SOURCE[::-1]), ([None, "one", "two"], SOURCE - 1)):
+        with world.manager.prepare(names) as batch:
+            assert_close(step(world.model, X, source, batch), world.expected(X, named(names, source)))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", "plain"])
+def test_a_function_called_inside_a_map_and_outside(world, wrap):
+    """JAX keeps the trace of `block`; it must not be taken for other rows."""
+    block = wrap(lambda layer, x: layer(x))
+
+    @jax.jit
+    def step(model, x, source, batch):
+        with jlora.use(batch, partial=True):
+            row_map, outs = jlora.RowMap(source), []
+            outs.append(block(model.proj, x))
+            with jlora.rows(row_map):
+                outs.append(block(model.proj, x))
+                with jlora.rows(None):
+                    outs.append(block(model.proj, x))
+                with jlora.rows(jlora.RowMap(source[::-1])):
+                    outs.append(block(model.proj, x))
+            with jlora.rows(row_map):
+                outs.append(block(model.proj, x))
+            return outs
+
+    x, source = X[:3], SOURCE[:3]
+    inside, reverse = named(NAMES, source), named(NAMES, source[::-1])
+    with world.manager.prepare(NAMES) as batch:
+        found = step(world.model, x, source, batch)
+    for out, names in zip(found, (NAMES, inside, NAMES, reverse, inside), strict=True):
+        assert_close(out, world.expected(x, names))
+
+
+def test_a_map_opened_outside_jit(world):
+    """It would be baked in, and a function compiled without it would not see it."""
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, partial=True):
+            return model.proj(x)
+
+    with world.manager.prepare(NAMES) as batch:
+        for _ in range(2):
+            assert_close(step(world.model, X[:3], batch), world.expected(X[:3], NAMES))
+            with (
+                jlora.rows(jlora.RowMap(SOURCE[:3])),
+                pytest.raises(jlora.LoRAError, match=r"proj: this RowMap was opened outside `jax.jit`"),
+            ):
+                step(world.model, X[:3], batch)
+            with jlora.rows(jlora.RowMap(SOURCE[:3])), jlora.rows(None):
+                assert_close(step(world.model, X[:3], batch), world.expected(X[:3], NAMES))
+
+
+def test_eagerly(world):
+    with world.manager.prepare(NAMES) as batch, jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(SOURCE)):
+        assert_close(world.model.proj(jnp.asarray(X)), world.expected(X, named(NAMES, SOURCE)))
+
+
+def test_gradients(world):
+    """Of sum(w * y) with respect to x: w times the merged kernel of each row's own adapter."""
+    w = normal(4, N, seed=2)
+    kernel = np.asarray(world.bare.proj.kernel[...], np.float64)
+    loras = {a.name: a.modules["proj"] for a in ADAPTERS if "proj" in a.modules}
+
+    for wrap in (lambda f: f, jax.checkpoint):
+
+        @jax.jit
+        def gradient(model, x, source, batch, wrap=wrap):
+            def loss(x):
+                with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+                    return (w * wrap(model.proj)(x)).sum()
+
+            return jax.grad(loss)(x)
+
+        with world.manager.prepare(NAMES) as batch:
+            found = gradient(world.model, X, SOURCE, batch)
+        expected = []
+        for row, name in zip(w, named(NAMES, SOURCE), strict=True):
+            lora = None if name is None else loras[name]
+            merged = kernel if lora is None else oracle.merged_weight(kernel.T, lora.a, lora.b, lora.scaling).T
+            expected.append(merged @ row)
+        assert_close(found, np.stack(expected))
+
+
+def test_scan_over_maps(world):
+    """Beams that change their parents at every step: the map is made inside the body."""
+    sources = np.stack([SOURCE, SOURCE[::-1], np.array([-1, 3, 2, 1], np.int32)])
+
+    @jax.jit
+    def step(model, x, sources, batch):
+        with jlora.use(batch, partial=True):
+
+            def body(x, source):
+                with jlora.rows(jlora.RowMap(source)):
+                    return x, model.proj(x)
+
+            return jax.lax.scan(body, x, sources)[1]
+
+    with jax.checking_leaks(), world.manager.prepare(NAMES) as batch:
+        found = step(world.model, X, sources, batch)
+    for out, source in zip(found, sources, strict=True):
+        assert_close(out, world.expected(X, named(NAMES, source)))
+
+
+def test_scan_inside_a_map(world):
+    @jax.jit
+    def step(model, x, source, batch):
+        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+            return jax.lax.scan(lambda x, _: (x, model.proj(x)), x, None, length=2)[1]
+
+    with world.manager.prepare(NAMES) as batch:
+        for out in step(world.model, X, SOURCE, batch):
+            assert_close(out, world.expected(X, named(NAMES, SOURCE)))
+
+
+def test_vmap_over_maps(world):
+    """Candidates that assign rows to sequences, each its own way."""
+    sources = np.stack([SOURCE, SOURCE[::-1]])
+
+    @jax.jit
+    def step(model, x, sources, batch):
+        def one(x, source):
+            with jlora.rows(jlora.RowMap(source)):
+                return model.proj(x)
+
+        with jlora.use(batch, partial=True):
+            return jax.vmap(one, in_axes=(None, 0))(x, sources)
+
+    with world.manager.prepare(NAMES) as batch:
+        found = step(world.model, X, sources, batch)
+    for out, source in zip(found, sources, strict=True):
+        assert_close(out, world.expected(X, named(NAMES, source)))

@@ -30,6 +30,8 @@ def run_inspect(path: str, model: str | None) -> int:
     print(f"base model   {shown(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
+    for line in adapter.unchecked:
+        print(f"not checked  {shown(line)}")
     if model is not None:
         slot_bytes = fit(adapter, Path(model))
         print(f"fits         {shown(model)}: yes; {size(slot_bytes)} per slot at rank {adapter.rank}, float32")

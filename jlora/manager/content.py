@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block
@@ -46,7 +47,7 @@ class Content:
       blocks: its factors, packed as slots are written; replaced whole, never changed.
       ranks: int32, the true rank of each output slice of every site, in the pool's order.
       rank: the largest.
-      base_model_name, use_rslora: as in PEFT.
+      about: the adapter without its arrays, for what else an exported one must say.
       request: what it was loaded from, if it was loaded from a request.
       key: what tells this content from another of the same name; None where nothing does.
       on_host: False while the blocks of a device update are still being copied back.
@@ -60,8 +61,7 @@ class Content:
     blocks: tuple[Block, ...]
     ranks: Int[np.ndarray, "ranks"]
     rank: int
-    base_model_name: str | None = None
-    use_rslora: bool = False
+    about: Adapter | None = None
     request: LoRARequest | None = None
     key: Hashable = None
     on_host: bool = True

@@ -1,6 +1,7 @@
 """Read an adapter back from its slot, after training it there."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from flax import nnx
@@ -13,12 +14,9 @@ from jlora.manager.content import Content, Placement
 
 def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
     """The adapter that `slot` holds now, under the module names, ranks and alphas of `content`, in slot dtype."""
-    return Adapter(
-        name=content.name,
-        modules={p.module: _read(content.name, p, slot, modules[p.site]) for p in content.placements},
-        base_model_name=content.base_model_name,
-        use_rslora=content.use_rslora,
-    )
+    about = content.about or Adapter(name=content.name, modules={})
+    read = {p.module: _read(content.name, p, slot, modules[p.site]) for p in content.placements}
+    return replace(about, modules=read, content=None)
 
 
 def _read(name: str, p: Placement, slot: int, layer: nnx.Module) -> ModuleLoRA:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jlora.adapters import Adapter, AdapterShapes
@@ -186,8 +187,7 @@ class Host:
             blocks=self.pinned(pack(pool.chunks, fitted.factors)),
             ranks=rank_vector(pool.sites, fitted.placements),
             rank=adapter.rank,
-            base_model_name=adapter.base_model_name,
-            use_rslora=adapter.use_rslora,
+            about=replace(adapter, modules={}, base_weights={}),
             request=request,
             key=adapter.content,
         )

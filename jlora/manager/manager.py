@@ -257,7 +257,7 @@ class LoRAManager:
                     pinned=contents.pinned(name),
                     leased=content in leased,
                     path=None if content.request is None else content.request.path,
-                    base_model_name=content.base_model_name,
+                    base_model_name=None if content.about is None else content.about.base_model_name,
                     generation=content.generation,
                 )
                 for name, content in ((name, contents[name]) for name in contents)
@@ -453,7 +453,8 @@ class LoRAManager:
         """`step(*args, **kwargs)`, taking turns with writes of slots in other threads.
 
         For programs that step in one thread while another prepares batches. Once it is used, use it for every step that
-        may run beside a `prepare` in another thread.
+        may run beside a `prepare` in another thread. Read `manager.slots` inside, where no write can come in between:
+        `manager.run(lambda: step(manager.slots, rest, tokens, batch))`.
         """
         with self._dispatch():
             self._slots.takes_turns = True

@@ -139,7 +139,7 @@ def _check(
     if not 1 <= rank <= site.spec.max_rank:
         raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
     if rank != placement.rank:
-        scaling = scaling_of(placement.alpha, rank, content.use_rslora)
+        scaling = scaling_of(placement.alpha, rank, content.about is not None and content.about.use_rslora)
         placement = replace(placement, rank=rank, scaling=scaling)
     return _New(placement, a, b, tuple(parts[name] for name in names if name in parts))
 

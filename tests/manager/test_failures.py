@@ -244,9 +244,10 @@ def test_a_failed_transfer_leaves_the_slots_as_they_were(full, monkeypatch):
     check_everything(full)
 
 
-def delete(pool):
+def delete(job, operands, donate):
     """What a device error leaves of donated arrays."""
-    return lambda key, places, operands, donate: [raw_value(pool._variables[i]).delete() for i in places]
+    for variable in job.variables:
+        raw_value(variable).delete()
 
 
 WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
@@ -258,7 +259,7 @@ def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
     """Two adapters are swapped in, and the nth program fails. A stranger's open batch is served on all the while."""
     pool = full.manager._pool
     with monkeypatch.context() as patch:
-        fails(patch, pool, "_run", nth, delete(pool) if how == "consumed" else lambda *args: None, late=how == "after")
+        fails(patch, pool, "_run", nth, delete if how == "consumed" else lambda *args: None, late=how == "after")
         with pytest.raises(DeviceError):
             full.manager.prepare(["c", "d", None])
     assert full.manager.stats().leased == 0
@@ -309,7 +310,7 @@ def test_a_failure_while_mending_is_mended_too(full, monkeypatch):
     pool = full.manager._pool
     for nth in (3, 2, 4, 1):
         with monkeypatch.context() as patch:
-            fails(patch, pool, "_run", nth, delete(pool))
+            fails(patch, pool, "_run", nth, delete)
             with pytest.raises(DeviceError):
                 full.manager.prepare(["c", "d", None])
     check_everything(full)

@@ -7,7 +7,7 @@ WORKERS ?= logical --maxprocesses=8
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo test parity lint format clean
+.PHONY: demo test parity lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -30,7 +30,17 @@ format: .venv/.test
 clean:
 	rm -rf .venv
 
-.venv/.created:
+# A .venv is kept whatever `python3` has become, but not where make is given another Python.
+same-python:
+ifneq ($(origin PYTHON),file)
+	@if [ -e $(BIN)/python ]; then \
+	  asked=$$($(PYTHON) -V) && found=$$($(BIN)/python -V) && if [ "$$asked" != "$$found" ]; then \
+	    echo ".venv has $$found, but PYTHON=$(PYTHON) is $$asked: run 'make clean' first" >&2; exit 1; \
+	  fi; \
+	fi
+endif
+
+.venv/.created: | same-python
 	@$(PYTHON) -c 'import sys; sys.exit("jlora needs Python 3.11 or newer; make PYTHON=... names another one" if sys.version_info < (3, 11) else 0)'
 	@echo "Creating .venv"
 	@$(PYTHON) -m venv .venv

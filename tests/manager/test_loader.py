@@ -391,6 +391,7 @@ def test_slots_are_given_in_order_of_arrival():
     assert [name for name, _ in order] == list("abcdef")
     for name, logits in order:
         world.check(logits, [make_adapter(name), None, None])
+    world.serve(["g", None, None])  # strikes off who left
     assert not queue
 
 

@@ -227,7 +227,7 @@ def test_skip_passes_over_what_it_names_and_nothing_else():
     assert "skip='^mtp" in (skipped["mtp.0.proj"] or "")
     with pytest.raises(AdapterMismatchError, match=r"no module 'audio\.proj'"):
         manager.add_adapter(make_adapter("two", [here, mtp, Target("audio.proj", 6, 6, "")], 2))
-    with pytest.raises(AdapterMismatchError, match="only for modules that `skip` passes over"):
+    with pytest.raises(AdapterMismatchError, match="weights for skipped modules only"):
         manager.add_adapter(make_adapter("three", [mtp], 2))
     with pytest.raises(AdapterMismatchError, match=r"no module 'mtp.0.proj' .*skip"):
         make_manager(Model()).add_adapter(make_adapter("one", [here, mtp], 2))

@@ -7,7 +7,9 @@ from tests.manager.tiny import World, make_world
 
 @pytest.fixture(scope="session")
 def shared_world() -> World:
-    return make_world()
+    world = make_world()
+    world.serve([None, None, None])  # threads that took the first step together would each trace it
+    return world
 
 
 @pytest.fixture

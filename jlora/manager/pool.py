@@ -298,6 +298,7 @@ class Pool:
         with self._compiling():
             if self._programs:
                 return
+            self._lie = list(map(_where, self.arrays()))  # the model may have been moved since it was wrapped
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(lambda job: self._program(*job), wanted))

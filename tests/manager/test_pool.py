@@ -72,13 +72,19 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
     world.manager.activate_adapter("one")
     world.manager.deactivate_adapter("one")
     moved = moves(monkeypatch)
-    world.manager.activate_adapter("one")  # the second time: where things go is on the device by now
+    world.manager.activate_adapter("one")  # the second time: where things go is on the device by now, and its ranks
+    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module]
+    world.manager.deactivate_adapter("one")
+    world.manager.add_adapter(make_adapter("two", rank=2, modules=[module]))
+    moved.clear()
+    world.manager.activate_adapter("two")
     assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS
+    world.manager.deactivate_adapter("two")
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
 
 
 def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(rng, monkeypatch):
-    """224 sites of three specs: chunks of 32 of one module, and the ranks."""
+    """224 sites of three specs in chunks of 64 at most. The ranks are those that the slot had."""
     model = Blocks(32)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
     adapters = {name: block_adapter(name, 32, rng) for name in "abc"}
@@ -94,11 +100,11 @@ def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(r
     monkeypatch.setattr(manager._pool, "_run", lambda *args: (ran.append(args[0]), run(*args)))
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
-    assert len(ran) == 7 + 1
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes
+    assert len(ran) == 4
+    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * 32
     factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
     assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * 32
-    assert all(array.is_deleted() for array in old)
+    assert all(array.is_deleted() for array in old if array.ndim > 2)  # the ranks were there
 
     for i, layer in enumerate(model.layers):
         for name in NAMES:
@@ -160,7 +166,9 @@ def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
     pool, waited = world.manager._pool, []
     monkeypatch.setattr(array_type, "is_ready", lambda array: bool(waited) and ready(array))
     wait = jax.block_until_ready
-    monkeypatch.setattr(jax, "block_until_ready", lambda x: (waited.append(pool._in_flight), wait(x))[1])
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda x: (waited.append(sum(block.nbytes for block in pool._in_flight)), wait(x))[1]
+    )
     world.manager.prepare(["a", "b"]).close()
     assert waited == []
     world.manager.prepare(["c"]).close()

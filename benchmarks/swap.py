@@ -110,6 +110,13 @@ def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float
     return (host - start) * 1e3, (end - start) * 1e3
 
 
+def keep_busy() -> None:
+    """10 ms of work: a loop that serves does not sleep, and a core that did is slow for a while."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.01:
+        sum(range(100))
+
+
 def median(times: list[tuple[float, float]]) -> dict[str, float]:
     host, total = zip(*times, strict=True)
     return {"host_ms": round(statistics.median(host), 3), "all_ms": round(statistics.median(total), 3)}
@@ -157,9 +164,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
         future = manager.prefetch(request)
         while not future.done():
             time.sleep(0.0005)
-        busy = time.perf_counter()
-        while time.perf_counter() - busy < 0.01:  # a decode loop does not sleep; a core that did is slow for a while
-            sum(range(100))
+        keep_busy()
         return lambda: manager.prepare([request.name])
 
     figures["prefetched"] = swaps(prefetched, 5 * len(requests))
@@ -181,6 +186,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
 
     def update(i: int) -> Callable[[], object]:
         time.sleep(0.3)  # the copy back of the one before
+        keep_busy()
         return lambda: manager.update_adapter("fresh", on_device[i % 3])
 
     figures["update_from_device"] = swaps(update, 12)

@@ -76,11 +76,6 @@ class Pool:
         self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    @property
-    def rank_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of one slot's ranks of each site; flattened one after the other they are `Content.ranks`."""
-        return [(*site.spec.stack, site.spec.slices) for site in self.sites]
-
     def arrays(self) -> list[jax.Array]:
         """The arrays that the model has now: A, B and ranks of every site."""
         return list(map(raw_value, self._variables))

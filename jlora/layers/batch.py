@@ -13,6 +13,7 @@ import jax.core
 import numpy as np
 from jaxtyping import Int
 
+from jlora._compat import to_device
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.site import Site
@@ -252,10 +253,9 @@ def make_batch(
     length: int | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Move a batch's int32 arrays to the device, in one call."""
-    on_device, tokens_on_device = jax.device_put((slots, token_slots))
+    """Move a batch's int32 arrays to the device."""
     layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease))
-    return LoRABatch(on_device, tokens_on_device, layout, lease)
+    return LoRABatch(to_device(slots), None if token_slots is None else to_device(token_slots), layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jlora.adapters import Adapter, AdapterShapes
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
@@ -231,35 +233,46 @@ class Host:
         with self._books():
             old = self.newest(name)
         pool = self._slots.pool
-        content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
-        pool.compile()
-        while True:
-            with locks[0](), locks[1]():
-                self._wrapped.check()
-                if not self._registry.newest(old):
-                    raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
-                if not self.held(old):
-                    for victim in self._registry.victims_for(content, self.busy):
-                        self.evict(victim)
-                    content.generation = self._registry.generation(name, None)
-                    if not content.on_host:  # started first: a content that nobody copies back would never be evictable
-                        threading.Thread(
-                            target=self._copy_back, args=(content,), name="jlora-copy-back", daemon=True
-                        ).start()
-                    self._registry.put(content)
-                    self._slots.replace(old, content, written)
-                    break
-            self.wait_for(old, "updating", patience)
+        # Started early, while there is time, and before there is anything to copy: what nobody copies back would never
+        # be evictable.
+        committed, to_copy = threading.Event(), list[Content]()
+        try:
+            if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+                args = (committed, to_copy)
+                threading.Thread(target=self._copy_back, args=args, name="jlora-copy-back", daemon=True).start()
+            content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+            pool.compile()
+            while True:
+                with locks[0](), locks[1]():
+                    self._wrapped.check()
+                    if not self._registry.newest(old):
+                        raise AdapterInUseError(
+                            f"adapter {name!r} was replaced or removed while it was updated; try again"
+                        )
+                    if not self.held(old):
+                        for victim in self._registry.victims_for(content, self.busy):
+                            self.evict(victim)
+                        content.generation = self._registry.generation(name, None)
+                        if not content.on_host:
+                            to_copy.append(content)
+                        self._registry.put(content)
+                        self._slots.replace(old, content, written)
+                        break
+                self.wait_for(old, "updating", patience)
+        finally:
+            committed.set()
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
-    def _copy_back(self, content: Content) -> None:
-        """The blocks of a device update into host memory, on a thread of its own."""
-        time.sleep(POLL)  # whoever started the thread goes on first
-        blocks = self.pinned(to_host(content.blocks))
-        with self._books():
-            content.blocks = blocks
-            content.on_host = True
+    def _copy_back(self, committed: threading.Event, to_copy: list[Content]) -> None:
+        """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
+        committed.wait()
+        time.sleep(POLL)  # whoever woke this thread goes on first
+        for content in to_copy:
+            blocks = self.pinned(to_host(content.blocks))
+            with self._books():
+                content.blocks = blocks
+                content.on_host = True
 
     # --- letting go -------------------------------------------------------------------------------------------------
 

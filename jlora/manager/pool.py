@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jlora._compat import is_committed, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
+from jlora.layers.writes import write_block, write_ranks
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
 from jlora.manager.locks import Lock
@@ -322,6 +322,13 @@ class Pool:
 _is_deleted = operator.methodcaller("is_deleted")
 
 
+def _one_device(where: Where) -> Any:
+    """The device, where there is one and no mesh."""
+    if isinstance(where, SingleDeviceSharding):
+        (where,) = where.device_set
+    return where if isinstance(where, jax.Device) else None
+
+
 def _where(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # also of deleted ones
 
@@ -350,21 +357,11 @@ def _compiled_write(spec: SlotSpec, rows: int, lie: tuple[Where, ...]) -> Callab
     """`write(arrays, a, b, [slot, layer, rank])`: the arrays (donated), all A and then all B, with a block written."""
     step = rank_step(spec)
     count = len(lie) // 2
+    devices = set(map(_one_device, lie))
+    device = devices.pop() if len(devices) == 1 else None
 
     def write(arrays: tuple[jax.Array, ...], a: jax.Array, b: jax.Array, where: jax.Array) -> tuple[jax.Array, ...]:
-        slot, layer, start = where
-        zero = jnp.zeros((), jnp.int32)
-        lead = (slot,) if spec.layers is None else (layer, slot)
-        written = []
-        for i, array in enumerate(arrays):
-            block, tail = (a, (zero, start, zero)) if i < count else (b, (start, zero))
-            if spec.layers is None:
-                block = block[i % count]
-                update = block[None]
-            else:
-                update = block[:, None]
-            written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
-        return tuple(written)
+        return write_block(spec, arrays[:count], arrays[count:], a, b, where, device=device)
 
     shape_a, shape_b, _ = spec.shapes
     arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
@@ -377,14 +374,7 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], lie: tuple[Where, ...]) -> Call
     """`write(arrays, ranks, [slot, 0, 0])`: the ranks of every site (donated) with one slot's written."""
 
     def write(arrays: tuple[jax.Array, ...], ranks: jax.Array, where: jax.Array) -> tuple[jax.Array, ...]:
-        start, written = 0, []
-        for spec, array in zip(specs, arrays, strict=True):
-            shape = (*spec.stack, spec.slices)
-            size = int(np.prod(shape))
-            block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
-            written.append(lax.dynamic_update_index_in_dim(array, block, where[0], axis=len(spec.stack)))
-            start += size
-        return tuple(written)
+        return write_ranks(specs, arrays, ranks, where[0])
 
     total = sum(int(np.prod((*spec.stack, spec.slices))) for spec in specs)
     return _compile(write, [(spec.shapes[2], "int32") for spec in specs], lie, [((total,), "int32"), ((3,), "int32")])

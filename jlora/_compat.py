@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax._src.core
 import jax._src.interpreters.pxla
+import jax.core
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax._src.core
@@ -21,6 +21,19 @@ is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
 
 # jax 0.10, 0.11: False while any transformation (jit, grad, vmap, ...) runs the calling code.
 trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean
+
+
+if TYPE_CHECKING:
+
+    class Device:
+        """`jax.Device`, as far as it is used here: jaxlib is compiled, and has no types."""
+
+        platform: str
+
+        def addressable_memories(self) -> list[Any]: ...
+
+else:
+    Device = jax.Device
 
 
 def default_device() -> Any:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import read_checkpoint
@@ -195,7 +196,7 @@ class Adapter:
     def from_arrays(
         cls,
         name: str,
-        arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        arrays: Mapping[str, tuple[ArrayLike, ArrayLike]],
         *,
         alpha: float | Mapping[str, float],
         use_rslora: bool = False,

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax._src.core
@@ -27,6 +27,19 @@ is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
 trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean
 
 
+if TYPE_CHECKING:
+
+    class Device:
+        """`jax.Device`, as far as it is used here: jaxlib is compiled, and has no types."""
+
+        platform: str
+
+        def addressable_memories(self) -> list[Any]: ...
+
+else:
+    Device = jax.Device
+
+
 def default_device() -> Any:
     """What `jax.default_device(...)` set: a device, the name of a platform, or None.
 
@@ -41,11 +54,10 @@ def to_device(array: np.ndarray) -> jax.Array:
     if isinstance(device, str) or not jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(array)
     if device is None:
-        device = jax.local_devices()[0]
+        device: Any = jax.local_devices()[0]
     shape = jax.core.ShapedArray(array.shape, array.dtype)
-    return jax._src.interpreters.pxla.batched_device_put(
-        shape, SingleDeviceSharding(device), [array], [device], committed=False
-    )
+    put: Any = jax._src.interpreters.pxla.batched_device_put
+    return put(shape, SingleDeviceSharding(device), [array], [device], committed=False)
 
 
 def abstract_device() -> tuple[str, str] | None:

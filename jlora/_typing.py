@@ -1,4 +1,4 @@
-"""The dimension glossary of the annotations, and two aliases.
+"""The dimension glossary of the annotations, two aliases, and what foreign objects are asked about themselves.
 
 B  sequences in a batch              K  in-features of a projection
 L  tokens a sequence                 N  out-features of a projection (all slices together)
@@ -8,9 +8,21 @@ G  groups (opaque weight index)      T  tiles of a plan
 V  vocabulary                        E  experts
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 
 Backend: TypeAlias = Literal["auto", "xla", "mosaic_tpu", "triton"]
-DType: TypeAlias = np.dtype | type | str
+DType: TypeAlias = np.dtype[Any] | type | str
+
+
+# `isinstance` alone leaves a checker with items of unknown types; these are of any.
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def is_list_or_tuple(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    return isinstance(value, list | tuple)

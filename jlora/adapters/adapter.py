@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
+import safetensors.numpy
 from jaxtyping import Float
-from safetensors.numpy import save_file
+from numpy.typing import ArrayLike
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import read_checkpoint
@@ -195,7 +196,7 @@ class Adapter:
     def from_arrays(
         cls,
         name: str,
-        arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        arrays: Mapping[str, tuple[ArrayLike, ArrayLike]],
         *,
         alpha: float | Mapping[str, float],
         use_rslora: bool = False,
@@ -227,7 +228,7 @@ class Adapter:
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise LoRAUsageError(f"adapter {shown(name)}: alpha of {shown(module)} must be a number, got {value!r}")
-        modules = {}
+        modules: dict[str, ModuleLoRA] = {}
         for module, (a, b) in arrays.items():
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
@@ -261,13 +262,13 @@ class Adapter:
         config = self._peft_config()
         folder.mkdir(parents=True, exist_ok=True)
         weights_part, config_part = folder / (WEIGHTS_FILE + ".part"), folder / (CONFIG_FILE + ".part")
-        save_file(self._tensors(), weights_part, metadata={"format": "pt"})
+        safetensors.numpy.save_file(self._tensors(), weights_part, metadata={"format": "pt"})
         config_part.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         os.replace(weights_part, folder / WEIGHTS_FILE)
         os.replace(config_part, folder / CONFIG_FILE)
 
     def _tensors(self) -> dict[str, np.ndarray]:
-        tensors = {}
+        tensors: dict[str, np.ndarray] = {}
         for name, module in self.modules.items():
             for half, array in (("A", module.a), ("B", module.b)):
                 part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"

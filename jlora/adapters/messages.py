@@ -1,7 +1,6 @@
 """Text from other people's files, made fit for an error message: escaped, so that it cannot forge lines, and cut."""
 
 import os
-from typing import Any
 
 _LONGEST = 200
 
@@ -21,7 +20,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return printable(os.fspath(path))
 
 
-def shown_value(value: Any, longest: int = 80) -> str:
+def shown_value(value: object, longest: int = 80) -> str:
     """`repr` of a value read from JSON, cut."""
     try:
         text = repr(value)
@@ -30,7 +29,13 @@ def shown_value(value: Any, longest: int = 80) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """What JSON calls a value of this kind."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null or nothing"}
+    names: dict[type, str] = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null or nothing",
+    }
     return names.get(type(value), "a number")

@@ -15,7 +15,7 @@ from jlora.adapters.files import StableFile
 from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
-from jlora.adapters.strict_json import parse_object
+from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"
@@ -187,7 +187,7 @@ def read_config(file: Path, adapter: str) -> PeftConfig:
     return _parse(parse_object(text, where), where)
 
 
-def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
+def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
     peft_type = raw.get("peft_type")
     if not isinstance(peft_type, str):
         raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {kind_of(peft_type)}")
@@ -221,7 +221,7 @@ def _parse(raw: Mapping[str, Any], where: str) -> PeftConfig:
 
 
 def _or_unchecked(
-    value: Any, name: str, instead: frozenset[str] | Pattern, unchecked: list[str], where: str
+    value: Json, name: str, instead: frozenset[str] | Pattern, unchecked: list[str], where: str
 ) -> frozenset[str] | Pattern:
     """Names or a regular expression; `instead`, and a line in `unchecked`, for an expression that RE2 cannot take."""
     try:
@@ -255,7 +255,7 @@ _SERVED = frozenset(
 )
 
 
-def _refuse_unserved(raw: Mapping[str, Any], where: str) -> None:
+def _refuse_unserved(raw: Mapping[str, Json], where: str) -> None:
     for name, value in raw.items():
         if name in _SERVED or name in _WITHOUT_EFFECT:
             continue
@@ -274,7 +274,7 @@ def _refuse_unserved(raw: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _refuse_base_changing_init(init: Any, where: str) -> None:
+def _refuse_base_changing_init(init: Json, where: str) -> None:
     where = f"{where}: field 'init_lora_weights'"
     if init is None or isinstance(init, bool):
         return
@@ -293,7 +293,7 @@ def _refuse_base_changing_init(init: Any, where: str) -> None:
     )
 
 
-def _targets(raw: Mapping[str, Any], where: str) -> tuple[Any, frozenset[int] | None, tuple[str, ...]]:
+def _targets(raw: Mapping[str, Json], where: str) -> tuple[Json, frozenset[int] | None, tuple[str, ...]]:
     """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
     targets = raw.get("target_modules")
     layers = raw.get("layers_to_transform")
@@ -318,18 +318,18 @@ def _targets(raw: Mapping[str, Any], where: str) -> tuple[Any, frozenset[int] | 
     )
 
 
-def _layers(value: Any, where: str) -> frozenset[int] | None:
+def _layers(value: Json, where: str) -> frozenset[int] | None:
     if value is None or value == []:
         return None
-    values = value if isinstance(value, list) else [value]
+    values: list[Any] = value if isinstance(value, list) else [value]
     for v in values:
         if isinstance(v, bool) or not isinstance(v, int) or v < 0:
             raise AdapterFormatError(f"{where} must be layer indices, found {shown_value(value)}")
     return frozenset(values)
 
 
-def _layers_pattern(value: Any, where: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value] if value else []
+def _layers_pattern(value: Json, where: str) -> tuple[str, ...]:
+    values: list[Any] = value if isinstance(value, list) else [value] if value else []
     for v in values:
         if not isinstance(v, str):
             raise AdapterFormatError(f"{where} must be a name or a list of names, found {shown_value(value)}")
@@ -339,7 +339,7 @@ def _layers_pattern(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _patterns(
-    raw: Mapping[str, Any], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
+    raw: Mapping[str, Json], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
 ) -> PatternTable[T]:
     value = raw.get(name)
     where = f"{where}: field {name!r}"
@@ -364,7 +364,7 @@ def _passes(check: Callable[[Any, str], object], *numbers: Any) -> bool:
     return True
 
 
-def _names_or_pattern(value: Any, where: str) -> frozenset[str] | Pattern:
+def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:
     if isinstance(value, str):
         return compile_pattern(value, where)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -381,19 +381,19 @@ def _named(names: frozenset[str], module: str) -> bool:
     return True
 
 
-def _rank(value: Any, where: str) -> int:
+def _rank(value: Json, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AdapterFormatError(f"{where} must be a positive integer, found {shown_value(value)}")
     return value
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: Json, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
         raise AdapterFormatError(f"{where} must be a finite number, found {shown_value(value)}")
     return float(value)
 
 
-def _typed(raw: Mapping[str, Any], name: str, kind: type, default: Any, where: str) -> Any:
+def _typed(raw: Mapping[str, Json], name: str, kind: type, default: Any, where: str) -> Any:
     value = raw.get(name, default)
     if not isinstance(value, kind) and not (value is None and default is None):
         raise AdapterFormatError(f"{where}: field {name!r} must be {kind.__name__}, found {shown_value(value)}")

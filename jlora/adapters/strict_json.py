@@ -2,15 +2,18 @@
 
 import json
 import re
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 from jlora.adapters.messages import kind_of, printable, shown
 from jlora.errors import AdapterFormatError
 
+# What a file may hold at any place; lists and objects are looked into with the same care.
+Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
+
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Any]:
+def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Json]:
     """Parses one JSON object.
 
     Args:
@@ -23,7 +26,7 @@ def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Any]
         integer of thousands of digits, or half a surrogate pair (which no UTF-8 file can hold).
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
         found = dict(pairs)
         if len(found) != len(pairs):
             seen: set[str] = set()
@@ -45,4 +48,4 @@ def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Any]
         raise AdapterFormatError(f"{where}: is not JSON: {printable(str(error))}") from error
     if not isinstance(found, dict):
         raise AdapterFormatError(f"{where}: must hold a JSON object, found {kind_of(found)}")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Json]", found)

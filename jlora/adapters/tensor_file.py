@@ -6,11 +6,10 @@ bytes, without gaps. (https://github.com/huggingface/safetensors, "Format".)
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import shown, shown_value
-from jlora.adapters.strict_json import parse_object
+from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 
 # Enough for a hundred thousand modules. The format itself stops at 100 MB.
@@ -80,18 +79,15 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
     return dict(tensors)
 
 
-def _info(name: str, value: Any, begin: int, where: str) -> TensorInfo:
+def _info(name: str, value: Json, begin: int, where: str) -> TensorInfo:
     where = f"{where}: tensor {shown(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise AdapterFormatError(f"{where} must have dtype, shape and data_offsets, found {shown_value(value)}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype, shape, offsets = value["dtype"], _whole_numbers(value["shape"]), _whole_numbers(value["data_offsets"])
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise AdapterFormatError(f"{where} has dtype {shown_value(dtype)}, which is not known")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise AdapterFormatError(
-                f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}"
-            )
+    if shape is None or offsets is None:
+        raise AdapterFormatError(f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}")
     if len(offsets) != 2 or len(shape) > 64:
         raise AdapterFormatError(f"{where} has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few")
     bits = _BITS[dtype] * math.prod(shape)
@@ -101,3 +97,7 @@ def _info(name: str, value: Any, begin: int, where: str) -> TensorInfo:
             f"expected {shown_value(bits // 8)} bytes"
         )
     return TensorInfo(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def _whole_numbers(value: Json) -> list[int] | None:
+    return value if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) else None

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +166,7 @@ def check_memory(model: "Decoder", lengths: Sequence[int], limit: int) -> None:
 
 
 @contextlib.contextmanager
-def device_errors() -> Iterator[None]:
+def device_errors() -> Generator[None, None, None]:
     """Errors of the device, such as one that is out of memory, as `LoRAError`."""
     import jax
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def load_tokenizer(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def native_errors(problem: str) -> Iterator[None]:
+def native_errors(problem: str) -> Generator[None, None, None]:
     """Errors of the tokenizers library as `LoRAError`: it raises plain Exception, and panics as a BaseException."""
     try:
         yield
@@ -61,7 +61,7 @@ def native_errors(problem: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[None]:
+def progress(what: str) -> Generator[None, None, None]:
     """`what ...` on stderr while it runs, with the seconds it took."""
     print(f"{shown(what)} ...", end="", file=sys.stderr, flush=True)
     started = time.perf_counter()

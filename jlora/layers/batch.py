@@ -119,12 +119,16 @@ class Layout:
     traced: bool = field(default=False, compare=False, repr=False)
 
 
+def _close(batch: "LoRABatch", *_: object) -> None:
+    batch.close()
+
+
 class _Exit:
     """`LoRABatch.__exit__`, which no interrupt keeps from closing: `with` looks it up on the way in, and it is C."""
 
     def __get__(self, batch: "LoRABatch | None", owner: type) -> Callable[..., None]:
         if batch is None:
-            return lambda batch, *_: batch.close()
+            return _close
         gate = io.BytesIO() if batch.lease is None else batch.lease.gate
         # It takes any arguments; this one keeps the batch for the block.
         return functools.partial(gate.__exit__, batch)  # pyright: ignore[reportArgumentType]

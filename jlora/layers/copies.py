@@ -1,7 +1,7 @@
 """Copies of a wrapped model that share its arrays: as it is, or unwrapped with factors merged into its kernels."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def _with_table(cls: type, name: str, param: str, table: str) -> type:
     """A subclass whose method `name` reads the variable `table` in place of `param`."""
 
     @functools.wraps(getattr(cls, name))
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        twin = object.__new__(cls)
+    def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        twin = cast("nnx.Module", object.__new__(cls))
         vars(twin).update(vars(self))
         vars(twin)[param] = vars(self)[table]
         return getattr(cls, name)(twin, *args, **kwargs)

@@ -1,12 +1,13 @@
 """Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
+from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.errors import LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
 from jlora.layers.linen import LinenDense, LinenEmbed, describe_dense
@@ -22,7 +23,7 @@ from jlora.layers.specs import (
     describe_linear,
 )
 
-_describe: dict[type, Describe] = {
+_describe: dict[type[nnx.Module], Describe] = {
     nnx.Linear: describe_linear,
     nnx.LinearGeneral: describe_general,
     nnx.Einsum: describe_einsum,
@@ -100,10 +101,10 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
         if isinstance(node, nnx.Pytree) and not isinstance(node, nnx.Variable):
             if path and isinstance(node, nnx.Module):
                 yield path, node
-            children = vars(node).items()
-        elif isinstance(node, Mapping):
+            children: Iterable[tuple[Any, Any]] = vars(node).items()
+        elif is_mapping(node):
             children = node.items()
-        elif isinstance(node, list | tuple):
+        elif is_list_or_tuple(node):
             children = enumerate(node)
         else:
             return
@@ -123,7 +124,7 @@ def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
 
 def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     cls = type(module)
-    base = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
+    base: type[nnx.Module] | None = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
     reasons: dict[str, str] = {}
     inferred = None
     if base is None:
@@ -150,7 +151,7 @@ def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     return Found(module, aliases, spec, inferred if isinstance(spec, LinearSpec) else None, reasons)
 
 
-def _guess(module: nnx.Module, base: type) -> Spec | str:
+def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
     """The spec of a subclass that overrides the call: that of its base class, as long as nothing speaks against it."""
     try:
         spec = _describe[base](module)
@@ -167,7 +168,10 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     if isinstance(module, nnx.bridge.ToNNX):
         return "it is a Linen module: hold it in a jlora.LinenModule instead"
     equations = {value for value in vars(module).values() if is_equation(value)}
-    params = {key: value for key, value in vars(module).items() if isinstance(value, nnx.Param) and key not in _BIASES}
+    own: dict[str, Any] = vars(module)
+    params: dict[str, nnx.Param[Any]] = {
+        key: value for key, value in own.items() if isinstance(value, nnx.Param) and key not in _BIASES
+    }
     if len(equations) != 1 or len(params) != 1:
         return f"{name} is not a linear or embedding layer that jlora knows (jlora.register_layer)"
     equation, (param, kernel) = equations.pop(), *params.items()
@@ -175,7 +179,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     if isinstance(axes, str):
         return axes
     letters = len(axes.kernel_in) + len(axes.kernel_out)
-    shape = kernel.get_value().shape[-letters:]
+    shape: tuple[int, ...] = kernel.get_value().shape[-letters:]
     if len(shape) != letters:
         return f"{name} has the equation {equation!r}, and a parameter of the shape {shape}"
     return einsum_spec(equation, shape, param)
@@ -202,10 +206,11 @@ def _kept_methods(spec: EmbedSpec, cls: type, base: type, path: str) -> tuple[Sp
 
 def _contradiction(module: nnx.Module, spec: Spec) -> str | None:
     """What the parameter of a layer says against its spec."""
-    param = vars(module).get(spec.param)
+    param: nnx.Variable[Any] | None = vars(module).get(spec.param)
     if not isinstance(param, nnx.Variable):
         return f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(_variables(module))}"
-    shape, dtype = tuple(param.get_value().shape), param.get_value().dtype
+    shape: tuple[int, ...] = tuple(param.get_value().shape)
+    dtype = param.get_value().dtype
     axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
     if len(shape) < len(axes):
         return f"its parameter {spec.param!r} has shape {shape}, and its spec names {len(axes)} axes"

@@ -136,7 +136,7 @@ def einsum_spec(
 
 def describe_einsum(layer: nnx.Einsum) -> LinearSpec | str:
     """`nnx.Einsum`, or the reason why it cannot be wrapped."""
-    if layer.einsum_str is None:
+    if not isinstance(layer.einsum_str, str):  # None, whatever Flax's annotation says, where calls bring their own
         return "it has no einsum_str of its own"
     axes = einsum_axes(layer.einsum_str)
     return axes if isinstance(axes, str) else einsum_spec(layer.einsum_str, layer.kernel_shape, "kernel")

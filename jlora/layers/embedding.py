@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -14,7 +15,7 @@ from jlora.layers.linear import NO_LAYOUT, across_mesh, add_delta, first_input, 
 from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import enter_site
 from jlora.layers.site import Site
-from jlora.layers.specs import EmbedSpec
+from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import expand
 from jlora.pallas.plan import Plan
 
@@ -24,7 +25,7 @@ def _lookup(cls: type, name: str) -> Callable[..., Any]:
     parameters = parameters_of(own)
 
     @functools.wraps(own)
-    def lookup(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def lookup(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
@@ -47,13 +48,13 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
     parameters = parameters_of(own)
 
     @functools.wraps(own)
-    def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def attend(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_attend_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
         if scope is None:
             return y
-        head = vars(self)["jlora_spec"].head
+        head: LinearSpec = vars(self)["jlora_spec"].head
         query = jnp.asarray(first_input(parameters, args, kwargs)[0])
         if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], head.out_features):
             raise LoRAError(
@@ -69,7 +70,12 @@ embed_methods: dict[str, Callable[[type, str], Callable[..., Any]]] = {"lookup":
 
 
 def _add_lookup(
-    layer: Any, site: Site, scope: Any, spec: EmbedSpec, base: Float[Array, "*lead N"], tokens: Int[Array, "*lead"]
+    layer: nnx.Module,
+    site: Site,
+    scope: Any,
+    spec: EmbedSpec,
+    base: Float[Array, "*lead N"],
+    tokens: Int[Array, "*lead"],
 ) -> Float[Array, "*lead N"]:
     """base + scale * A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`."""
     if not base.size:

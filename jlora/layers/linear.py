@@ -3,15 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 from jax.sharding import AxisType
 from jaxtyping import Float
 
+from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import check_slots_fresh, enter_site
@@ -29,7 +31,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     parameters = parameters_of(own)
 
     @functools.wraps(own)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
@@ -52,7 +54,12 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
 
 
 def add_delta(
-    layer: Any, site: Site, scope: Any, base: Float[Array, "*lead N"], x: Float[Array, "*lead K"], spec: LinearSpec
+    layer: nnx.Module,
+    site: Site,
+    scope: Any,
+    base: Float[Array, "*lead N"],
+    x: Float[Array, "*lead K"],
+    spec: LinearSpec,
 ) -> Float[Array, "*lead N"]:
     """`base` plus the LoRA of every row in an open scope; features that are padding stay the base's bits.
 
@@ -89,8 +96,11 @@ def add_delta(
         return across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
 
 
-def slot_arrays(layer: Any, site: Site) -> tuple[Array, Array, Array]:
+def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
     """A [S, n, R, K], B [S, R, N] and ranks [S, n] of a layer inside the forward."""
+    a: Array
+    b: Array
+    ranks: Array
     a, b, ranks = (vars(layer)[name][...] for name in site.attributes)
     check_slots_fresh(site.path, a)
     if a.ndim != 4:
@@ -111,7 +121,10 @@ def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array
     explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is_explicit(kind))
     if not explicit:
         return compute(base, *args)
-    auto: Callable[..., Any] = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding)
+    auto = cast(
+        "Callable[..., Array]",
+        jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding),
+    )
     return auto(base, *args)
 
 
@@ -120,12 +133,17 @@ def _is_explicit(kind: AxisType) -> bool:
 
 
 def _rows(
-    layer: Any, spec: LinearSpec, parameters: Sequence[str], y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    layer: nnx.Module,
+    spec: LinearSpec,
+    parameters: Sequence[str],
+    y: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Array, Array, Callable[[Array], Any]]:
     """x as [*lead, K], y as [*lead, N], and the way back to what the layer returned. Raises where that is not so."""
     x, args, kwargs = first_input(parameters, args, kwargs)
-    pack: Callable[[Array], Any] = lambda out: out  # noqa: E731 - it is replaced below
-    pair: Any = y if type(y) is tuple else ()
+    pack: Callable[[Array], Any] = _unchanged
+    pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
     if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], spec, pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
@@ -137,7 +155,7 @@ def _rows(
         )
     restore: Restore
     if spec.rows is None:
-        flat, base, restore = x, y, lambda rows: rows
+        flat, base, restore = x, y, _unchanged
     else:
         flat, base, restore = spec.rows(layer, x, y, *args, **kwargs)
     if flat.shape[:-1] != base.shape[:-1] or (flat.shape[-1:], base.shape[-1:]) != (
@@ -150,6 +168,10 @@ def _rows(
             "LoRAConfig.exclude_modules"
         )
     return flat, base, lambda rows: pack(restore(rows))
+
+
+def _unchanged(rows: Array) -> Array:
+    return rows
 
 
 def first_input(
@@ -183,6 +205,5 @@ def _is_bias(value: Any, spec: LinearSpec, y: Array) -> bool:
 def _describe(value: Any) -> str:
     if _is_array(value):
         return f"{value.dtype}{list(value.shape)}"
-    return (
-        f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    )
+    kind = f"a {type(value).__name__}"
+    return f"{kind} of {len(value)}" if is_list_or_tuple(value) else kind

@@ -1,13 +1,14 @@
 """Flax Linen models: `LinenModule` holds one as an `nnx.Module` whose Dense and Embed layers serve LoRA."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import linen as nn
 from flax import nnx
 from flax.nnx.bridge import variables as bridge
 
+from jlora._typing import is_mapping
 from jlora.errors import LoRAUsageError
 from jlora.layers.specs import EmbedSpec, LinearSpec
 
@@ -18,7 +19,7 @@ class LinenNode(nnx.Module):
     def __init__(self, variables: Mapping[str, Any]):
         self.linen_names = tuple(variables)
         for name, value in variables.items():
-            nnx.Module.__setattr__(self, name, _node(value) if isinstance(value, Mapping) else nnx.Param(value))
+            nnx.Module.__setattr__(self, name, _node(value))
 
     def linen_variables(self) -> dict[str, Any]:
         values = {name: vars(self)[name] for name in self.linen_names}
@@ -76,7 +77,8 @@ class LinenModule(LinenNode):
     def __init__(self, module: nn.Module | nnx.bridge.ToNNX, variables: Mapping[str, Any] | None = None):
         if isinstance(module, nnx.bridge.ToNNX):
             own = {k: v for k, v in vars(module).items() if not k.startswith(("to_nnx__", "_pytree__"))}
-            module, variables = module.to_nnx__module, bridge.nnx_attrs_to_linen_vars(own)
+            variables = cast("dict[str, Any]", bridge.nnx_attrs_to_linen_vars(own))
+            module = module.to_nnx__module
         if not isinstance(module, nn.Module) or not isinstance(variables, Mapping) or "params" not in variables:
             raise LoRAUsageError('LinenModule takes a Linen module and its variables, {"params": {...}}')
         unboxed = nn.meta.unbox(variables)
@@ -112,8 +114,10 @@ class LinenModule(LinenNode):
         return node
 
 
-def _node(variables: Mapping[str, Any]) -> LinenNode:
+def _node(value: Any) -> "LinenNode | nnx.Param[Any]":
+    if not is_mapping(value):
+        return nnx.Param(value)
     for name, cls in (("kernel", LinenDense), ("embedding", LinenEmbed)):
-        if getattr(variables.get(name), "ndim", None) == 2:
-            return cls(variables)
-    return LinenNode(variables)
+        if getattr(value.get(name), "ndim", None) == 2:
+            return cls(value)
+    return LinenNode(value)

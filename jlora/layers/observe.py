@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import jax
@@ -14,8 +14,8 @@ from jlora.layers.site import Site
 class Observed:
     """Sites that served LoRA, in call order, and those that were called and served the base, with the reason."""
 
-    served: dict[Site, None] = field(default_factory=dict)
-    unserved: dict[Site, str] = field(default_factory=dict)
+    served: dict[Site, None] = field(default_factory=dict[Site, None])
+    unserved: dict[Site, str] = field(default_factory=dict[Site, str])
 
 
 _observed: contextvars.ContextVar[Observed | None] = contextvars.ContextVar("jlora_observed", default=None)
@@ -25,7 +25,7 @@ _trace_key = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def observe() -> Iterator[Observed]:
+def observe() -> Generator[Observed, None, None]:
     """Watch the wrapped layers that are called inside."""
     observed = Observed()
     token = _observed.set(observed)

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,7 +91,7 @@ _trace_key = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def rows(row_map: RowMap | None) -> Iterator[None]:
+def rows(row_map: RowMap | None) -> Generator[None, None, None]:
     """The wrapped layers called inside see the rows that `row_map` describes; None: those of the batch, as outside.
 
     Open it inside the jitted function. A layer inside that sees another number of rows than the map raises.

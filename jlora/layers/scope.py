@@ -3,8 +3,8 @@
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeGuard
 
 import jax
 import jax.core
@@ -46,7 +46,7 @@ class _Scope:
         self.called: set[Site] = set()
         self.unserved: dict[Site, str] = {}  # called with rows that fit no layout
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
-        self.trace = jax.extend.core.get_opaque_trace_state()
+        self.trace: Any = jax.extend.core.get_opaque_trace_state()
         self.plans: dict[Any, Plan] = {}
 
     def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "M"]:
@@ -68,7 +68,7 @@ class _Scope:
             return None
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
-        keep = jax.extend.core.get_opaque_trace_state() == self.trace
+        keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
         key = (layout, site.spec.num_slots, site.backend)
         if keep and key in self.plans:
             return self.plans[key]
@@ -139,6 +139,8 @@ class _Scope:
                 return "sequences", 1
             case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
                 return "sequences", rows // sequences
+            case _:
+                pass
         tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
         return (
             f"its rows of shape {lead} fit no layout of this batch of {sequences} sequences: expected "
@@ -153,9 +155,13 @@ _current: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jlora_
 _trace_key = jax.make_user_context(None)
 
 
+def _is_tracer(value: object) -> TypeGuard[Any]:
+    return isinstance(value, jax.core.Tracer)
+
+
 def _mapped(value: Any) -> bool:
     """True if a `jax.vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
-    while isinstance(value, jax.core.Tracer):
+    while _is_tracer(value):
         if type(value).__name__ == "BatchTracer":  # JAX does not export the class
             return True
         value = getattr(value, "primal", None)  # differentiated inside the vmap
@@ -164,22 +170,22 @@ def _mapped(value: Any) -> bool:
 
 def staged() -> bool:
     """True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
-    return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
+    return _is_tracer(lax.full((), 0, jnp.int32))
 
 
 def check_slots_fresh(path: str, slots: jax.Array) -> None:
     """Raises where slot arrays that are no argument of the traced function would become constants of it."""
-    if not isinstance(slots, jax.core.Tracer) and staged():
+    if not _is_tracer(slots) and staged():
         raise LoRAError(_STALE_SLOTS.format(path=path))
 
 
 def _check_fresh(batch: LoRABatch) -> None:
-    if not isinstance(batch.slots, jax.core.Tracer) and staged():
+    if not _is_tracer(batch.slots) and staged():
         raise LoRAError(_STALE)
 
 
 @contextlib.contextmanager
-def use(batch: LoRABatch | None, *, partial: bool = False) -> Iterator[None]:
+def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, None, None]:
     """Trace-time scope: the wrapped layers called inside serve the adapters of `batch`.
 
     Args:

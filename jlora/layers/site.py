@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -11,7 +12,7 @@ from jlora._typing import Backend
 from jlora.layers.specs import Inferred
 
 
-class SlotParam(nnx.Variable):
+class SlotParam(nnx.Variable[jax.Array]):
     """Every slot array: the filter for `nnx.split`, donation and sharding. Never an `nnx.Param` of the base model."""
 
 

@@ -54,6 +54,7 @@ class WrappedModel:
       modules: Site -> layer.
       tracking: shared by all layers; knows which of them the traced forward calls.
       unwrapped: path -> why that module takes no adapter.
+      others: those of them that `layers` shows: what holds variables, and uses of a table.
       classes: id of a layer -> the class it had.
       skip: patterns of checkpoint modules that this process lacks on purpose.
       skipped: checkpoint name -> the pattern that passed it over, as adapters brought them.
@@ -67,7 +68,7 @@ class WrappedModel:
         self.skip = skip
         self.skipped: dict[str, str] = {}
         self.classes: dict[int, type] = {}
-        self._others: tuple[str, ...] = ()
+        self.others: tuple[str, ...] = ()
 
     @property
     def provisional(self) -> dict[Site, str]:
@@ -99,7 +100,7 @@ class WrappedModel:
         shown = {alias for site in self.modules for alias in site.aliases}
         other = [
             LayerInfo(path, (), "other", None, None, False, self.unwrapped[path])
-            for path in self._others
+            for path in self.others
             if path not in shown
         ]
         skipped = [
@@ -259,7 +260,7 @@ def _choose(
     selection.finish(type(model).__name__)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA")
-    wrapped._others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend")))
+    wrapped.others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend")))
     return plans
 
 
@@ -270,13 +271,13 @@ def _sites(
     spec, aliases = found.spec, found.aliases
     if isinstance(spec, str):
         return spec
-    param = vars(found.module)[spec.param]
+    param: jax.Array = vars(found.module)[spec.param].get_value()
     axes = 2 if isinstance(spec, EmbedSpec) else len(spec.in_axes) + len(spec.out_axes)
-    shape = tuple(param.get_value().shape)
+    shape = tuple(param.shape)
     stack = len(shape) - axes
     if stack > 1:
         return f"its parameter has shape {shape}: {stack} axes more than one stack of layers"
-    dtype = jnp.dtype(param.get_value().dtype if config.dtype is None else config.dtype)
+    dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jlora._compat import Device
 from jlora.layers.site import SlotSpec
 
 
@@ -21,7 +22,7 @@ def write_block(
     block_b: Float[Array, "rows step N"],
     where: Int[Array, "3"],
     *,
-    device: Any,
+    device: Device | None,
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, with a block written into one slot of each.
 
@@ -47,7 +48,7 @@ def write_block(
     return tuple(written)
 
 
-def _one_launch(device: Any, spec: SlotSpec) -> bool:
+def _one_launch(device: Device, spec: SlotSpec) -> bool:
     if device.platform not in ("gpu", "cuda"):
         return False
     from jlora.pallas.triton.write import can_write
@@ -64,6 +65,6 @@ def write_ranks(
         shape = (*spec.stack, spec.slices)
         size = int(np.prod(shape))
         block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
-        written.append(lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack)))
+        written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))
         start += size
     return tuple(written)

@@ -159,7 +159,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
             for i, row in enumerate(rows):
                 if row in wanted:
                     parts.setdefault(row, []).append((block.start, a[i], b[i]))
-    found = {}
+    found: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for row, pieces in parts.items():
         spec = row[0].spec
         rank = max(start for start, _, _ in pieces) + rank_step(spec)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -307,7 +307,7 @@ class Host:
 
 
 @contextmanager
-def _logged(name: str, path: str | None) -> Iterator[None]:
+def _logged(name: str, path: str | None) -> Generator[None, None, None]:
     """Log a load when it is done, or refused. Names and messages are escaped: they are other people's."""
     started = time.monotonic()
     source = "memory" if path is None else repr(path)

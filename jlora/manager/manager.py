@@ -113,7 +113,7 @@ class LoRAManager:
         self._host = Host(
             config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts, self._books, resolve
         )
-        self._state: tuple[list[jax.Array], nnx.State] | None = None
+        self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._batches = Batches(self._wrapped, config, self._registry, self._leases, self._slots, self._host, locks)
 
     # --- adapters -----------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class LoRAManager:
             return self._slots.names()
 
     @property
-    def slots(self) -> nnx.State:
+    def slots(self) -> nnx.State[Any, Any]:
         """The current slot arrays, the same pytree as `nnx.state(model, jlora.SlotParam)`.
 
         The next write of a slot donates them: read this property anew for each step.

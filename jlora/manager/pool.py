@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jlora._compat import is_committed, is_ready, raw_value, set_raw_value
+from jlora._compat import Device, is_committed, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.writes import write_block, write_ranks
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
@@ -23,9 +23,9 @@ from jlora.manager.content import Content
 from jlora.manager.locks import Lock
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
-Where = Sharding | jax.Device
+Where: TypeAlias = Sharding | Device
 
-_exhaust = collections.deque(maxlen=0).extend
+_exhaust = collections.deque[Any](maxlen=0).extend
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Pool:
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
         self.compilations = 0
-        device = jax.devices()[0]
+        device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         self._max_bytes = max_staging_bytes
         variables = {site: [vars(modules[site])[name] for name in site.attributes] for site in self.sites}
@@ -82,7 +82,7 @@ class Pool:
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
-        device = next(iter(self._known[0].sharding.device_set))  # the array itself may be consumed by now
+        device = _device(self._known[0])  # the array itself may be consumed by now
         if not self.pins or isinstance(self._lie[0], NamedSharding):
             return blocks
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -158,9 +158,9 @@ class Pool:
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
         where = _where(found if foreign else known)
-        with jax.default_device(where if isinstance(where, jax.Device) else None):
+        with jax.default_device(where if isinstance(where, Device) else None):
             zeros = np.zeros(known.shape, known.dtype)
-            fresh = jax.device_put(zeros) if isinstance(where, jax.Device) else jax.device_put(zeros, where)
+            fresh = jax.device_put(zeros) if isinstance(where, Device) else jax.device_put(zeros, where)
         if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
             self._lie[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
@@ -296,7 +296,7 @@ class Pool:
             self._lie = list(map(_where, self.arrays()))  # the model may have been moved since it was wrapped
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
-                made = list(threads.map(lambda job: self._program(*job), wanted))
+                made = list(threads.map(self._program, *zip(*wanted, strict=True)))
             programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
 
@@ -322,15 +322,19 @@ class Pool:
 _is_deleted = operator.methodcaller("is_deleted")
 
 
-def _one_device(where: Where) -> Any:
+def _one_device(where: Where) -> Device | None:
     """The device, where there is one and no mesh."""
     if isinstance(where, SingleDeviceSharding):
-        (where,) = where.device_set
-    return where if isinstance(where, jax.Device) else None
+        (where,) = cast("set[Device]", where.device_set)
+    return where if isinstance(where, Device) else None
 
 
 def _where(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else next(iter(array.sharding.device_set))  # also of deleted ones
+    return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
+
+
+def _device(array: jax.Array) -> Device:
+    return next(iter(cast("set[Device]", array.sharding.device_set)))
 
 
 def _on_device(block: Block) -> bool:
@@ -344,7 +348,7 @@ def _whole(where: Where) -> Where:
 
 def _put(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
     """Move operands of the programs, in one call."""
-    return jax.device_put(arrays, [SingleDeviceSharding(w) if isinstance(w, jax.Device) else w for w in where])
+    return jax.device_put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])
 
 
 def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
@@ -387,11 +391,11 @@ def _compile(
     operands: Sequence[tuple[tuple[int, ...], str]],
 ) -> Callable[..., Any]:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
-    devices = {where for where in lie if isinstance(where, jax.Device)}
+    devices = {where for where in lie if isinstance(where, Device)}
     whole = _whole(lie[0])
 
     def struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, jax.Device) else where)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, Device) else where)
 
     donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
     others = [struct(*operand, whole) for operand in operands]

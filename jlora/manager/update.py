@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -289,7 +289,7 @@ def _assemble_on_device(
     operands = [
         tuple(arrays[key] for key in keys) if row is None else _fitted(old[row], tops[row]) for row, keys in plan.feed
     ]
-    made, finite = _assemble(plan.shape, operands, plan.scales)
+    made, finite = cast("tuple[Any, jax.Array]", _assemble(plan.shape, operands, plan.scales))
     if not allow_nonfinite and not bool(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
@@ -329,7 +329,7 @@ def _assemble(shape: _Shape, operands: Sequence[Any], scales: jax.Array) -> tupl
                 a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
                 b = jnp.zeros((size, spec.out_features), spec.dtype)
             else:
-                a, b = map(jnp.asarray, next(feed))
+                a, b = (jnp.asarray(factor) for factor in next(feed))
             for part in parts:
                 a, b = _fill(spec, part, a, b, next(feed), next(scale))
             all_a.append(a)

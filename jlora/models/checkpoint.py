@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder -> `Decoder`: `config.json` and one or several safetensors files, no PyTorch."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -232,7 +232,7 @@ def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _naming(file: Path) -> Generator[None, None, None]:
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -18,8 +18,11 @@ _MAX_JSON_BYTES = 100 * 2**20
 _MAX_DEPTH = 64
 # Above any model there is, and small enough that products of three stay below 2**63.
 _LARGEST = 2**20
-_LARGEST_OF = {"vocab_size": 2**24, "max_position_embeddings": 2**31 - 1, "sliding_window": 2**31 - 1}
-_LARGEST_OF |= {"original_max_position_embeddings": 2**31 - 1, "num_hidden_layers": 10_000}
+_LARGEST_OF = {
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 2**31 - 1),
+    "vocab_size": 2**24,
+    "num_hidden_layers": 10_000,
+}
 
 
 class ModelError(LoRAError, ValueError):

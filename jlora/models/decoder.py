@@ -24,6 +24,7 @@ class LayerCache(NamedTuple):
 
 
 Cache = tuple[LayerCache, ...]
+Rotation = tuple[Float[Array, "B L 1 half"], Float[Array, "B L 1 half"]]  # cos and sin of every position
 
 
 class RMSNorm(nnx.Module):
@@ -90,7 +91,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B L E"],
         positions: Int[Array, "B L"],
-        rotation: tuple[Float[Array, "B L 1 half"], Float[Array, "B L 1 half"]],
+        rotation: Rotation,
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         batch, length, _ = x.shape
@@ -138,7 +139,9 @@ class Layer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def __call__(self, x, positions, rotation, cache):
+    def __call__(
+        self, x: Float[Array, "B L E"], positions: Int[Array, "B L"], rotation: Rotation, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache

@@ -209,7 +209,7 @@ def _choose(
     return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _scope(batch: Any) -> AbstractContextManager:
+def _scope(batch: Any) -> AbstractContextManager[object]:
     """The adapters of `batch` for the layers called inside; imported late, for models that have no adapters."""
     if batch is None:
         return contextlib.nullcontext()

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from jlora.errors import LoRAError
 from jlora.pallas import gradients, xla
 from jlora.pallas.gpus import platform
 from jlora.pallas.plan import Plan, make_plan
+
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 __all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
 
@@ -152,7 +155,9 @@ def add_lora(
     return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks)
 
 
-def unsupported_reason(backend: Backend, base, x, a, b, *, slice_sizes: Sequence[int]) -> str | None:
+def unsupported_reason(
+    backend: Backend, base: Shaped, x: Shaped, a: Shaped, b: Shaped, *, slice_sizes: Sequence[int]
+) -> str | None:
     """Why `backend` cannot run `add_lora` on operands of these shapes and dtypes (arrays or `jax.ShapeDtypeStruct`s).
 
     None if it can. It compiles nothing. For "triton" the answer is that of one kind of GPU: the one that the caller

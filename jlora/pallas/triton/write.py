@@ -6,7 +6,6 @@ kernel anew whenever a block lies elsewhere than the one before, which costs mor
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jlora._compat import gpu_compute_capability
+from jlora._compat import Device, gpu_compute_capability
 from jlora.pallas.triton.kernels import MIN_CAPABILITY
 
 _TILE = 2048  # values that one program of the kernel copies
 _LARGEST = 2**31  # Triton counts in int32
 
 
-def can_write(device: Any, largest: int) -> bool:
+def can_write(device: Device, largest: int) -> bool:
     """Whether `write_rows` runs on a `jax.Device`, for arrays of up to `largest` values."""
     gpu = device.platform in ("gpu", "cuda")
     return gpu and (gpu_compute_capability(device) or 0) >= MIN_CAPABILITY and largest + _TILE < _LARGEST

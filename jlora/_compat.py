@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax._src.core
@@ -48,16 +48,18 @@ def default_device() -> Any:
     return getattr(jax.config, "jax_default_device", None)
 
 
+_batched_device_put = cast("Callable[..., jax.Array]", jax._src.interpreters.pxla.batched_device_put)
+
+
 def to_device(array: np.ndarray) -> jax.Array:
     """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.11.2."""
     device = default_device()
     if isinstance(device, str) or not jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(array)
     if device is None:
-        device: Any = jax.local_devices()[0]
+        device = cast("Device", jax.local_devices()[0])
     shape = jax.core.ShapedArray(array.shape, array.dtype)
-    put: Any = jax._src.interpreters.pxla.batched_device_put
-    return put(shape, SingleDeviceSharding(device), [array], [device], committed=False)
+    return _batched_device_put(shape, SingleDeviceSharding(device), [array], [device], committed=False)
 
 
 def abstract_device() -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -22,6 +23,11 @@ _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prep
 _TRACED = (
     "this LoRABatch came out of a traced function, and JAX hands back the lease of the function's first call: which "
     "adapters its slots hold is not known. Use the batch that went in"
+)
+_COPY = (
+    "{path}: this copy of the model was made before an adapter of the batch was written into its slot, and would serve "
+    "what was there. The manager writes the model that it was given, and nothing else: call that one, or make the copy "
+    "anew after prepare"
 )
 _ABSENT = (
     "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
@@ -145,6 +151,7 @@ class LoRABatch:
     Attributes:
       slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
       token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
+      stamps: int32 [B], the number of the write that brought the adapter of each sequence into its slot; 0 without.
 
     Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
     sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
@@ -152,10 +159,12 @@ class LoRABatch:
 
     slots: Int[jax.Array, "B"]
     token_slots: Int[jax.Array, "T"] | None
+    stamps: Int[jax.Array, "B"]
 
-    def __init__(self, slots: Any, token_slots: Any, layout: Layout, lease: Lease | None):
+    def __init__(self, slots: Any, token_slots: Any, stamps: Any, layout: Layout, lease: Lease | None):
         self.slots = slots
         self.token_slots = token_slots
+        self.stamps = stamps
         self.layout = layout
         self.lease = lease
 
@@ -194,7 +203,7 @@ class LoRABatch:
         Those rows are computed by the base model and mean nothing. See `LoRAManager.prepare(..., wait=False)`.
         """
         layout = self.layout
-        return LoRABatch(self.slots, self.token_slots, replace(layout, absent=False), self.lease)
+        return LoRABatch(self.slots, self.token_slots, self.stamps, replace(layout, absent=False), self.lease)
 
     def check_usable(self) -> None:
         """Raises `LoRAError` where the slots may hold other adapters than the batch names."""
@@ -209,7 +218,7 @@ class LoRABatch:
     __exit__ = _Exit()
 
     def __copy__(self) -> "LoRABatch":
-        return LoRABatch(self.slots, self.token_slots, self.layout, self.lease)
+        return LoRABatch(self.slots, self.token_slots, self.stamps, self.layout, self.lease)
 
     def __deepcopy__(self, memo: object) -> "LoRABatch":
         return self.__copy__()
@@ -217,7 +226,7 @@ class LoRABatch:
     def __reduce__(self) -> Any:
         raise LoRAUsageError("a LoRABatch cannot be pickled: its slots mean something to its manager alone")
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
+    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], Layout]:
         layout, lease = self.layout, self.lease
         # JAX and Flax pass what comes out of a function around; only its use is wrong. Shapes serve nobody.
         if not layout.orphan and isinstance(self.slots, _ARRAYS):
@@ -226,19 +235,19 @@ class LoRABatch:
         unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
         if traced != layout.traced or unsure != layout.unsure:
             layout = replace(layout, unsure=unsure, traced=traced)
-        return (self.slots, self.token_slots), layout
+        return (self.slots, self.token_slots, self.stamps), layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any]) -> "LoRABatch":
-        slots, token_slots = children
+    def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any, Any]) -> "LoRABatch":
+        slots, token_slots, stamps = children
         traced = isinstance(slots, jax.core.Tracer)
         if layout.traced and not traced:
             layout = replace(layout, orphan=True, traced=False)
         # Traced arrays hold no lease, nor do shapes and whatever else JAX puts in their place: they may outlive the
         # call, in a cache of compiled functions.
         if traced or layout.lease is None or not isinstance(slots, _ARRAYS):
-            return cls(slots, token_slots, layout, None)
-        return cls(slots, token_slots, layout, layout.lease())
+            return cls(slots, token_slots, stamps, layout, None)
+        return cls(slots, token_slots, stamps, layout, layout.lease())
 
 
 def check_batch(batch: LoRABatch) -> None:
@@ -248,18 +257,38 @@ def check_batch(batch: LoRABatch) -> None:
         raise LoRAError(_ABSENT)
 
 
+def _is_traced(value: object) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def check_copy(batch: LoRABatch, path: str, stamps: jax.Array, out: jax.Array) -> jax.Array:
+    """`out` of the stamped layer; NaN where that belongs to a copy of the model which missed a write of a slot.
+
+    Inside a traced function nothing can raise when it runs. Called without one, this does.
+    """
+    missed: jax.Array = (stamps.at[batch.slots].get(mode="clip") < batch.stamps).any()
+    if _is_traced(missed):
+        return jnp.where(missed, jnp.nan, out)
+    if missed:
+        raise LoRAError(_COPY.format(path=path))
+    return out
+
+
 def make_batch(
     slots: np.ndarray,
     token_slots: np.ndarray | None,
     coverage: Coverage,
     lease: Lease,
     *,
+    stamps: np.ndarray | None = None,
     length: int | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Move a batch's int32 arrays to the device."""
+    """Move a batch's int32 arrays to the device. Without `stamps` it takes any copy of the model."""
+    stamps = np.zeros_like(slots) if stamps is None else stamps
     layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease))
-    return LoRABatch(to_device(slots), None if token_slots is None else to_device(token_slots), layout, lease)
+    tokens_on_device = None if token_slots is None else to_device(token_slots)
+    return LoRABatch(to_device(slots), tokens_on_device, to_device(stamps), layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
@@ -268,4 +297,4 @@ def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     layout = Layout(
         layout.coverage, layout.num_sequences, layout.length, absent=layout.absent, lease=weakref.ref(lease)
     )
-    return LoRABatch(batch.slots, batch.token_slots, layout, lease)
+    return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)

@@ -107,4 +107,5 @@ def _add_lookup(
 
     with jax.named_scope("lora"):
         ids = scope.row_slots(site, base)
-        return across_mesh(compute, base, tokens, ids, plan, *slot_arrays(layer, site))
+        out = across_mesh(compute, base, tokens, ids, plan, *slot_arrays(layer, site))
+        return scope.checked(layer, site, out)

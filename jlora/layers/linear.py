@@ -93,7 +93,8 @@ def add_delta(
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
+        out = across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
+        return scope.checked(layer, site, out)
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:

@@ -10,11 +10,12 @@ import jax
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.batch import LoRABatch, check_batch
+from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
 from jlora.layers.site import Site
@@ -84,6 +85,11 @@ class _Scope:
         if keep:
             self.plans[key] = plan
         return plan
+
+    def checked(self, layer: nnx.Module, site: Site, out: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
+        """What a layer computed; the one that has the model's stamps tells whether that is the model of the batch."""
+        assert self.batch is not None
+        return check_copy(self.batch, site.path, vars(layer)[site.stamps][...], out) if site.stamped else out
 
     def _runs(self, layout: tuple[Any, int], site: Site) -> tuple[Int[Array, "runs"], int]:
         """Slot of each run of rows, and the rows of a run."""

@@ -17,7 +17,7 @@ class SlotParam(nnx.Variable[jax.Array]):
 
 
 class SlotRanks(SlotParam):
-    """The int32 true ranks beside the slots, apart so that training can differentiate the other slot arrays."""
+    """The int32 arrays beside the slots, true ranks and stamps, apart so that the others can be differentiated."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Site:
       backend: as configured.
       prefix: attribute prefix of this site's arrays on the layer.
       inferred: how its layer's spec was guessed; None where it is known.
+      stamped: whether its layer holds the model's stamps too: int32 [(layers,) S], the number of the last write of each
+        slot. One site of a model does. A batch says which writes it needs: a copy that missed one is found out.
     """
 
     path: str
@@ -94,6 +96,7 @@ class Site:
     backend: Backend
     prefix: str = "jlora"
     inferred: Inferred | None = None
+    stamped: bool = False
 
     @property
     def provisional(self) -> bool:
@@ -105,15 +108,23 @@ class Site:
         """Names of the layer attributes that hold A, B and the ranks."""
         return f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks"
 
+    @property
+    def stamps(self) -> str:
+        """Name of the layer attribute that holds the stamps."""
+        return f"{self.prefix}_stamps"
+
 
 def allocate(site: Site) -> dict[str, SlotParam]:
     """The zero slot arrays of `site`, by the name of the layer attribute that will hold each."""
     a, b, ranks = site.attributes
     shape_a, shape_b, shape_ranks = site.spec.shapes
+    shape = (*site.spec.stack, site.spec.num_slots)
+    stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32))} if site.stamped else {}
     return {
         a: SlotParam(jnp.zeros(shape_a, site.spec.dtype)),
         b: SlotParam(jnp.zeros(shape_b, site.spec.dtype)),
         ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32)),
+        **stamps,
     }
 
 
@@ -125,7 +136,7 @@ def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> No
 
 def detach(layer: nnx.Module, site: Site) -> None:
     """Take a site and its slot arrays off a layer; what is gone already is left alone."""
-    for name in (*site.attributes, f"{site.prefix}_site"):
+    for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
 
 

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -260,8 +260,16 @@ def _choose(
     selection.finish(type(model).__name__)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA")
+    _stamp(plans)
     wrapped.others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend")))
     return plans
+
+
+def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
+    """Let one site have the stamps: the first one that is no stack of layers, for stacks are served in parts."""
+    every = [(sites, i) for _, sites in plans for i in range(len(sites))]
+    sites, i = next(((sites, i) for sites, i in every if sites[i].spec.layers is None), every[0])
+    sites[i] = replace(sites[i], stamped=True)
 
 
 def _sites(

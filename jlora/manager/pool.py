@@ -25,6 +25,8 @@ from jlora.manager.locks import Lock
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where: TypeAlias = Sharding | Device
 
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
 _exhaust = collections.deque[Any](maxlen=0).extend
 
 
@@ -47,6 +49,7 @@ class Pool:
     Attributes:
       table: what each slot holds; None for nothing.
       dirty: slots whose arrays may not hold what the table says.
+      writes: for each slot the number of the write that brought what it holds. The stamps say the same of the arrays.
       chunks: how the rows of a slot are cut into blocks.
       pins: whether the host cache is page-locked memory that the device reads by itself.
       compilations: how often the programs that write slots were made: once.
@@ -55,6 +58,7 @@ class Pool:
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_staging_bytes: int):
         self.table: list[Content | None] = [None] * num_slots
         self.dirty: set[int] = set()
+        self.writes = [0] * num_slots
         self.sites = tuple(modules)
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
@@ -63,8 +67,11 @@ class Pool:
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         self._max_bytes = max_staging_bytes
         variables = {site: [vars(modules[site])[name] for name in site.attributes] for site in self.sites}
-        self._variables = [v for site in self.sites for v in variables[site]]
+        stamped = next(site for site in self.sites if site.stamped)
+        stamps, self._stack = vars(modules[stamped])[stamped.stamps], stamped.spec.stack
+        self._variables = [*(v for site in self.sites for v in variables[site]), stamps]
         self._known = [raw_value(v) for v in self._variables]
+        self._number = 0  # of the last write
         self._place = {site: 3 * i for i, site in enumerate(self.sites)}  # of A; B and the ranks follow
         self._lie = [_where(array) for array in self._known]
         self._unsynced: set[_Job] = set()
@@ -77,7 +84,7 @@ class Pool:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def arrays(self) -> list[jax.Array]:
-        """The arrays that the model has now: A, B and ranks of every site."""
+        """The arrays that the model has now: A, B and ranks of every site, and the stamps."""
         return list(map(raw_value, self._variables))
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -203,22 +210,26 @@ class Pool:
         # Most adapters of a deployment have the same ranks: then the slot has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
-        (ranks,) = _put([content.ranks], [_whole(self._lie[2])]) if new_ranks else (None,)
+        operands = [np.int32(self._number + 1), *([content.ranks] if new_ranks else [])]
+        number, *ranks = _put(operands, [_whole(self._lie[-1])] * len(operands))
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
         self.table[slot] = content
+        if ready or new_ranks:  # else the slot is as it was
+            self._number += 1
+            self.writes[slot] = self._number
         for wave in itertools.count():
             for block in ready:
                 layer = 0 if block.chunk.spec.layers is None else block.chunk.first + (block.row or 0)
-                self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start)), donate)
+                self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start), number), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
             ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(self._job(None), (ranks, self._index(slot, 0, 0)), donate)
+            self._run(self._job(None), (*ranks, self._index(slot, 0, 0), number), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -248,12 +259,13 @@ class Pool:
         at = None if block is None else (block.chunk, block.row)
         if at not in self._jobs:
             if block is None:
-                key, places = ("ranks",), tuple(range(2, len(self._variables), 3))
+                key, places = ("ranks",), (*range(2, len(self._variables) - 1, 3), len(self._variables) - 1)
             else:
                 chunk = block.chunk
                 sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
                 key = _key(chunk, block.row is None)
                 places = (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
+                places = (*places, len(self._variables) - 1)
             program = self._program(key, tuple(self._lie[i] for i in places))
             self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
         return self._jobs[at]
@@ -304,19 +316,20 @@ class Pool:
         """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
 
         def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
-            return _key(chunk, whole), tuple(self._lie[self._place[site] + j] for j in (0, 1) for site in sites)
+            lie = (self._lie[self._place[site] + j] for j in (0, 1) for site in sites)
+            return _key(chunk, whole), (*lie, self._lie[-1])
 
         wanted = {job(chunk, True, chunk.sites) for chunk in self.chunks}
         wanted |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
-        return wanted | {(("ranks",), tuple(self._lie[2::3]))}
+        return wanted | {(("ranks",), (*self._lie[2:-1:3], self._lie[-1]))}
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
         if found is not None:
             return found
         if key == ("ranks",):
-            return _compiled_ranks(tuple(site.spec for site in self.sites), lie)
-        return _compiled_write(*key, lie)
+            return _compiled_ranks(tuple(site.spec for site in self.sites), self._stack, lie)
+        return _compiled_write(*key, self._stack, lie)
 
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -357,31 +370,41 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 
 @lru_cache(maxsize=256)
-def _compiled_write(spec: SlotSpec, rows: int, lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, layer, rank])`: the arrays (donated), all A and then all B, with a block written."""
+def _compiled_write(spec: SlotSpec, rows: int, stack: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+    """`write(arrays, a, b, [slot, layer, rank], number)`: the arrays (donated) with a block and the number written.
+
+    The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
+    """
     step = rank_step(spec)
     count = len(lie) // 2
     devices = set(map(_one_device, lie))
     device = devices.pop() if len(devices) == 1 else None
 
-    def write(arrays: tuple[jax.Array, ...], a: jax.Array, b: jax.Array, where: jax.Array) -> tuple[jax.Array, ...]:
-        return write_block(spec, arrays[:count], arrays[count:], a, b, where, device=device)
+    def write(arrays: Arrays, a: jax.Array, b: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
+        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, device=device)
+        return *written, _stamped(arrays[-1], where[0], number)
 
     shape_a, shape_b, _ = spec.shapes
     arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
     blocks = [(rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)]
-    return _compile(write, arrays, lie, [*((shape, spec.dtype) for shape in blocks), ((3,), "int32")])
+    operands = [*((shape, spec.dtype) for shape in blocks), ((3,), "int32"), ((), "int32")]
+    return _compile(write, [*arrays, ((*stack, spec.num_slots), "int32")], lie, operands)
 
 
 @lru_cache(maxsize=32)
-def _compiled_ranks(specs: tuple[SlotSpec, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0])`: the ranks of every site (donated) with one slot's written."""
+def _compiled_ranks(specs: tuple[SlotSpec, ...], stack: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+    """`write(arrays, ranks, [slot, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
 
-    def write(arrays: tuple[jax.Array, ...], ranks: jax.Array, where: jax.Array) -> tuple[jax.Array, ...]:
-        return write_ranks(specs, arrays, ranks, where[0])
+    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
+        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
     total = sum(int(np.prod((*spec.stack, spec.slices))) for spec in specs)
-    return _compile(write, [(spec.shapes[2], "int32") for spec in specs], lie, [((total,), "int32"), ((3,), "int32")])
+    arrays = [*((spec.shapes[2], "int32") for spec in specs), ((*stack, specs[0].num_slots), "int32")]
+    return _compile(write, arrays, lie, [((total,), "int32"), ((3,), "int32"), ((), "int32")])
+
+
+def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:
+    return stamps.at[..., slot].set(number)
 
 
 def _compile(

@@ -7,6 +7,8 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
@@ -29,13 +31,13 @@ class _Kept:
     """The arrays of a batch that was prepared before, and what must still be true for them to be right.
 
     Attributes:
-      slots: its contents and their slots.
+      slots: its contents, the slot of each, and the number of the write that brought it there.
       newest: those that must be the newest of their name still; the others were asked for by handles, which are not
         kept here, for they end when nobody has them any more.
     """
 
     batch: LoRABatch
-    slots: dict[Content, int]
+    slots: dict[Content, tuple[int, int]]
     newest: frozenset[Content]
     generations: tuple[int | None, ...]
 
@@ -90,9 +92,10 @@ class Batches:
             return None
         if not all(map(self._registry.newest, kept.newest)):
             return None
-        if any(self._slots.pool.table[slot] is not content for content, slot in kept.slots.items()):
+        pool = self._slots.pool
+        if any(pool.table[s] is not c or pool.writes[s] != write for c, (s, write) in kept.slots.items()):
             return None
-        if not self._slots.pool.intact() or _deleted(kept.batch):
+        if not pool.intact() or _deleted(kept.batch):
             return None
         self._slots.hit(kept.slots)
         self._kept.move_to_end(asked.key)
@@ -195,15 +198,23 @@ class Batches:
         ready = tuple(name is None or name in slot_of for name in asked.names)
         generations = tuple(None if name not in served else served[name].generation for name in asked.names)
         slots, token_slots = slot_arrays(asked, slot_of, self._config.max_loras)
+        writes = self._slots.pool.writes
+        stamps = np.array([writes[slot_of[name]] if name in slot_of else 0 for name in asked.names], np.int32)
         lease = self._lease(served.values(), generations)
         batch = make_batch(
-            slots, token_slots, self._wrapped.tracking, lease, length=asked.length, absent=not all(ready)
+            slots,
+            token_slots,
+            self._wrapped.tracking,
+            lease,
+            stamps=stamps,
+            length=asked.length,
+            absent=not all(ready),
         )
         if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
             # What is kept must hold nothing: its lease is one that is closed, and handles are not in it.
             closed = Lease((), (), 0)
             closed.close()
-            slots_of = {content: slot_of[name] for name, content in served.items()}
+            slots_of = {content: (slot_of[name], writes[slot_of[name]]) for name, content in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
             self._kept[asked.key] = _Kept(renewed(batch, closed), slots_of, newest, generations)
             self._kept.move_to_end(asked.key)
@@ -221,4 +232,4 @@ class Batches:
 
 def _deleted(batch: LoRABatch) -> bool:
     """True if a step donated the arrays of a batch."""
-    return batch.slots.is_deleted() or (batch.token_slots is not None and batch.token_slots.is_deleted())
+    return any(array is not None and array.is_deleted() for array in (batch.slots, batch.token_slots, batch.stamps))

@@ -249,7 +249,9 @@ def test_donated_batches(world, counts):
     def step(model, x, batch):
         with jlora.use(batch):
             y = model(x)
-        return y, *jax.tree.leaves((batch.slots + 1, batch.token_slots))  # results that take the batch's place
+        return y, *jax.tree.leaves(
+            (batch.slots + 1, batch.token_slots, batch.stamps + 1)
+        )  # results that take the batch's place
 
     step = jax.jit(step, donate_argnums=2)
     for _ in range(3):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jlora
+import jlora.layers.batch
 from tests.manager.tiny import make_adapter, same
 
 
@@ -87,10 +88,16 @@ def test_names_may_be_any_sequence_of_names(world):
 
 
 def transfers(monkeypatch):
-    """Everything that is moved to the device from here on, by the one call that the package uses for it."""
+    """Everything that is moved to the device from here on, by the two calls that the package uses for it."""
     moved = []
-    put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, *args, **kwargs: (moved.append(x), put(x, *args, **kwargs))[1])
+    for owner, name in ((jax, "device_put"), (jlora.layers.batch, "to_device")):
+        put = getattr(owner, name)
+
+        def spy(x, *args, put=put, **kwargs):
+            moved.append(x)
+            return put(x, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
     return moved
 
 
@@ -111,7 +118,7 @@ def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, monkeypat
                 assert again.token_slots is packed.token_slots
     assert moved == []
     world.manager.prepare(names[::-1]).close()
-    assert len(moved) == 1  # the count can see one
+    assert len(moved) == 2  # the count can see them: slots and stamps
 
 
 def test_an_unchanged_batch_still_counts_as_a_use(world):

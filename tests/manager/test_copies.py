@@ -1,0 +1,209 @@
+"""Copies of a wrapped model, which the manager does not write: right until a slot is written, then without answer."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.errors import LoRAError
+from tests.manager.tiny import make_adapter, make_world
+
+
+def through_state(model):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+
+
+def through_host(model):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(jnp.asarray, jax.tree.map(np.array, state)))
+
+
+def put_elsewhere(model):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.device_put(state, jax.devices()[0], may_alias=False))
+
+
+def in_a_jit(model):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.zeros_like(x), state))(state))
+
+
+COPIES = [partial(nnx.clone, arrays=True), through_state, through_host, put_elsewhere, in_a_jit]
+ADAPTERS = {name: make_adapter(name, rank=2, modules=["layers.0.q_proj", "lm_head"]) for name in "abc"}
+
+
+@pytest.fixture
+def loaded():
+    world = make_world(max_loras=2)
+    for adapter in ADAPTERS.values():
+        world.manager.add_adapter(adapter)
+    world.serve(["a", "b", None])
+    return world
+
+
+def step(world, model, names):
+    with world.manager.prepare(names) as batch:
+        return np.asarray(world.forward(model, world.tokens, batch))
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_a_copy_that_missed_a_write_gives_no_answer(loaded, duplicate):
+    twin = duplicate(loaded.model)
+    loaded.check(step(loaded, twin, ["a", "b", None]), [ADAPTERS["a"], ADAPTERS["b"], None])
+    assert np.isnan(step(loaded, twin, ["c", "b", None])).all()  # c is in the slot that a had
+    loaded.check(step(loaded, loaded.model, ["c", "b", None]), [ADAPTERS["c"], ADAPTERS["b"], None])
+    assert np.isnan(step(loaded, twin, [None, None, "c"])).all()
+    fresh = duplicate(loaded.model)
+    loaded.check(step(loaded, fresh, ["c", "b", None]), [ADAPTERS["c"], ADAPTERS["b"], None])
+    assert loaded.traces == [1]
+
+
+@pytest.mark.parametrize("duplicate", COPIES[:3])
+def test_called_without_jit_it_says_why(loaded, duplicate):
+    twin = duplicate(loaded.model)
+    with loaded.manager.prepare(["c", None, None]) as batch, jlora.use(batch):
+        with pytest.raises(LoRAError, match=r"embed: this copy of the model was made before an adapter of the batch"):
+            twin(loaded.tokens)
+        assert np.isfinite(loaded.model(loaded.tokens)).all()
+
+
+def test_what_it_holds_still_is_served(loaded):
+    """Writes of other slots do not matter to a batch, nor does any to the base model."""
+    twin = through_state(loaded.model)
+    base = step(loaded, loaded.model, [None] * 3)
+    loaded.serve(["c", None, None])
+    (kept,) = set(loaded.manager.slot_names) - {"c"}
+    loaded.check(step(loaded, twin, [kept, None, kept]), [ADAPTERS[kept], None, ADAPTERS[kept]])
+    np.testing.assert_array_equal(step(loaded, twin, [None] * 3), base)
+
+
+def test_an_adapter_that_came_back_to_its_slot(loaded):
+    """A copy made while another was there: the slot and the adapter are those of an earlier batch."""
+    slots = loaded.manager.slot_names
+    loaded.serve(["c", None, None])
+    (evicted,) = set(slots) - set(loaded.manager.slot_names)
+    twin = through_state(loaded.model)
+    loaded.manager.deactivate_adapter("c")
+    loaded.serve([evicted, None, None])
+    assert loaded.manager.slot_names == slots
+    assert np.isnan(step(loaded, twin, ["a", "b", None])).all()
+
+
+def test_new_weights_of_an_adapter(loaded):
+    twin = through_state(loaded.model)
+    new = make_adapter("a", 1, rank=2, modules=list(ADAPTERS["a"].modules))
+    arrays = {
+        f"{name}.lora_{half}.weight": getattr(m, half.lower()) for name, m in new.modules.items() for half in "AB"
+    }
+    loaded.manager.update_adapter("a", arrays)
+    assert np.isnan(step(loaded, twin, ["a", None, None])).all()
+    loaded.check(step(loaded, loaded.model, ["a", None, None]), [new, None, None])
+
+
+def test_a_batch_outlives_the_mending_of_its_slots(loaded):
+    """Slots that are written again hold what they held: batches that are open stay right, and so do kept ones."""
+    with loaded.manager.prepare(["a", "b", None]) as batch:
+        for leaf in jax.tree.leaves(loaded.manager.slots):
+            leaf.delete()
+        loaded.serve([None] * 3)  # mends them
+        loaded.check(loaded.logits(batch), [ADAPTERS["a"], ADAPTERS["b"], None])
+    loaded.check(loaded.serve(["a", "b", None]), [ADAPTERS["a"], ADAPTERS["b"], None])
+
+
+def test_a_copy_of_slots_that_were_half_written(loaded, monkeypatch):
+    """The stamp is on a slot before its last array is: what mends the slot has another number."""
+    pool, ran = loaded.manager._pool, []
+    run = pool._run
+
+    def stop_at_the_second(*args):
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        ran.append(1)
+        run(*args)
+
+    monkeypatch.setattr(pool, "_run", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        loaded.serve(["c", None, None])
+    twin = through_state(loaded.model)
+    monkeypatch.undo()
+    loaded.check(loaded.serve(["c", None, None]), [ADAPTERS["c"], None, None])
+    assert np.isnan(step(loaded, twin, ["c", None, None])).all()
+
+
+class Stack(nnx.Module):
+    """Nothing but layers under nnx.scan: the stamps are in the stack."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0)
+        def make(key):
+            return nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(key))
+
+        self.layers = make(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0, jlora.SlotParam: 0, ...: None})
+
+        @nnx.scan(in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer, x):
+            return layer(x)
+
+        return run(self.layers, x)
+
+
+def test_a_model_of_scanned_layers_alone(rng):
+    model = Stack()
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, max_cpu_loras=2))
+    for name in "ab":
+        lora = {
+            f"layers.{i}": jlora.ModuleLoRA(
+                a=rng.normal(size=(2, 4)).astype(np.float32), b=rng.normal(size=(4, 2)).astype(np.float32),
+                alpha=2.0, scaling=1.0,
+            )
+            for i in range(3)
+        }  # fmt: skip
+        manager.add_adapter(jlora.Adapter(name=name, modules=lora))
+
+    @jax.jit
+    def forward(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    x = jnp.asarray(rng.normal(size=(1, 2, 4)), jnp.float32)
+    manager.activate_adapter("a")
+    twin = through_state(model)
+    with manager.prepare(["a"]) as batch:
+        np.testing.assert_array_equal(forward(twin, x, batch), forward(model, x, batch))
+    with manager.prepare(["b"]) as batch:
+        assert np.isnan(forward(twin, x, batch)).all()
+        assert np.isfinite(forward(model, x, batch)).all()
+
+
+def test_mapped_over_its_sequences(loaded):
+    twin = through_state(loaded.model)
+
+    @jax.jit
+    def forward(model, tokens, batch):
+        def one(model, tokens, batch):
+            with jlora.use(batch):
+                return model(tokens)
+
+        return jax.vmap(one, in_axes=(None, 0, 0))(model, tokens, batch)
+
+    with loaded.manager.prepare(["c", None, "b"]) as batch:
+        got = forward(loaded.model, loaded.tokens, batch)
+        loaded.check(np.asarray(got), [ADAPTERS["c"], None, ADAPTERS["b"]])
+        got = np.asarray(forward(twin, loaded.tokens, batch))
+        assert np.isnan(got[0]).all()
+
+
+def test_one_layer_has_the_stamps_and_unwrapping_takes_them_off(loaded):
+    model = loaded.model
+    held = [path for path, _ in nnx.iter_graph(model) if path and str(path[-1]).endswith("stamps")]
+    assert held == [("embed", "jlora_stamps")]
+    loaded.manager.unwrap()
+    assert not [path for path, _ in nnx.iter_graph(model) if path and "jlora" in str(path[-1])]

@@ -138,6 +138,7 @@ def test_every_misfit_of_an_adapter_is_named_at_once(busy):
     assert "... and 3 more" in str(caught.value)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("thing", [None, "a", {"name": "a"}, 3])
 def test_only_requests_and_adapters_are_added(busy, thing):
     before = busy.held()
@@ -146,6 +147,7 @@ def test_only_requests_and_adapters_are_added(busy, thing):
     assert same(before, busy.held())
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_an_adapter_needs_a_name(busy, name):
     with pytest.raises(jlora.LoRAUsageError, match="non-empty string"):
@@ -157,12 +159,12 @@ def test_a_folder_that_does_not_load_changes_nothing(busy, tmp_path, damage):
     folder = tmp_path / "a"
     make_adapter("a", 1, base_model_name="org/base").save_pretrained(folder)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    request = {"name": "b", "path": folder, "load_inplace": True}
+    request = {"name": "b", "path": str(folder), "load_inplace": True}
     error = jlora.AdapterFormatError
     if damage == "no folder":
-        request["path"], error = tmp_path / "nowhere", jlora.AdapterNotFoundError
+        request["path"], error = str(tmp_path / "nowhere"), jlora.AdapterNotFoundError
     elif damage == "a file":
-        request["path"], error = weights, jlora.LoRAError
+        request["path"], error = str(weights), jlora.LoRAError
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-7])
     elif damage == "json":

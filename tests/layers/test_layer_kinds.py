@@ -1,5 +1,6 @@
 """Every layer kind that is wrapped serves what merged weights compute, through its own axes and its own call."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -345,4 +346,4 @@ def test_subclass_that_keeps_the_call_is_wrapped():
     model = Holder(Kept(6, 5, rngs=nnx.Rngs(0)))
     manager = check_against_merged(model, [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
     assert type(manager.model.proj) is Kept
-    assert np.isfinite(np.asarray(run(model, normal(3, 2, 6)))).all()
+    chex.assert_tree_all_finite(run(model, normal(3, 2, 6)))

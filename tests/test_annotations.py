@@ -29,12 +29,11 @@ def test_a_wrong_shape_or_kind_is_caught():
 @pytest.mark.parametrize(
     ("call", "argument"),
     [
-        (lambda: jlora.LoRARequest("a", 7), "path"),
         (lambda: jlora.Adapter.from_pretrained(7), "path"),
         (lambda: jlora.LinearSpec("3", 4), "in_features"),
         (lambda: jlora.LoRAManager(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None), "config"),
     ],
-    ids=["config", "adapters", "layers", "manager"],
+    ids=["adapters", "layers", "manager"],
 )
 def test_no_package_is_left_out(call, argument):
     with pytest.raises(jaxtyping.TypeCheckError, match=f"'{argument}'"):

@@ -28,7 +28,6 @@ def test_target_modules_become_a_tuple():
     assert config.target_modules == ("q_proj", "v_proj")
 
 
-@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -69,7 +68,6 @@ def test_options_are_named_and_frozen():
         LoRARequest("a", "b").name = "c"
 
 
-@pytest.mark.usefixtures("unchecked_calls")
 def test_a_request():
     request = LoRARequest("sql", Path("adapters") / "sql")
     assert request.path == str(Path("adapters") / "sql")
@@ -77,14 +75,12 @@ def test_a_request():
     assert LoRARequest("sql", "org/sql", revision="v1") == LoRARequest(name="sql", path="org/sql", revision="v1")
 
 
-@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", ["", None, 7])
 def test_a_request_needs_a_name(name):
     with pytest.raises(LoRAError, match="name must be a non-empty string"):
         LoRARequest(name, "x")
 
 
-@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("path", ["", None, 7])
 def test_a_request_needs_a_path(path):
     with pytest.raises(LoRAError, match=r"LoRARequest.'sql'.: path must be"):

@@ -159,12 +159,12 @@ def test_a_folder_that_does_not_load_changes_nothing(busy, tmp_path, damage):
     folder = tmp_path / "a"
     make_adapter("a", 1, base_model_name="org/base").save_pretrained(folder)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    request = {"name": "b", "path": str(folder), "load_inplace": True}
+    request = {"name": "b", "path": folder, "load_inplace": True}
     error = jlora.AdapterFormatError
     if damage == "no folder":
-        request["path"], error = str(tmp_path / "nowhere"), jlora.AdapterNotFoundError
+        request["path"], error = tmp_path / "nowhere", jlora.AdapterNotFoundError
     elif damage == "a file":
-        request["path"], error = str(weights), jlora.LoRAError
+        request["path"], error = weights, jlora.LoRAError
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-7])
     elif damage == "json":

@@ -291,6 +291,7 @@ def test_registered_layer_with_rows_of_its_own(registered):
     check_against_merged(Holder(Projection((2, 6, 4), nnx.Rngs(0))), [target], normal(3, 2, 6))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_registered_layer_says_why_not(registered):
     class Dense(nnx.Linear):
         def __call__(self, x):

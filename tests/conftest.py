@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,16 +18,19 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-# Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype.
+# Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
+# jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; and not
+# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds. Tests that
+# hand over what is wrong, to see it refused, or what is taken beyond what is promised, use `unchecked_calls`.
 CHECKED = (
-    *("jlora.pallas", "jlora.ops", "jlora._compat", "jlora.errors"),
-    # not jlora.manager.manager and batches: tests hand them what users might, to see it refused
-    *(f"jlora.manager.{name}" for name in ("blocks", "content", "export", "fit", "host", "leases", "loader", "lru")),
-    *(f"jlora.manager.{name}" for name in ("names", "pool", "prepare", "registry", "report", "slots")),
-    *(f"jlora.layers.{name}" for name in ("batch", "coverage", "site")),
+    *("jlora._compat", "jlora._typing", "jlora.errors", "jlora.ops"),
+    *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "files", "messages", "peft_config", "resolve")),
+    *(f"jlora.adapters.{name}" for name in ("shapes", "strict_json", "tensor_file")),
+    *("jlora.layers", "jlora.manager", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
-    jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+    # An int is a float here, as in every other checker of annotations (PEP 484).
+    jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -38,6 +42,13 @@ settings.load_profile("ci")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def trace_counts_of_its_own() -> None:
+    """`chex.assert_max_traces` knows a function by its source and its callers: a test's parameters would add up."""
+    if (chex := sys.modules.get("chex")) is not None:
+        chex.clear_trace_counter()
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Annotations are checked while tests run, shapes included, and what JAX does to a plan is none of their business."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from flax import nnx
 
+import jlora
 from jlora import ops
 from jlora.errors import LoRAError
 
@@ -23,6 +26,20 @@ def test_a_wrong_shape_or_kind_is_caught():
                  jnp.zeros(1, jnp.int32), 1, 1)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: jlora.Adapter.from_pretrained(7), "path"),
+        (lambda: jlora.LinearSpec("3", 4), "in_features"),
+        (lambda: jlora.LoRAManager(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None), "config"),
+    ],
+    ids=["adapters", "layers", "manager"],
+)
+def test_no_package_is_left_out(call, argument):
+    with pytest.raises(jaxtyping.TypeCheckError, match=f"'{argument}'"):
+        call()
+
+
 @pytest.mark.usefixtures("unchecked_calls")
 def test_they_can_be_put_aside():
     with pytest.raises(LoRAError, match="vector of integers"):
@@ -33,9 +50,9 @@ def test_a_plan_is_a_tree_of_anything():
     plan = ops.make_plan(jnp.zeros(3, jnp.int32), num_groups=2)
     shapes = jax.tree.map(lambda leaf: leaf.shape, plan)
     assert (shapes.row_order, shapes.num_groups) == ((3,), 2)
-    assert jax.eval_shape(lambda p: p, plan).row_order.shape == (3,)
+    chex.assert_shape(jax.eval_shape(lambda p: p, plan).row_order, (3,))
     stacked = jax.vmap(lambda ids: ops.make_plan(ids, num_groups=2))(jnp.zeros((4, 3), jnp.int32))
-    assert stacked.row_order.shape == (4, 3)
+    chex.assert_shape(stacked.row_order, (4, 3))
     assert jax.jit(lambda p: p)(plan).tile_m == plan.tile_m
     keys = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(plan)[0]]
     assert keys[:2] == [".row_order", ".row_slot"]

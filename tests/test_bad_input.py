@@ -9,6 +9,7 @@ import json
 import os
 import struct
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -487,6 +488,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments(world, case):
     call, error, *fragments = ARGUMENTS[case]
@@ -530,7 +532,7 @@ def test_rows_that_token_counts_do_not_match(world, rows):
             return model.model.layers[0].mlp.down_proj(x)
 
     with world.manager.prepare(["first", "second", None], token_counts=[4, 0, 5]) as batch:
-        assert project(world.model, jnp.ones((9, INNER)), batch).shape == (9, WIDTH)
+        chex.assert_shape(project(world.model, jnp.ones((9, INNER)), batch), (9, WIDTH))
         with pytest.raises(jlora.LoRAError, match=rf"\({rows},\) fit no layout .* 9 packed tokens"):
             project(world.model, jnp.ones((rows, INNER)), batch)
     world.check_all()

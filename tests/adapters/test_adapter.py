@@ -189,6 +189,7 @@ def test_whole_alphas_are_written_as_integers(tmp_path):
     assert isinstance(config["lora_alpha"], int)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -205,6 +206,7 @@ def test_arrays_that_do_not_fit(a, b):
         Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_kind():
     with pytest.raises(AdapterFormatError, match="kind"):
         ModuleLoRA(a=np.ones((1, 1)), b=np.ones((1, 1)), kind="conv", alpha=1, scaling=1)
@@ -218,12 +220,14 @@ def test_from_arrays_with_other_names(options):
         Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), **options)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("alpha", ["8", None, True, [8]])
 def test_alphas_of_the_wrong_kind(alpha):
     with pytest.raises(LoRAUsageError, match="must be a number"):
         Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=alpha)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_what_cannot_be_saved(tmp_path):
     (tmp_path / "file").write_text("")
     adapter = Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=4)

@@ -175,6 +175,7 @@ def test_an_old_file_is_not_waited_for(folder_of):
     assert time.perf_counter() - start < 1.9
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_content_of_arrays_is_not_known():
     assert Adapter.from_arrays("a", {Q: (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1).content is None
 

@@ -88,12 +88,14 @@ def test_paths_are_escaped_and_cut(path, no_hub):
         assert len(str(raised.value)) < 1000
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("path", [3, None, b"folder", ["folder"], 3.0])
 def test_paths_of_the_wrong_kind(path, no_hub):
     with pytest.raises(LoRAUsageError, match="path must be a string"):
         Adapter.from_pretrained(path)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("options", [{"name": 3}, {"name": ""}, {"revision": 3}, {"revision": ""}, {"local_only": 1}])
 def test_options_of_the_wrong_kind(folder_of, options):
     with pytest.raises(LoRAUsageError, match=next(iter(options))):
@@ -160,6 +162,7 @@ def test_local_only_makes_no_connection(monkeypatch, tmp_path):
         Adapter.from_pretrained("org/no-such-adapter-anywhere", local_only=True)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_local_only_of_a_request():
     assert LoRARequest("a", "org/a").local_only is False
     assert LoRARequest("a", "org/a", local_only=True).local_only is True

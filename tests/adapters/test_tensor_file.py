@@ -241,6 +241,7 @@ def test_what_a_check_is_told(folder_of, dtype):
         assert (lora.a.dtype, lora.b.dtype) == (shapes.a_dtype, shapes.b_dtype)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_max_bytes(folder_of):
     folder = folder_of(lora_tensors({Q: 4, V: 4}, k=40))
     size = (folder / WEIGHTS).stat().st_size

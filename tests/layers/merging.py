@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import chex
 import jax
 import numpy as np
 from flax import nnx
@@ -91,7 +92,7 @@ def make_manager(model: nnx.Module, adapters: Sequence[Adapter] = (), **kwargs) 
 
 def assert_close(found, expected, tolerance: float = 2e-5) -> None:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape
+    chex.assert_equal_shape([found, expected])
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 

@@ -1,5 +1,6 @@
 """Every layer kind that is wrapped serves what merged weights compute, through its own axes and its own call."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,6 +291,7 @@ def test_registered_layer_with_rows_of_its_own(registered):
     check_against_merged(Holder(Projection((2, 6, 4), nnx.Rngs(0))), [target], normal(3, 2, 6))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_registered_layer_says_why_not(registered):
     class Dense(nnx.Linear):
         def __call__(self, x):
@@ -345,4 +347,4 @@ def test_subclass_that_keeps_the_call_is_wrapped():
     model = Holder(Kept(6, 5, rngs=nnx.Rngs(0)))
     manager = check_against_merged(model, [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
     assert type(manager.model.proj) is Kept
-    assert np.isfinite(np.asarray(run(model, normal(3, 2, 6)))).all()
+    chex.assert_tree_all_finite(run(model, normal(3, 2, 6)))

@@ -533,6 +533,7 @@ def test_interleaved_shards_of_a_merged_projection():
     check_against_merged(model, targets, normal(3, 2, 6))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("index", [[0, 0], [0, 16], [-1], [], [0.5]])
 def test_an_index_of_features_that_are_not_there(index):
     with pytest.raises(LoRAUsageError, match="out_index must"):

@@ -192,6 +192,7 @@ def test_rows_of_a_map_in_any_shape(world):
     assert_close(found.reshape(-1, N), world.expected(x.reshape(-1, K), named(NAMES, source)))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("source", "of", "reason"),
     [
@@ -207,6 +208,7 @@ def test_what_is_no_map(source, of, reason):
         jlora.RowMap(source, of=of)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_rows_takes_a_map_or_none():
     with pytest.raises(jlora.LoRAUsageError, match=r"takes a RowMap or None, got ndarray"), jlora.rows(np.zeros(3)):  # type: ignore[arg-type]
         pass

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def test_packed_rows(world, counts, lead):
         adapters = [name for name, count in zip(NAMES, counts, strict=True) for _ in range(count)] + [None] * pad
         with world.manager.prepare(NAMES, token_counts=counts, pad_to=len(rows)) as batch:
             found = through_proj(world.model, rows.reshape(*lead, *rows.shape), batch)
-        assert found.shape == (*lead, len(rows), N)
+        chex.assert_shape(found, (*lead, len(rows), N))
         assert_close(found.reshape(-1, N), world.expected(rows, adapters))
 
 
@@ -85,7 +86,7 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
 
 def test_a_length_is_seen_in_its_own_forward_only(world):
     with world.manager.prepare(NAMES) as batch:
-        assert through_proj(world.model, normal(3, 2, K), batch).shape == (3, 2, N)
+        chex.assert_shape(through_proj(world.model, normal(3, 2, K), batch), (3, 2, N))
         with pytest.raises(jlora.AdapterMismatchError, match="fit no layout"):
             through_proj(world.model, normal(6, K), batch)
 

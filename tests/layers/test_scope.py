@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +123,7 @@ def test_one_token_a_sequence(served):
 def test_no_tokens_at_all(served):
     model, manager, _, _ = served
     with manager.prepare(NAMES) as batch:
-        assert serve(model, TOKENS[:, :0], batch).shape == (4, 0, 11)
+        chex.assert_shape(serve(model, TOKENS[:, :0], batch), (4, 0, 11))
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (5, 3), (1, 12), (12,), (8,), (13,), (3,), (), (1, 4, 3)])
@@ -325,7 +326,7 @@ def test_partial_forward():
 
     step = jax.jit(embed, static_argnums=3)
     with manager.prepare(["one"] * 4) as batch:
-        assert step(model, TOKENS, batch, True).shape == (4, 3, 6)
+        chex.assert_shape(step(model, TOKENS, batch, True), (4, 3, 6))
         serve(model, TOKENS, batch)
         with pytest.raises(LoRAError, match=r"adapter 'one': brings weights for 'proj'.*partial=True"):
             step(model, TOKENS, batch, False)

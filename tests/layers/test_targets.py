@@ -233,6 +233,7 @@ def test_skip_passes_over_what_it_names_and_nothing_else():
         make_manager(Model()).add_adapter(make_adapter("one", [here, mtp], 2))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("skip", ["mtp", ["("], [""], [None]])
 def test_a_skip_that_is_no_list_of_expressions(skip):
     model = Model()

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,8 +85,8 @@ def test_blocks_hold_what_an_adapter_brings_and_nothing_else(adapter):
     for block in blocks:
         spec = block.chunk.spec
         rows = block.chunk.rows if block.row is None else [block.chunk.rows[block.row]]
-        assert block.a.shape == (len(rows), spec.slices, step(spec), spec.in_features)
-        assert block.b.shape == (len(rows), step(spec), sum(spec.out_sizes))
+        chex.assert_shape(block.a, (len(rows), spec.slices, step(spec), spec.in_features))
+        chex.assert_shape(block.b, (len(rows), step(spec), sum(spec.out_sizes)))
         assert block.a.dtype == block.b.dtype == spec.dtype
         assert 0 <= block.start <= spec.max_rank - step(spec)
         for i, row in enumerate(rows):

@@ -138,6 +138,7 @@ def test_every_misfit_of_an_adapter_is_named_at_once(busy):
     assert "... and 3 more" in str(caught.value)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("thing", [None, "a", {"name": "a"}, 3])
 def test_only_requests_and_adapters_are_added(busy, thing):
     before = busy.held()
@@ -146,6 +147,7 @@ def test_only_requests_and_adapters_are_added(busy, thing):
     assert same(before, busy.held())
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_an_adapter_needs_a_name(busy, name):
     with pytest.raises(jlora.LoRAUsageError, match="non-empty string"):

@@ -1,5 +1,6 @@
 """How factors are folded into slot dtype, and which of them are refused."""
 
+import chex
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -50,8 +51,7 @@ def test_what_fits_no_float16_in_any_balance_is_refused():
             ):
                 placed(make_manager(Merged(), dtype=jnp.float16), {"proj": module})
         slot_a, slot_b, _ = placed(make_manager(Merged(), dtype=jnp.bfloat16), {"proj": module})
-        assert np.isfinite(slot_a).all()
-        assert np.isfinite(slot_b).all()
+        chex.assert_tree_all_finite((slot_a, slot_b))
 
 
 @pytest.mark.parametrize("slot_dtype", DTYPES[:3])
@@ -107,7 +107,7 @@ def test_a_float16_model_serves_small_scalings(rng):
         hidden = (x.astype(np.float32) @ a.T.astype(np.float32)).astype(np.float16)
         y = (hidden.astype(np.float32) @ b.T.astype(np.float32)).astype(np.float16)
         peft = (y * np.float16(scaling)).astype(np.float64)
-        assert np.isfinite(got).all()
+        chex.assert_tree_all_finite(got)
         assert np.linalg.norm(got - exact) <= 2 * np.linalg.norm(peft - exact)
 
 

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -396,7 +397,7 @@ def test_a_write_leaves_alone_what_else_the_model_holds(world):
     base = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
     world.serve(["a", None, None])
     after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
-    jax.tree.map(np.testing.assert_array_equal, base, after)
+    chex.assert_trees_all_equal(base, after)
 
 
 def test_the_pool_after_an_emptied_slot_serves_the_base_bitwise(world):

@@ -17,6 +17,7 @@ def load(world, *names):
         world.manager.add_adapter(make_adapter(name))
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -73,6 +74,7 @@ def test_slots_and_rows_of_a_batch(world):
         assert batch.token_slots.tolist() == [1, 0]
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_token_counts_may_be_any_integers(world):
     load(world, "a")
     for counts in ([2, 3], (2, 3), np.array([2, 3], np.int64), jnp.array([2, 3]), (n for n in (2, 3))):
@@ -80,6 +82,7 @@ def test_token_counts_may_be_any_integers(world):
             assert batch.token_slots.tolist() == [0, 0, 2, 2, 2, 2]
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_names_may_be_any_sequence_of_names(world):
     load(world, "a")
     for names in (["a", None], ("a", None), np.array(["a", None], object), deque(["a", None])):
@@ -101,6 +104,7 @@ def transfers(monkeypatch):
     return moved
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, monkeypatch):
     load(world, "a", "b")
     names = ["a", None, "b"] * 21 + [None]

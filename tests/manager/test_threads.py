@@ -183,7 +183,6 @@ class Crowd:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Crowd:
-    chex.clear_trace_counter()
     return Crowd(tmp_path, SECONDS)
 
 

@@ -1,5 +1,6 @@
 """Before traffic, counting, and giving the model back."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,7 +174,7 @@ def test_unwrap_gives_the_model_back():
     world.serve(["a", None, None])
     assert world.manager.unwrap() is world.model
     assert nnx.graphdef(world.model) == nnx.graphdef(fresh)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(world.model), nnx.state(fresh))
+    chex.assert_trees_all_equal(nnx.state(world.model), nnx.state(fresh))
     np.testing.assert_array_equal(world.model(world.tokens), fresh(world.tokens))
     world.manager.unwrap()  # twice is once
     for call in (

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 
@@ -24,5 +25,5 @@ def expected(name: str) -> dict[str, np.ndarray]:
 def relative_error(got, want) -> float:
     """Largest difference over the largest value of `want`."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
+    chex.assert_equal_shape([got, want])
     return float(np.abs(got - want).max() / np.abs(want).max())

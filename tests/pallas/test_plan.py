@@ -1,5 +1,6 @@
 """Invariants of the plan, over drawn mixes of groups (empty ones, a single one, all dropped)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,7 @@ def test_equal_runs_are_the_repeated_ids(length):
     ids = np.array([2, 0, 7, 2, 1], np.int32)
     one = make_plan(jnp.asarray(ids), num_groups=3, tile_m=4, repeats=length)
     each = make_plan(jnp.repeat(jnp.asarray(ids), length), num_groups=3, tile_m=4, max_active=3)
-    assert all((x == y).all() for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(each), strict=True))
+    chex.assert_trees_all_equal(one, each)
 
 
 def test_bound_is_reached_and_never_beaten():
@@ -96,16 +97,13 @@ def test_bound_is_reached_and_never_beaten():
 
 
 def test_sizes_are_static_under_jit_vmap_and_scan():
-    traces = []
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def plan(ids):
-        traces.append(1)
         return make_plan(ids, num_groups=4, tile_m=2)
 
     for ids in ([0, 1, 2, 3], [0, 0, 0, 0], [9, 9, 9, 9]):
         check(plan(jnp.array(ids)), np.array(ids), 4)
-    assert len(traces) == 1
     batch = jnp.array([[0, 1, 2, 3], [3, 9, 0, 0]])
     stacked = jax.vmap(plan)(batch)
     scanned = jax.lax.scan(lambda _, ids: (None, plan(ids)), None, batch)[1]

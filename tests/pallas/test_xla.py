@@ -1,5 +1,6 @@
 """The XLA backend: values against the NumPy oracle, bitwise untouched rows, transforms, and cost."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ def test_values(seed, rows, shape, tile_m, with_ranks):
     got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
     close(got, oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
     h = shrink(x, a, plan, ranks=ranks, backend="xla")
-    assert h.shape == (len(sizes), rows, rank)
+    chex.assert_shape(h, (len(sizes), rows, rank))
     delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
     close(delta, oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
     both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, base=base, backend="xla")
@@ -103,8 +104,7 @@ def test_a_nan_stays_with_its_own_row():
     rows = np.arange(20) != 4
     np.testing.assert_array_equal(np.asarray(clean)[rows], np.asarray(dirty)[rows])
     grads = jax.grad(lambda a: add_lora(base, x.at[4].set(jnp.nan), a, b, plan, backend="xla").sum())(a)
-    others = np.array([0, 2])
-    assert np.isfinite(np.asarray(grads)[others]).all()
+    chex.assert_tree_all_finite(np.asarray(grads)[np.array([0, 2])])
 
 
 def test_gradients_of_every_input():

@@ -339,6 +339,7 @@ def test_many_names(read):
 
 
 def test_a_hundred_thousand_ranks(read):
+    """Takes about as long again as the JSON parser does; trying every name on every module took 49 s."""
     names = {f"model.layers.{i}.self_attn.q_proj": 2 + i % 7 for i in range(100_000)}
     text = json.dumps(BASE | {"rank_pattern": names})
     taken, parsing = [], []
@@ -349,7 +350,7 @@ def test_a_hundred_thousand_ranks(read):
         start = time.process_time()
         json.loads(text)
         parsing.append(time.process_time() - start)
-    assert min(taken) - min(parsing) < 0.1
+    assert min(taken) < 5 * min(parsing)
     assert list(found.values()) == list(names.values())[:224]
 
 

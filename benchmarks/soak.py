@@ -33,7 +33,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 import jlora
 from tests.manager.hostile import Harm, Judge
 from tests.manager.test_interrupts import VERBS, Arena, Signals, give_back, take
-from tests.manager.test_machine import Books, ManagerMachine
+from tests.manager.test_machine import Books, ManagerMachine, Open
 from tests.manager.test_threads import Crowd
 from tests.manager.tiny import World, make_world
 
@@ -199,6 +199,10 @@ class Counted(ManagerMachine):
     def count(self) -> None:
         self.part.done["steps"] += 1
         self.part.alive = time.monotonic()
+
+    def step(self, batch: Open) -> Any:
+        self.part.done["forwards"] += 1
+        return super().step(batch)
 
     def teardown(self) -> None:
         error = sys.exception()

@@ -259,7 +259,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize()
     def empty(self) -> None:
-        self.world.reset()
+        self.manager.remove_all_adapters(timeout=PATIENCE)
 
     def teardown(self) -> None:
         for batch in self.batches:
@@ -268,12 +268,11 @@ class ManagerMachine(RuleBasedStateMachine):
             handle.close()
 
     def agree(self, want: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        called = self.threads[self.turn].submit(call, *args, **kwargs)
         if isinstance(want, type):
             with pytest.raises(want):
-                self.result(self.turn, called)
+                self.result(self.turn, self.threads[self.turn].submit(call, *args, **kwargs))
             return None
-        got = self.result(self.turn, called)
+        got = self.result(self.turn, self.threads[self.turn].submit(call, *args, **kwargs))
         if isinstance(want, bool | int):
             assert got == want
             assert type(got) is type(want)
@@ -288,6 +287,7 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             return called.result(PATIENCE)
         finally:
+            del called  # or its exception, by way of this frame, would hold itself, and the batches of the frames above
             self.threads[thread].submit(int).result(PATIENCE)
 
     def others(self) -> bool:
@@ -445,6 +445,7 @@ class ManagerMachine(RuleBasedStateMachine):
         missing = [name for name in by_name if self.books.get(name) is None]
         if len(missing) > 1 or (missing and not wait):
             return  # several would be loaded at once, in any order
+        timeout = None if missing else timeout  # a load takes as long as it takes
         want = self.recalled(by_name)
         if want is None:
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]

@@ -1,155 +1,281 @@
 """Hours of what the tests do in seconds: interrupts at every line, real ones, crowds of threads, the stateful test.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 60
+    JAX_PLATFORMS=cpu python -m benchmarks.soak --every-line --steps 100000 --minutes 5 --signals 200
 
-takes what it did, and how much of what was asked for, to `benchmarks/results/soak.json`. It ends at the first wrong
-answer, hang, leak or error. Run it from the repository, with the extra `test` installed.
+Each part that is asked for takes its figures to `benchmarks/results/soak.json`, where those of the others stay. Harm
+is counted by kind (`tests.manager.hostile.Harm`), described, and followed by a new world; the exit status is 1 if there
+was any. Run it from the repository, with the extra `test` installed.
 """
 
 import argparse
 import datetime
+import faulthandler
 import json
+import os
 import platform
+import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import chex
 import flax
+import hypothesis
 import jax
 import numpy as np
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 import jlora
-from tests.manager.hostile import Judge
-from tests.manager.test_interrupts import VERBS, Arena, give_back, signals, take
-from tests.manager.test_machine import Books, ManagerMachine
+from tests.manager.hostile import Harm, Judge
+from tests.manager.test_interrupts import VERBS, Arena, Signals, give_back, take
+from tests.manager.test_machine import Books, ManagerMachine, Open
 from tests.manager.test_threads import Crowd
-from tests.manager.tiny import make_world
+from tests.manager.tiny import World, make_world
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
-RULES_AN_EXAMPLE = 50
+KINDS = ("wrong", "dead", "leaked", "hung", "lost", "compiled")
+DESCRIBED = 20  # so many failures are described; all are counted
+STALL = 180.0  # seconds without a sign of life: everything hangs
+STEPS_AN_EXAMPLE = 200
+
+
+class Part:
+    """What one part did and found.
+
+    Attributes:
+      harm: how often, by kind.
+      last: the kind of the last one.
+      described: the first failures, in words.
+      figures: whatever else there is to tell; `done` counts.
+    """
+
+    def __init__(self, name: str, out: Path):
+        self.name = name
+        self.out = out
+        self.harm: Counter[str] = Counter()
+        self.last = ""
+        self.described: list[str] = []
+        self.figures: dict[str, Any] = {}
+        self.done: Counter[str] = Counter()
+        self.began = self.alive = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def blame(self, error: BaseException, where: str = "") -> None:
+        """Count a failure; what has no kind is something that failed at what it should do."""
+        kind = error.kind if isinstance(error, Harm) else "dead"
+        self.harm[kind] += 1
+        self.last = kind
+        text = str(error) if isinstance(error, Harm) else f"{type(error).__name__}: {error}"
+        print(f"{self.name}: {where} {text}", file=sys.stderr, flush=True)
+        if len(self.described) < DESCRIBED:
+            self.described.append(f"{where} {text}"[:400].strip())
+
+    def answers(self) -> bool:
+        """Whether the last failure left a manager that can be asked."""
+        return self.last != "hung"
+
+    def compiled(self, step: int, write: int) -> None:
+        """Take down how often the step and the write of a world were compiled: the most of all worlds."""
+        most = self.figures.setdefault("compilations", {"step": 0, "write": 0})
+        most["step"], most["write"] = max(step, most["step"]), max(write, most["write"])
+
+    def end(self) -> bool:
+        """Write it all down. True if there was no harm."""
+        self._over.set()
+        results = json.loads(self.out.read_text()) if self.out.exists() else {}
+        results[self.name] = {
+            "date": datetime.date.today().isoformat(),
+            "command": f"python -m benchmarks.soak {' '.join(sys.argv[1:])}",
+            "versions": {
+                "jlora": jlora.__version__,
+                "jax": jax.__version__,
+                "flax": flax.__version__,
+                "numpy": np.__version__,
+                "hypothesis": hypothesis.__version__,
+                "python": platform.python_version(),
+            },
+            "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)),
+            **self.figures,
+            **dict(self.done),
+            **{kind: self.harm[kind] for kind in KINDS},
+            "described": self.described,
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+        self.out.parent.mkdir(exist_ok=True)
+        self.out.write_text(json.dumps(results, indent=2) + "\n")
+        print(json.dumps({self.name: results[self.name]}, indent=2), flush=True)
+        return not self.harm.total()
+
+    def _watch(self) -> None:
+        """End the process where nothing moves any more."""
+        while not self._over.wait(1.0):
+            if time.monotonic() - self.alive > STALL:
+                faulthandler.dump_traceback()
+                self.blame(Harm("hung", f"nothing for {STALL:g} s"))
+                self.end()
+                os._exit(1)
+
+
+def every_line(part: Part, seed: int, share: float) -> None:
+    """An interrupt at every line of every verb, in an order of chance."""
+
+    def new() -> Arena:
+        return Arena(Path(tempfile.mkdtemp(prefix="jlora-soak-")))
+
+    def close(arena: Arena) -> None:
+        part.done["answers"] += arena.judge.answers
+        part.compiled(len(arena.world.traces), arena.world.manager.stats().compilations)
+        arena.close()
+
+    arena, places = new(), set[str | None]()
+    trials: dict[str, Callable[[int | None], Any]] = {
+        name: lambda at, verb=verb: arena.trial(verb, at) for name, verb in VERBS.items()
+    }
+    trials |= {"unwrap": give_back, "wrap": take}
+    lines = {name: trial(None).lines for name, trial in trials.items()}
+    points = [(name, at) for name, count in lines.items() for at in range(1, count + 1)]
+    order = np.random.default_rng(seed).permutation(len(points))[: round(share * len(points))]
+    part.figures |= {"verbs": lines, "points_in_all": len(points), "points": len(order)}
+    for i in order:
+        part.alive = time.monotonic()
+        name, at = points[i]
+        try:
+            injector = trials[name](at)
+            part.done["interrupted" if injector.fired else "not_reached"] += 1  # a later run may take fewer lines
+            places.add(injector.fired)
+        except Exception as error:
+            part.blame(error, f"{name!r} interrupted at line {at}: {getattr(error, '__notes__', '')}:")
+            if part.answers():
+                close(arena)
+            arena = new()
+    close(arena)
+    part.figures["different_lines"] = len(places - {None})
+
+
+def signals(part: Part, seed: int, times: int) -> None:
+    """Real interrupts."""
+    work = Signals(seed, harm=part.blame)
+    while work.caught.total() < times and part.harm.total() < DESCRIBED:
+        part.alive = time.monotonic()
+        work.run(1)
+    part.compiled(len(work.world.traces), work.world.manager.stats().compilations)
+    part.figures |= {"signals": times, "caught_in": dict(work.caught), "rounds": work.rounds, "answers": work.answers}
+
+
+def crowds(part: Part, seed: int, seconds: float) -> None:
+    """Eight threads, half of the time by turns and half of it not; and two to seven of them for a while each."""
+    turns = [8, 8, 2, 3, 4, 5, 6, 7]
+    for i, count in enumerate(turns):
+        part.alive = time.monotonic() + seconds
+        chex.clear_trace_counter()
+        folder = Path(tempfile.mkdtemp(prefix="jlora-soak-"))
+        crowd = Crowd(folder, max(1.0, seconds * (0.35 if count == 8 else 0.05)), seed + i, DESCRIBED)
+        step = crowd.steps if i % 2 else crowd.runs
+        jobs = [step, crowd.swaps, crowd.loads, step, crowd.removes, crowd.loads, crowd.swaps]
+        crowd.work(*[*jobs, crowd.swaps if i % 2 else crowd.holds][:count])
+        for error in crowd.failures:
+            part.blame(error, f"{count} threads:")
+        if part.answers():
+            part.compiled(crowd.step._cache_size(), crowd.world.manager.stats().compilations)
+        part.done += crowd.done
+        part.done["answers"] += crowd.judge.answers
+    part.figures["threads"] = turns
 
 
 class Counted(ManagerMachine):
-    """The stateful test, which counts its steps."""
+    """The stateful test, which counts its steps, and keeps the error that Hypothesis would wrap."""
 
-    steps = 0
+    part: Part
+    error: BaseException | None = None
 
-    def logits_agree(self) -> None:
-        super().logits_agree()
-        Counted.steps += 1
+    @invariant()
+    def count(self) -> None:
+        self.part.done["steps"] += 1
+        self.part.alive = time.monotonic()
 
+    def step(self, batch: Open) -> Any:
+        self.part.done["forwards"] += 1
+        return super().step(batch)
 
-def machine(steps: int, end: float, seed: int) -> dict[str, Any]:
-    """Random rules until there were so many steps, or the time is up."""
-    began = time.monotonic()
-    world = make_world()
-    ManagerMachine.world, ManagerMachine.judge = world, Judge(world)
-    Books.last = {}
-    while Counted.steps < steps and time.monotonic() < end:
-        examples = min(20, -(-(steps - Counted.steps) // RULES_AN_EXAMPLE))
-        run_state_machine_as_test(
-            Counted,
-            settings=settings(
-                max_examples=examples, stateful_step_count=RULES_AN_EXAMPLE, deadline=None, database=None,
-                derandomize=False, suppress_health_check=list(HealthCheck),
-            ),
-        )  # fmt: skip
-    ManagerMachine.judge.close()
-    assert max(len(world.traces), world.manager.stats().compilations) <= 1
-    stats = world.manager.stats()
-    return {
-        "steps": Counted.steps,
-        "steps_asked_for": steps,
-        "wrong": 0,
-        "traces_of_the_step": len(world.traces),
-        "compilations_of_the_write": stats.compilations,
-        "host_loads": stats.host_loads,
-        "slot_loads": stats.slot_loads,
-        "slot_evictions": stats.slot_evictions,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    def teardown(self) -> None:
+        error = sys.exception()
+        if error is not None and not type(error).__module__.startswith("hypothesis"):
+            Counted.error = error
+        super().teardown()
 
 
-def interrupts(end: float, seed: int) -> dict[str, Any]:
-    """An interrupt at every line of every verb, in an order of chance, until all are done or the time is up."""
-    began = time.monotonic()
-    arena = Arena(Path(tempfile.mkdtemp(prefix="jlora-soak-")))
-    points = [(name, at) for name in VERBS for at in range(1, arena.trial(VERBS[name], None).lines + 1)]
-    lost = {"give_back": give_back, "take": take}
-    points += [(name, at) for name, trial in lost.items() for at in range(1, trial(None).lines + 1)]
-    done = Counter[str]()
-    for i in np.random.default_rng(seed).permutation(len(points)):
-        if time.monotonic() > end:
-            break
-        name, at = points[i]
-        injector = lost[name](at) if name in lost else arena.trial(VERBS[name], at)
-        done["lines" if injector.fired else "not_reached"] += 1
-    arena.close()
-    return {
-        "lines_in_all": len(points),
-        **done,
-        "wrong": 0,
-        "dead": 0,
-        "leaked": 0,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+def stateful(part: Part, seed: int, steps: int) -> None:
+    """Random rules, each compared with the books, and the logits of every open batch with the NumPy model."""
+    Counted.part = part
 
+    def new() -> World:
+        world = make_world()
+        ManagerMachine.world, ManagerMachine.judge = world, Judge(world)
+        Books.last = {}
+        return world
 
-def crowds(end: float, seed: int) -> dict[str, Any]:
-    """Eight threads, half of the time by turns and half of it not."""
-    done = Counter[str]()
-    began = time.monotonic()
-    for turn in range(2):
-        chex.clear_trace_counter()
-        crowd = Crowd(Path(tempfile.mkdtemp(prefix="jlora-soak-")), max(1.0, (end - began) / 2), seed + turn)
-        step = crowd.steps if turn else crowd.runs
-        others = [crowd.swaps] if turn else [crowd.holds]
-        crowd.run(step, step, step, crowd.swaps, crowd.loads, crowd.loads, crowd.removes, *others)
-        done += crowd.done
-    return {"threads": 8, **done, "wrong": 0, "hangs": 0, "seconds": round(time.monotonic() - began, 1)}
+    def close(world: World) -> None:
+        part.done["answers"] += ManagerMachine.judge.answers
+        stats = world.manager.stats()
+        part.compiled(len(world.traces), stats.compilations)
+        for name in ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits"):
+            part.done[name] += getattr(stats, name)
+
+    world = new()
+    while part.done["steps"] < steps and part.harm.total() < DESCRIBED:
+        Counted.error = None
+        seed += 1
+        left = -(-(steps - part.done["steps"]) // STEPS_AN_EXAMPLE)
+        try:
+            run_state_machine_as_test(
+                hypothesis.seed(seed)(Counted),
+                settings=settings(
+                    max_examples=min(20, left), stateful_step_count=STEPS_AN_EXAMPLE, deadline=None, database=None,
+                    derandomize=False, suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+                ),
+            )  # fmt: skip
+            if len(world.traces) > 1:
+                raise Harm("compiled", "the step")
+        except Exception as error:
+            part.blame(Counted.error or error, f"seed {seed}:")
+            if part.answers():
+                close(world)
+            world = new()
+    close(world)
+    part.figures["steps_asked_for"] = steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=100_000, help="of the stateful test")
-    parser.add_argument("--minutes", type=float, default=60.0, help="at most, in all")
-    parser.add_argument("--signals", type=int, default=200, help="real interrupts")
+    parser.add_argument("--every-line", action="store_true", help="an interrupt at every line of every verb")
+    parser.add_argument("--share", type=float, default=1.0, help="of the lines")
+    parser.add_argument("--steps", type=int, default=0, help="of the stateful test")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of crowds of threads")
+    parser.add_argument("--signals", type=int, default=0, help="real interrupts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    begin, seconds = time.monotonic(), args.minutes * 60
-    results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": f"python -m benchmarks.soak --steps {args.steps} --minutes {args.minutes:g} --seed {args.seed}",
-        "versions": {
-            "jlora": jlora.__version__,
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {platform.machine()}",
+    parts: dict[str, tuple[Any, Callable[..., None], float]] = {
+        "signals": (args.signals, signals, args.signals),
+        "threads": (args.minutes, crowds, args.minutes * 60),
+        "stateful": (args.steps, stateful, args.steps),
+        "every_line": (args.every_line, every_line, args.share),
     }
-    started = time.monotonic()
-    caught = signals(args.signals, args.seed)
-    results["real_interrupts"] = {
-        "sent": args.signals, "caught_in": caught, "wrong": 0, "dead": 0, "leaked": 0,
-        "seconds": round(time.monotonic() - started, 1),
-    }  # fmt: skip
-    # A quarter of the time each for lines and threads; the rest is for the steps.
-    results["interrupts"] = interrupts(time.monotonic() + seconds / 4, args.seed)
-    results["threads"] = crowds(time.monotonic() + seconds / 4, args.seed)
-    results["stateful"] = machine(args.steps, begin + seconds, args.seed)
-    results["seconds"] = round(time.monotonic() - begin, 1)
-    print(json.dumps(results, indent=2))
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    well = True
+    for name, (wanted, work, amount) in parts.items():
+        if wanted:
+            part = Part(name, args.out)
+            work(part, args.seed, amount)
+            well &= part.end()
+    os._exit(not well)  # threads that hang must not keep it from ending
 
 
 if __name__ == "__main__":

@@ -51,6 +51,37 @@ class Served(Protocol):
     def sites(self) -> frozenset[Site]: ...
 
 
+class Trace:
+    """The trace of a step that a batch was handed to, where it was the first.
+
+    JAX gives that to every call whose static part is equal, also to one that comes from another thread while it is
+    being made, when nobody knows yet what it will leave out. So a batch says whether it may take it (`Layout.__eq__`).
+
+    Attributes:
+      begun: whether there is one.
+      left_out: the sites that it does not serve.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.left_out: frozenset[Site] = _NOTHING
+        self._touched: frozenset[Site] = _NOTHING
+        self._batch: Callable[[], LoRABatch | None] = lambda: None  # alive while the trace is being made
+
+    def begin(self, batch: "LoRABatch", lease: "Lease | None") -> None:
+        self._touched = _NOTHING if lease is None else lease.touched
+        self._batch = weakref.ref(batch)
+        self.begun = True
+
+    def suits(self, other: "Layout") -> bool:
+        """Whether a batch may take it, where there is one."""
+        if not self.begun or (lease := _lease(other)) is None:
+            return True
+        if self._batch() is not None:  # it will serve what its own batch needs, or raise
+            return lease.touched <= self._touched
+        return lease.touched.isdisjoint(self.left_out)
+
+
 class Lease:
     """Host state of one `prepare`: while it is open, the adapters of the batch keep their slots.
 
@@ -64,10 +95,12 @@ class Lease:
       thread: identifier of the thread that opened it.
       where: the stack at which it was opened, if that is recorded.
       gate: closed with the lease. A flag that C code sets: an interrupt comes before it or after it.
+      trace: of the step that the batch is handed to next, if that is its first.
     """
 
     __slots__ = (
-        "__weakref__", "_unsure", "adapters", "gate", "generations", "opened", "thread", "touched", "where",
+        "__weakref__", "_unsure", "adapters", "gate", "generations", "opened", "thread", "touched", "trace",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +113,7 @@ class Lease:
         self.where = where
         self.opened = time.monotonic()
         self.gate = io.BytesIO()
+        self.trace = Trace()
         self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
     @property
@@ -113,6 +147,7 @@ class Layout:
       orphan: whether the batch came out of a traced function. Compared, so that a step is traced for it, and raises.
       lease: the lease of the batch that this describes. Weak, for compiled functions keep static parts for ever.
       traced: whether the arrays were being traced.
+      trace: of a step that is traced for it.
     """
 
     coverage: Coverage
@@ -123,6 +158,25 @@ class Layout:
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
     traced: bool = field(default=False, compare=False, repr=False)
+    trace: Trace = field(default_factory=Trace, compare=False, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        # Asked at every step.
+        same = (
+            self.coverage is other.coverage
+            and self.num_sequences == other.num_sequences
+            and self.length == other.length
+            and self.unsure == other.unsure
+            and self.absent == other.absent
+            and self.orphan == other.orphan
+        )
+        return same and self.trace.suits(other) and other.trace.suits(self)
+
+
+def _lease(layout: Layout) -> Lease | None:
+    return None if layout.lease is None else layout.lease()
 
 
 def _close(batch: "LoRABatch", *_: object) -> None:
@@ -232,9 +286,13 @@ class LoRABatch:
         if not layout.orphan and isinstance(self.slots, _ARRAYS):
             self.check_usable()
         traced = isinstance(self.slots, jax.core.Tracer)
-        unsure = layout.unsure if traced or lease is None else lease.unsure(layout.coverage)
-        if traced != layout.traced or unsure != layout.unsure:
-            layout = replace(layout, unsure=unsure, traced=traced)
+        if traced or lease is None:
+            return (self.slots, self.token_slots, self.stamps), replace(layout, traced=traced, trace=Trace())
+        if lease.trace.begun:
+            lease.trace = Trace()
+        unsure, trace = lease.unsure(layout.coverage), lease.trace
+        if layout.traced or unsure != layout.unsure or trace is not layout.trace:
+            layout = self.layout = replace(layout, unsure=unsure, traced=False, trace=trace)
         return (self.slots, self.token_slots, self.stamps), layout
 
     @classmethod
@@ -245,9 +303,12 @@ class LoRABatch:
             layout = replace(layout, orphan=True, traced=False)
         # Traced arrays hold no lease, nor do shapes and whatever else JAX puts in their place: they may outlive the
         # call, in a cache of compiled functions.
-        if traced or layout.lease is None or not isinstance(slots, _ARRAYS):
-            return cls(slots, token_slots, stamps, layout, None)
-        return cls(slots, token_slots, stamps, layout, layout.lease())
+        if traced or not isinstance(slots, _ARRAYS):
+            batch = cls(slots, token_slots, stamps, layout, None)
+            if traced:
+                layout.trace.begin(batch, _lease(layout))
+            return batch
+        return cls(slots, token_slots, stamps, layout, _lease(layout))
 
 
 def check_batch(batch: LoRABatch) -> None:
@@ -286,7 +347,7 @@ def make_batch(
 ) -> LoRABatch:
     """Move a batch's int32 arrays to the device. Without `stamps` it takes any copy of the model."""
     stamps = np.zeros_like(slots) if stamps is None else stamps
-    layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease))
+    layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease), trace=lease.trace)
     tokens_on_device = None if token_slots is None else to_device(token_slots)
     return LoRABatch(to_device(slots), tokens_on_device, to_device(stamps), layout, lease)
 
@@ -295,6 +356,11 @@ def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """The arrays of `batch` under another lease of the same adapters."""
     layout = batch.layout
     layout = Layout(
-        layout.coverage, layout.num_sequences, layout.length, absent=layout.absent, lease=weakref.ref(lease)
+        layout.coverage,
+        layout.num_sequences,
+        layout.length,
+        absent=layout.absent,
+        lease=weakref.ref(lease),
+        trace=lease.trace,
     )
     return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)

@@ -231,6 +231,7 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, No
             unserved = {**dict.fromkeys(skipped, NOT_CALLED), **unserved}
         lease = batch.lease or (batch.layout.lease() if batch.layout.lease is not None else None)
         coverage.finish(unserved, batch.layout.unsure, None if lease is None or lease.closed else lease)
+        batch.layout.trace.left_out |= unserved.keys()
 
 
 def enter_site(site: Site, coverage: Coverage) -> _Scope | None:

@@ -15,6 +15,7 @@ from jlora.layers.site import Site
 from jlora.layers.wrap import WrappedModel, checkpoint_weight
 from jlora.manager.blocks import Row
 from jlora.manager.content import Placement
+from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -177,7 +178,7 @@ def scaled(
     if not abs(scaling) <= _LARGEST:  # NaN is not
         raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
     dtype = np.dtype(site.spec.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with within(np.errstate(over="ignore", invalid="ignore")):
         folded = widened(b) * np.float32(scaling)
         if shift is None:
             shift = _balance(a, folded) if dtype == np.float16 else 0
@@ -269,7 +270,7 @@ def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: S
         own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
-    with np.errstate(over="ignore", invalid="ignore"):
+    with within(np.errstate(over="ignore", invalid="ignore")):
         stored = weight.astype(own.dtype)
     if not np.array_equal(own, stored):
         return "its values differ from the model's own weight: it was trained on another base model"

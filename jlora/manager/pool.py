@@ -20,7 +20,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.layers.writes import write_block, write_ranks
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
-from jlora.manager.locks import Lock
+from jlora.manager.locks import Lock, within
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where: TypeAlias = Sharding | Device
@@ -165,7 +165,7 @@ class Pool:
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
         where = _where(found if foreign else known)
-        with jax.default_device(where if isinstance(where, Device) else None):
+        with within(jax.default_device(where if isinstance(where, Device) else None)):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, Device) else jax.device_put(zeros, where)
         if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
@@ -201,7 +201,7 @@ class Pool:
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
-        with jax.disable_jit(False):  # compiled programs refuse to run in a context of that
+        with within(jax.disable_jit(False)):  # compiled programs refuse to run in a context of that
             self._write(slot, content, donate, only)
 
     def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:

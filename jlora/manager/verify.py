@@ -22,6 +22,7 @@ from jlora.layers.observe import observe
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrap import WrappedModel
 from jlora.manager.batches import Name, read_arguments, slot_arrays
+from jlora.manager.locks import within
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) n, r, K], b [(layers,) r, N]
@@ -289,7 +290,7 @@ class _Probe:
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
         """The largest error of a row over several mixed batches with factors in `sites` alone; whether rows changed."""
         mixes = self._mixes()
-        with jax.default_matmul_precision("highest"):
+        with within(jax.default_matmul_precision("highest")):
             served = [self.serve(sites, names) for names in mixes]
             own = self._base(False)
             base = self._base(self._casts)

@@ -1,5 +1,8 @@
 """What a forward leaves out is known of that forward alone, costs one trace, and never drops an adapter silently."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,3 +267,36 @@ def test_eagerly(world):
         world.model.one(jnp.asarray(X))
     with world.manager.prepare(["late", None, "one"]) as batch, jlora.use(batch):
         assert_close(world.model(jnp.asarray(X)), expected_rows(world.twins, ["late", None, "one"], X))
+
+
+@pytest.mark.parametrize("early", [None, "one"])
+def test_a_trace_of_another_thread_is_not_taken_before_it_is_known_what_it_leaves_out(early: str | None) -> None:
+    """JAX has the second caller of a function wait for the first one's trace, and take it."""
+    world = World()
+    inside, go_on = threading.Event(), threading.Event()
+    traced: list[str] = []
+
+    @jax.jit
+    def first(model: Model, x: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+        traced.append(threading.current_thread().name)
+        if len(traced) == 1:
+            inside.set()
+            assert go_on.wait(60)
+        with jlora.use(batch):
+            return model.one(x)
+
+    def call(name: str | None) -> np.ndarray:
+        with world.manager.prepare([name, None, None]) as batch:
+            return np.asarray(first(world.model, X, batch))
+
+    with ThreadPoolExecutor(3) as threads:
+        begun = threads.submit(call, early)
+        try:
+            assert inside.wait(60)
+            late, same = threads.submit(call, "all"), threads.submit(call, early)
+            with pytest.raises(jlora.AdapterMismatchError, match=f"'all': brings weights for 'two', {NOT_CALLED}"):
+                late.result(60)
+        finally:
+            go_on.set()
+        np.testing.assert_array_equal(begun.result(60), same.result(60))
+    assert len(traced) == 2  # who needs no more than the first shares its trace

@@ -1,10 +1,14 @@
-"""Random use of `LoRAManager` against a plain-Python model of its books, and its logits against NumPy."""
+"""Random use of `LoRAManager` against a plain-Python model of its books, and its logits against NumPy.
+
+Three threads take turns to call it; each steps the batches that it opened, also while another prepares one.
+"""
 
 import copy
 import functools
 import gc
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +23,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jlora
-from tests.manager.hostile import Judge, adapter
+from tests.manager.hostile import PATIENCE, Judge, adapter
 from tests.manager.tiny import SEQUENCES, World, make_world
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 VERSIONS = st.integers(0, 2)
 BATCHES = st.lists(st.none() | NAMES, min_size=SEQUENCES, max_size=SEQUENCES)
 TIMEOUTS = st.sampled_from([None, 0.01])
+THREADS = 3
 
 
 @dataclass(eq=False)
@@ -206,8 +211,9 @@ class Books:
 
 @dataclass
 class Open:
-    """An open batch: its copies, what its sequences are served from, and what they got at first."""
+    """An open batch: its thread, its copies, what its sequences are served from, and what they got at first."""
 
+    thread: int
     copies: list[jlora.LoRABatch]
     items: list[Item | None]
     logits: list[np.ndarray] = field(default_factory=list)
@@ -215,7 +221,7 @@ class Open:
 
 @functools.cache
 def folders() -> Path:
-    """Adapters on disk: name and version, and one that is cut short."""
+    """Adapters on disk: name and version, one that is cut short, and one whose last number is none."""
     made = Path(tempfile.mkdtemp(prefix="jlora-machine-"))
     for name in "abcdef":
         for version in range(3):
@@ -223,6 +229,9 @@ def folders() -> Path:
     adapter("cut").save_pretrained(made / "cut")
     weights = made / "cut" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
+    adapter("nan").save_pretrained(made / "nan")
+    weights = made / "nan" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
     return made
 
 
@@ -237,6 +246,7 @@ COPIES = {
 class ManagerMachine(RuleBasedStateMachine):
     world: World
     judge: Judge
+    threads = tuple(ThreadPoolExecutor(1) for _ in range(THREADS))
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +255,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.books = Books(config.max_loras, config.max_cpu_loras or config.max_loras)
         self.batches: list[Open] = []  # in the order of `books.open`
         self.handles: list[jlora.manager.leases.AdapterHandle] = []  # in the order of `books.handles`
+        self.turn = 0  # the thread that calls
 
     @initialize()
     def empty(self) -> None:
-        self.world.reset()
+        self.manager.remove_all_adapters(timeout=PATIENCE)
 
     def teardown(self) -> None:
         for batch in self.batches:
@@ -259,9 +270,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def agree(self, want: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(want, type):
             with pytest.raises(want):
-                call(*args, **kwargs)
+                self.result(self.turn, self.threads[self.turn].submit(call, *args, **kwargs))
             return None
-        got = call(*args, **kwargs)
+        got = self.result(self.turn, self.threads[self.turn].submit(call, *args, **kwargs))
         if isinstance(want, bool | int):
             assert got == want
             assert type(got) is type(want)
@@ -271,24 +282,52 @@ class ManagerMachine(RuleBasedStateMachine):
         """One of `names`, or one that may be unknown."""
         return data.draw(st.sampled_from([*names, "a", "b"]))
 
+    def result(self, thread: int, called: "Future[Any]") -> Any:
+        """What was called returned, and its thread has let go of the arguments."""
+        try:
+            return called.result(PATIENCE)
+        finally:
+            del called  # or its exception, by way of this frame, would hold itself, and the batches of the frames above
+            self.threads[thread].submit(int).result(PATIENCE)
+
+    def others(self) -> bool:
+        """Whether another thread has a batch open: to wait for that would take for ever."""
+        return any(batch.thread != self.turn for batch in self.batches)
+
+    def patience(self, timeout: float | None) -> float | None:
+        return 0.01 if timeout is None and self.others() else timeout
+
+    def step(self, batch: Open) -> "Future[np.ndarray]":
+        """A step of an open batch, in its own thread."""
+        return self.threads[batch.thread].submit(self.world.logits, batch.copies[-1])
+
+    def one(self, data: st.DataObject) -> Open:
+        """Some open batch. Drawn by its place: Hypothesis keeps what strategies are made of, and so would a lease."""
+        return self.batches[data.draw(st.integers(0, len(self.batches) - 1))]
+
     def newest(self, data: st.DataObject) -> str:
         return self.pick(data, [item.name for item in self.books.host])
 
     def request(self, name: str, version: int, **fields: bool) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, str(folders() / f"{name}{version}"), **fields)
 
+    @rule(thread=st.integers(0, THREADS - 1))
+    def take_turns(self, thread: int) -> None:
+        self.turn = thread
+
     # --- the host ---------------------------------------------------------------------------------------------------
 
     @rule(name=NAMES, version=VERSIONS, inplace=st.booleans(), timeout=TIMEOUTS)
     def add(self, name: str, version: int, inplace: bool, timeout: float | None) -> None:
+        timeout = self.patience(timeout)
         want = self.books.add(Item(adapter(name, version)), inplace)
         self.agree(want, self.manager.add_adapter, adapter(name, version), load_inplace=inplace, timeout=timeout)
 
     @rule(name=NAMES, version=VERSIONS, inplace=st.booleans(), ahead=st.booleans())
     def load(self, name: str, version: int, inplace: bool, ahead: bool) -> None:
         old = self.books.get(name)
-        if ahead and inplace and old is not None and self.books.held(old):
-            return  # it would wait for this thread's own batch
+        if (ahead or self.others()) and inplace and old is not None and self.books.held(old):
+            return  # it would wait for that batch
         want = self.books.add(Item(adapter(name, version), (name, version)), inplace)
         request = self.request(name, version, load_inplace=inplace)
         if ahead:
@@ -296,9 +335,9 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             self.agree(want, self.manager.add_adapter, request)
 
-    @rule(name=NAMES, how=st.sampled_from(["cut", "missing"]), inplace=st.booleans(), ahead=st.booleans())
+    @rule(name=NAMES, how=st.sampled_from(["cut", "nan", "missing"]), inplace=st.booleans(), ahead=st.booleans())
     def load_what_is_broken(self, name: str, how: str, inplace: bool, ahead: bool) -> None:
-        want: Any = jlora.AdapterFormatError if how == "cut" else jlora.AdapterNotFoundError
+        want: Any = jlora.AdapterNotFoundError if how == "missing" else jlora.AdapterFormatError
         old = self.books.get(name)
         if old is not None and not inplace:
             self.books.touch_host(old)
@@ -321,12 +360,14 @@ class ManagerMachine(RuleBasedStateMachine):
         stem, end = ("lora_embedding_", "") if lora.kind == "embedding" else ("lora_", ".weight")
         arrays = {f"base_model.model.{module}.{stem}{half}{end}": new for half, new in (("A", a), ("B", b))}
         new = jlora.Adapter(name=name, modules={**old.adapter.modules, module: replace(lora, a=a, b=b)})
-        self.agree(self.books.update(Item(new)), self.manager.update_adapter, name, arrays, timeout=timeout)
+        self.agree(
+            self.books.update(Item(new)), self.manager.update_adapter, name, arrays, timeout=self.patience(timeout)
+        )
 
     @rule(data=st.data(), timeout=TIMEOUTS)
     def remove(self, data: st.DataObject, timeout: float | None) -> None:
         name = self.pick(data, [*self.books.known, *(item.name for item in self.books.host)])
-        self.agree(self.books.remove(name), self.manager.remove_adapter, name, timeout=timeout)
+        self.agree(self.books.remove(name), self.manager.remove_adapter, name, timeout=self.patience(timeout))
 
     @rule()
     def remove_oldest(self) -> None:
@@ -334,7 +375,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(timeout=TIMEOUTS)
     def remove_all(self, timeout: float | None) -> None:
-        self.agree(self.books.remove_all(), self.manager.remove_all_adapters, timeout=timeout)
+        self.agree(self.books.remove_all(), self.manager.remove_all_adapters, timeout=self.patience(timeout))
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -364,7 +405,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), timeout=TIMEOUTS)
     def deactivate(self, data: st.DataObject, timeout: float | None) -> None:
         name = self.newest(data)
-        self.agree(self.books.deactivate(name), self.manager.deactivate_adapter, name, timeout=timeout)
+        self.agree(self.books.deactivate(name), self.manager.deactivate_adapter, name, timeout=self.patience(timeout))
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
@@ -384,7 +425,7 @@ class ManagerMachine(RuleBasedStateMachine):
             change = jnp.copy if how == "older" else jnp.ones_like
             nnx.update(self.world.model, jax.tree.map(change, state))
         self.books.sweep()
-        self.manager.prepare([None] * SEQUENCES).close()
+        self.agree(None, lambda: self.manager.prepare([None] * SEQUENCES).close())
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -404,12 +445,16 @@ class ManagerMachine(RuleBasedStateMachine):
         missing = [name for name in by_name if self.books.get(name) is None]
         if len(missing) > 1 or (missing and not wait):
             return  # several would be loaded at once, in any order
+        timeout = None if missing else timeout  # a load takes as long as it takes
         want = self.recalled(by_name)
         if want is None:
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
             distinct = [item for item in dict.fromkeys(items) if item is not None]
             want = self.books.activate(distinct, partly=not wait)
+        meanwhile = [(batch, self.step(batch)) for batch in self.batches if batch.thread != self.turn]
         got = self.agree(want, self.manager.prepare, asked, timeout=timeout, wait=wait)
+        for other, logits in meanwhile:
+            np.testing.assert_array_equal(self.result(other.thread, logits), other.logits[0])
         if got is None:
             return
         batch, ready = (got, (True,) * SEQUENCES) if wait else got
@@ -420,13 +465,23 @@ class ManagerMachine(RuleBasedStateMachine):
             with pytest.raises(jlora.LoRAError, match="drop_absent"), jlora.use(batch):
                 pass
             batch = batch.drop_absent()
-        self.batches.append(Open([batch], items))
+        self.batches.append(Open(self.turn, [batch], items))
         self.books.open.append([item for item in items if item is not None])
+
+    @rule(first=NAMES, second=st.none() | NAMES, data=st.data(), wait=st.booleans(), timeout=TIMEOUTS)
+    def serve(self, first: str, second: str | None, data: st.DataObject, wait: bool, timeout: float | None) -> None:
+        """A batch that is closed after a step."""
+        before = len(self.batches)
+        self.prepare(names=[first, None, second], data=data, wait=wait, timeout=timeout)
+        if len(self.batches) > before:
+            self.logits_agree()
+            self.books.open.pop()
+            self.batches.pop().copies[0].close()
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data(), how=st.sampled_from(sorted(COPIES)), drop=st.booleans())
     def copy(self, data: st.DataObject, how: str, drop: bool) -> None:
-        batch = data.draw(st.sampled_from(self.batches))
+        batch = self.one(data)
         batch.copies.append(COPIES[how](batch.copies[-1]))
         if drop:
             del batch.copies[0]
@@ -434,7 +489,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def give_through_jit(self, data: st.DataObject) -> None:
-        out = jax.jit(lambda batch: batch)(data.draw(st.sampled_from(self.batches)).copies[0])
+        out = jax.jit(lambda batch: batch)(self.one(data).copies[0])
         with pytest.raises(jlora.LoRAError, match="came out of a traced function"), jlora.use(out):
             pass
 
@@ -501,8 +556,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def logits_agree(self) -> None:
         """Every open batch gets bitwise what it got at first; and that is what NumPy says."""
-        for batch in self.batches:
-            logits = self.world.logits(batch.copies[-1])
+        for batch, step in [(batch, self.step(batch)) for batch in self.batches]:
+            logits = self.result(batch.thread, step)
             if not batch.logits:
                 for row, item in enumerate(batch.items):
                     assert self.judge.right(logits[row], row, None if item is None else item.adapter)
@@ -516,7 +571,6 @@ def machine_world() -> Iterator[None]:
     ManagerMachine.world, ManagerMachine.judge = world, Judge(world)
     Books.last = {}
     yield
-    ManagerMachine.judge.close()
     gc.collect()  # a batch that a failed example left in a traceback
     world.reset()
     assert len(world.traces) == world.manager.stats().compilations == 1

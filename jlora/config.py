@@ -35,8 +35,8 @@ class LoRAConfig:
       exclude_modules: layers to leave alone, named as in `target_modules`, or modules to leave alone with all that is
         in them. It wins over `target_modules`; a name that matches nothing raises `LoRAUsageError`.
       max_cpu_bytes: bytes of the host cache; None sets no limit beside `max_cpu_loras`.
-      max_pinned_bytes: how much of the host cache lies in page-locked memory where the device has it (GPUs, TPUs).
-        Adapters beyond that lie in ordinary memory, from where they move several times as slowly.
+      max_pinned_bytes: how much of the host cache lies in page-locked memory where the device has it (GPUs, TPUs);
+        0 for none. Adapters beyond that lie in ordinary memory, from where they move several times as slowly.
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
       allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
       trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
@@ -67,6 +67,9 @@ class LoRAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAUsageError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
+        pinned = self.max_pinned_bytes
+        if isinstance(pinned, bool) or not isinstance(pinned, int) or pinned < 0:
+            raise LoRAUsageError(f"LoRAConfig.max_pinned_bytes must be an int, and 0 for none, got {pinned!r}")
         if (self.max_cpu_loras or 0) < self.max_loras:
             raise LoRAUsageError(
                 f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "

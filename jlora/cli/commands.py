@@ -73,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what is in an adapter, and whether it fits a model")
     inspect.add_argument("adapter", type=_text, metavar="ADAPTER", help="PEFT folder or repo id")
     inspect.add_argument("--model", type=_text, metavar="DIR", help="Hugging Face checkpoint that it should fit")
+    inspect.add_argument(
+        "--skip", type=_text, metavar="REGEX", action="append", default=[],
+        help="modules that the model lacks on purpose, passed over as LoRAManager(skip=) does; may be repeated",
+    )  # fmt: skip
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -95,7 +99,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from jlora.cli.inspect import run_inspect
 
-    return run_inspect(args.adapter, args.model)
+    return run_inspect(args.adapter, args.model, args.skip)
 
 
 # --- kinds of arguments -----------------------------------------------------------------------------------------------

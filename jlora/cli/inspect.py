@@ -1,5 +1,8 @@
 """`jlora inspect`: what is in an adapter, and whether it fits a model. No model is read for it, and no slot is made."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,23 +22,51 @@ _SHOWN_PROBLEMS = 8
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def run_inspect(path: str, model: str | None) -> int:
+def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
     """Prints modules, ranks and bytes of an adapter; with a model, that it fits and what a slot costs.
 
+    Args:
+      path, model: the adapter's folder, and the model's.
+      skip: regular expressions; the modules in whose names one is found are passed over, counted and shown.
+
     Raises:
-      AdapterMismatchError: the adapter does not fit the model; the message says why.
+      AdapterMismatchError: the adapter does not fit the model, or brings weights for skipped modules only; the message
+        says why.
+      LoRAUsageError: a `skip` that is no regular expression.
     """
+    patterns = _patterns(skip)
     adapter = Adapter.from_pretrained(path)
+    passed = [name for name in adapter.modules if any(pattern.search(name) for pattern in patterns)]
     print(f"adapter      {shown(adapter.name)}")
     print(f"base model   {shown(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
     for line in adapter.unchecked:
         print(f"not checked  {shown(line)}")
+    if skip:
+        print(f"skipped      {len(passed)} modules")
+        for name in passed[:_SHOWN_PROBLEMS]:
+            print(f"  {shown(name)}")
+        if len(passed) > _SHOWN_PROBLEMS:
+            print(f"  ... and {len(passed) - _SHOWN_PROBLEMS} more")
+    if len(passed) == len(adapter.modules):
+        raise AdapterMismatchError(
+            f"adapter {adapter.name!r} brings weights for skipped modules only: nothing of it would be served"
+        )
     if model is not None:
-        slot_bytes = fit(adapter, Path(model))
+        modules = {name: module for name, module in adapter.modules.items() if name not in passed}
+        base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in patterns)}
+        slot_bytes = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
         print(f"fits         {shown(model)}: yes; {size(slot_bytes)} per slot at rank {adapter.rank}, float32")
     return 0
+
+
+def _patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    if not skip:
+        return ()
+    from jlora.layers.wrap import skip_patterns  # imports JAX, which takes its time
+
+    return skip_patterns(skip)
 
 
 def _print_modules(adapter: Adapter) -> None:

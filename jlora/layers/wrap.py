@@ -157,7 +157,7 @@ def wrap_model(
     """
     if config.fully_sharded:
         raise LoRAError("LoRAConfig.fully_sharded shards the factors over a mesh, and meshes are not served yet")
-    wrapped = WrappedModel(model, _skip_patterns(skip))
+    wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
     arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in sites])}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
@@ -206,7 +206,8 @@ def checkpoint_weight(wrapped: WrappedModel, site: Site, layer: int = 0) -> np.n
     return flat if spec.columns_in is None else flat[:, spec.columns_in.positions]
 
 
-def _skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    """The patterns of `skip`, compiled; they are searched in names. Raises LoRAUsageError."""
     if isinstance(skip, str) or not all(isinstance(pattern, str) and pattern for pattern in skip):
         raise LoRAUsageError(f"skip must be a list of regular expressions, got {skip!r}")
     try:

@@ -59,6 +59,11 @@ class LoRAManager:
     slot whose writing was cut short is written again by the next `prepare`. So are slot arrays that a step donated or
     that were replaced from outside (`nnx.update` with an older state): what is in the slots is the host cache's.
 
+    Copies: the manager writes the slots of `model` and of nothing else. A copy that was made before an adapter came
+    into its slot (`nnx.clone(arrays=True)`, a state that was split and kept) raises, or computes NaN inside a compiled
+    function, for batches with that adapter. The first layer that is wrapped tells, so a function that calls only others
+    is not protected.
+
     Args:
       model: any `nnx.Module`.
       config: sizes, dtype, targets.

@@ -49,6 +49,23 @@ def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
     assert "model.layers.9.mlp.up_proj" in err[0]
 
 
+def test_what_is_skipped_is_counted_and_shown(capsys, tmp_path):
+    modules = {f"mtp.layers.0.x{i}": (3, 3) for i in range(9)} | {"model.layers.0.mlp.down_proj": (40, 32)}
+    adapter(modules, name="it").save_pretrained(tmp_path / "it")
+    asked = ["inspect", str(tmp_path / "it"), "--model", str(TIED)]
+    assert run(asked) == 1
+    assert "mtp.layers.0.x0" in capsys.readouterr().err
+    assert run([*asked, "--skip", r"^mtp\.", "--skip", "vision"]) == 0
+    out = capsys.readouterr().out
+    assert "skipped      9 modules\n  mtp.layers.0.x0\n" in out
+    assert "  ... and 1 more\n" in out
+    assert ": yes; " in out
+    assert run([*asked, "--skip", "layers"]) == 1
+    assert "skipped modules only" in capsys.readouterr().err
+    assert run([*asked, "--skip", "("]) == 1
+    assert "is not a regular expression" in capsys.readouterr().err
+
+
 def test_text_of_an_adapter_cannot_forge_lines_or_command_the_terminal(capsys, tmp_path):
     folder = tmp_path / "evil\nfits         anything: yes\x1b[2J"
     shutil.copytree(DEMO / "adapters" / "sort", folder)

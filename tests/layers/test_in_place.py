@@ -217,7 +217,8 @@ def test_slot_arrays_are_their_own_filter():
     model = Model()
     manager = make_manager(model)
     _, params, ranks, slots = nnx.split(model, nnx.Param, SlotRanks, SlotParam)
-    assert {path[-1] for path in nnx.to_flat_state(ranks).paths} == {"jlora_ranks", "jlora_attend_ranks", "jlora_stamps"}
+    names = {path[-1] for path in nnx.to_flat_state(ranks).paths}
+    assert names == {"jlora_ranks", "jlora_attend_ranks", "jlora_stamps"}
     assert len(jax.tree.leaves(slots)) == 2 * len(manager._pool.sites)
     assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))
 

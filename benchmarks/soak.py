@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -206,8 +207,9 @@ class Counted(ManagerMachine):
 
     def teardown(self) -> None:
         error = sys.exception()
-        if error is not None and not type(error).__module__.startswith("hypothesis"):
+        if error is not None and Counted.error is None and not type(error).__module__.startswith("hypothesis"):
             Counted.error = error
+            traceback.print_exception(error)
         super().teardown()
 
 

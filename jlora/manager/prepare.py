@@ -113,7 +113,13 @@ class Batches:
         reloaded: set[Name] = set()
         try:
             while True:
-                loads = self._missing(asked, reloaded)
+                try:
+                    loads = self._missing(asked, reloaded, wait)
+                except NoFreeSlotError:
+                    if deadline is None or time.monotonic() >= deadline:
+                        raise
+                    time.sleep(POLL)
+                    continue
                 if loads and wait:
                     for load in loads:
                         self._host.wait(load, deadline)
@@ -145,8 +151,13 @@ class Batches:
             self._queue.popleft()
         return not self._queue or self._queue[0] is ticket
 
-    def _missing(self, asked: Asked, reloaded: set[Name]) -> list[Load]:
-        """The loads that a batch has to wait for, each wanted once more by this call."""
+    def _missing(self, asked: Asked, reloaded: set[Name], wait: bool) -> list[Load]:
+        """The loads that a batch has to wait for, each wanted once more by this call.
+
+        Raises:
+          NoFreeSlotError: there are no slots for all of them now, if it waits. Loaded all the same, they would evict
+            each other from the host, and be loaded again, for ever.
+        """
         loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
@@ -168,6 +179,8 @@ class Batches:
                         self._host.newest(name)  # raises
                         continue
                     request = known
+                if wait:
+                    self._keep(asked)
                 load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
@@ -176,6 +189,27 @@ class Batches:
             for load in loads:
                 load.wanted += 1
         return loads
+
+    def _keep(self, asked: Asked) -> None:
+        """Before a load: see that all of a batch fit into the slots, and so on the host, and that it evicts others."""
+        contents = self._contents(asked)
+        wanted = {contents.get(name, name.name if isinstance(name, LoRARequest) else name) for name in asked.adapters}
+        leased, registry = self._leases.leased(), self._registry
+        stay = [
+            content
+            for content in self._slots.pool.table
+            if content is not None and content not in wanted
+            and (content in leased or (registry.newest(content) and registry.contents.pinned(content.name)))
+        ]  # fmt: skip
+        slots = len(self._slots.pool.table)
+        if len(wanted) + len(stay) > slots:
+            raise NoFreeSlotError(
+                f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
+                "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
+            )
+        for content in contents.values():
+            if registry.newest(content):
+                registry.contents.touch(content.name)
 
     def _contents(self, asked: Asked) -> dict[Name, Content]:
         """What each adapter of a batch is now; those that are not loaded are left out."""

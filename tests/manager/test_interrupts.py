@@ -313,7 +313,8 @@ class Signals:
     """Swap and step in the main thread while another sends SIGINT at random moments; check after each.
 
     Attributes:
-      caught: how often it was caught, where ("prepare", "step", "add", "check").
+      caught: how often it was caught, where ("prepare", "step", "add", "check"); "unraisable" where it came in a
+        finalizer or in a callback of the garbage collection (JAX has one), out of which Python lets nothing.
       rounds: how many of them were worked.
       answers: how many were compared.
       harm: called with what must not be. If it returns, things go on in a new world.
@@ -327,6 +328,7 @@ class Signals:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
+        self._unraisable = 0
         self._start()
 
     def _start(self) -> None:
@@ -339,9 +341,14 @@ class Signals:
         for name in NAMES:
             self.world.manager.add_adapter(adapter(name))
 
+    def _count(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        self._unraisable += 1
+        sys.__unraisablehook__(unraisable)
+
     def run(self, times: int) -> None:
         for _ in range(times):
             try:
+                sys.unraisablehook = self._count
                 self._load()
                 self._interrupted()
                 self.judge.check(lambda name: [adapter(name)])
@@ -352,16 +359,20 @@ class Signals:
                     raise
                 self.harm(harm)
                 self._start()
+            finally:
+                sys.unraisablehook = sys.__unraisablehook__
 
     def _interrupted(self) -> None:
         """Work until the signal comes."""
         world, doing, main = self.world, "nothing", threading.main_thread().ident
         assert main is not None
-        harm = None
+        harm, unraisable = None, self._unraisable
         timer = threading.Timer(self._rng.random() * 0.02, signal.pthread_kill, (main, signal.SIGINT))
         try:
             timer.start()
-            while True:
+            sent = False
+            while not sent:
+                sent = not timer.is_alive()  # then it has come by now, or comes in this round
                 try:
                     names = self._rng.sample(NAMES, 2)
                     doing = "prepare"
@@ -376,6 +387,10 @@ class Signals:
                     self.rounds += 1
                 except Exception as error:
                     harm = Harm("dead", f"in {doing}: {error!r}")
+            doing = "unraisable"
+            if unraisable == self._unraisable:
+                harm = harm or Harm("lost", "a signal")
+            self.caught[doing] += 1
         except KeyboardInterrupt:
             self.caught[doing] += 1
         timer.join()
@@ -393,7 +408,8 @@ def test_real_interrupts_harm_nothing() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "20"
-    assert "Exception ignored" not in done.stderr, done.stderr[-2000:]
+    ignored = [line for line in done.stderr.splitlines() if line.startswith("Exception ignored")]
+    assert all("_xla_gc_callback" in line for line in ignored), done.stderr[-2000:]  # that one is JAX's own
 
 
 def test_an_interrupted_block_has_closed_its_batch() -> None:

@@ -389,6 +389,26 @@ class ManagerMachine(RuleBasedStateMachine):
                     return jlora.NoFreeSlotError
         return None
 
+    def crowded(self, asked: list[Any], items: list[Item | None]) -> Any:
+        """Before a load for a batch: the error where it does not fit into the slots, or a use of what is there."""
+        books = self.books
+        wanted = [a if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
+        wanted = list(dict.fromkeys(books.get(w) or w if isinstance(w, str) else w for w in wanted if w is not None))
+        if any(isinstance(w, str) and w not in books.known for w in wanted):
+            return jlora.AdapterNotFoundError
+        stay = [
+            item
+            for item in books.slots
+            if item is not None and item not in wanted
+            and (books.leased(item) or (item in books.host and item.name in books.pinned))
+        ]  # fmt: skip
+        if len(wanted) + len(stay) > len(books.slots):
+            return jlora.NoFreeSlotError
+        for item in wanted:
+            if isinstance(item, Item):
+                books.touch_host(item)
+        return None
+
     @rule(data=st.data(), pin=st.booleans())
     def activate(self, data: st.DataObject, pin: bool) -> None:
         name = self.pick(data, [*self.books.known, *(item.name for item in self.books.host)])
@@ -446,7 +466,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if len(missing) > 1 or (missing and not wait):
             return  # several would be loaded at once, in any order
         timeout = None if missing else timeout  # a load takes as long as it takes
-        want = self.recalled(by_name)
+        want = self.crowded(asked, items) if missing and wait else None
+        if want is None:
+            want = self.recalled(by_name)
         if want is None:
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
             distinct = [item for item in dict.fromkeys(items) if item is not None]

@@ -1,6 +1,11 @@
 """`prepare`: what it refuses, what the batch holds, and that an unchanged batch costs no transfer."""
 
+import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ import pytest
 
 import jlora
 import jlora.layers.batch
-from tests.manager.tiny import make_adapter, same
+from tests.manager.tiny import make_adapter, make_world, same
 
 
 def load(world, *names):
@@ -192,3 +197,47 @@ def test_many_kinds_of_batches_are_served_right(world):
     for names in batches * 2:
         world.check(world.serve(names), [adapters[name] for name in names])
     assert len(world.manager._batches._kept) <= 8
+
+
+def in_time(call: Callable[[], Any]) -> Any:
+    """What a call returns or raises; in a thread, for it may hang."""
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return done.result(20)
+
+
+def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path) -> None:
+    """Loaded all the same, they would evict each other from the host cache, and be loaded again, for ever."""
+    world = make_world(max_loras=2, max_cpu_loras=2)
+    m = world.manager
+    a, b, c = (jlora.LoRARequest(name, str(tmp_path / name)) for name in "abc")
+    for name in "abc":
+        make_adapter(name).save_pretrained(tmp_path / name)
+    with pytest.raises(jlora.NoFreeSlotError, match="3 adapters need a slot, but of 2 slots 0 are"):
+        in_time(lambda: m.prepare([a, b, c]))
+    assert m.stats().host_loads == 0
+    with m.prepare([a, None, None]) as batch:
+        for timeout in (None, 0.05):
+            with pytest.raises(jlora.NoFreeSlotError, match="2 adapters need a slot, but of 2 slots 1 are"):
+                in_time(lambda timeout=timeout: m.prepare([b, c, None], timeout=timeout))
+        assert m.stats().host_loads == 1
+        # Who has time waits, and loads when there is room.
+        threading.Timer(0.1, batch.close).start()
+        in_time(lambda: m.prepare([b, c, None], timeout=20)).close()
+    assert set(m.slot_names) == {"b", "c"}
+
+
+def test_a_load_does_not_evict_what_the_same_batch_asks_for(tmp_path: Path) -> None:
+    world = make_world(max_loras=2, max_cpu_loras=2)
+    make_adapter("c").save_pretrained(tmp_path / "c")
+    for name in "ab":  # from memory: what is evicted of them is lost
+        world.manager.add_adapter(make_adapter(name))
+    request = jlora.LoRARequest("c", str(tmp_path / "c"))
+    world.check(world.serve(["a", request, None]), [make_adapter("a"), make_adapter("c"), None])

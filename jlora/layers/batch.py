@@ -12,11 +12,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax import Array
+from jaxtyping import Float, Int
 
 from jlora._compat import to_device
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
+from jlora.layers.mesh import across_mesh
 from jlora.layers.site import Site
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
@@ -318,21 +320,27 @@ def check_batch(batch: LoRABatch) -> None:
         raise LoRAError(_ABSENT)
 
 
-def _is_traced(value: object) -> bool:
-    return isinstance(value, jax.core.Tracer)
-
-
-def check_copy(batch: LoRABatch, path: str, stamps: jax.Array, out: jax.Array) -> jax.Array:
+def check_copy(
+    batch: LoRABatch, path: str, out: Float[Array, "*lead N"], stamps: Int[Array, "S"]
+) -> Float[Array, "*lead N"]:
     """`out` of the stamped layer; NaN where that belongs to a copy of the model which missed a write of a slot.
 
     Inside a traced function nothing can raise when it runs. Called without one, this does.
     """
-    missed: jax.Array = (stamps.at[batch.slots].get(mode="clip") < batch.stamps).any()
-    if _is_traced(missed):
-        return jnp.where(missed, jnp.nan, out)
-    if missed:
+
+    def compare(out: Array, stamps: Array, slots: Array, needed: Array) -> Array:
+        return jnp.where(_missed(stamps, slots, needed), jnp.nan, out)
+
+    operands = stamps, batch.slots, batch.stamps
+    if any(isinstance(operand, jax.core.Tracer) for operand in (out, *operands)):
+        return across_mesh(compare, out, *operands)
+    if _missed(*operands):
         raise LoRAError(_COPY.format(path=path))
     return out
+
+
+def _missed(stamps: Array, slots: Array, needed: Array) -> Array:
+    return (stamps.at[slots].get(mode="clip") < needed).any()
 
 
 def make_batch(

@@ -11,7 +11,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
-from jlora.layers.linear import NO_LAYOUT, across_mesh, add_delta, first_input, parameters_of, slot_arrays
+from jlora.layers.linear import NO_LAYOUT, add_delta, first_input, parameters_of, slot_arrays
+from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import enter_site
 from jlora.layers.site import Site

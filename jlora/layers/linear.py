@@ -3,18 +3,18 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import AxisType
 from jaxtyping import Float
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
+from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import check_slots_fresh, enter_site
 from jlora.layers.site import Site
@@ -110,27 +110,6 @@ def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     return a, b, ranks
-
-
-def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
-    """`compute(base, *args)`, of base's shape and sharding.
-
-    Where axes of the mesh are Explicit, JAX wants the sharding of each intermediate value written out; inside, the
-    compiler is asked to find them, as it does everywhere else.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is_explicit(kind))
-    if not explicit:
-        return compute(base, *args)
-    auto = cast(
-        "Callable[..., Array]",
-        jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding),
-    )
-    return auto(base, *args)
-
-
-def _is_explicit(kind: AxisType) -> bool:
-    return kind == AxisType.Explicit
 
 
 def _rows(

@@ -89,7 +89,7 @@ class _Scope:
     def checked(self, layer: nnx.Module, site: Site, out: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
         """What a layer computed; the one that has the model's stamps tells whether that is the model of the batch."""
         assert self.batch is not None
-        return check_copy(self.batch, site.path, vars(layer)[site.stamps][...], out) if site.stamped else out
+        return check_copy(self.batch, site.path, out, vars(layer)[site.stamps][...]) if site.stamped else out
 
     def _runs(self, layout: tuple[Any, int], site: Site) -> tuple[Int[Array, "runs"], int]:
         """Slot of each run of rows, and the rows of a run."""

@@ -3,6 +3,7 @@
 import threading
 import time
 import traceback
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class _Ticket:
     """A place in the queue for slots.
 
     Attributes:
-      deadline: until when; None once its holder has left. One that an interrupt kept from saying so is over then, too.
+      deadline: until when; None once its holder has left, or where it does not wait.
     """
 
     deadline: float | None
@@ -78,7 +79,8 @@ class Batches:
         self._host = host
         self._dispatch, self._books = locks
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._queue: deque[_Ticket] = deque()  # who waits for slots, in order of arrival
+        # Who waits for slots, in order of arrival. Weak: an interrupt may keep one from saying that it has left.
+        self._queue: deque[weakref.ref[_Ticket]] = deque()
 
     def clear(self) -> None:
         self._kept.clear()
@@ -116,7 +118,7 @@ class Batches:
                 try:
                     loads = self._missing(asked, reloaded, wait)
                 except NoFreeSlotError:
-                    if deadline is None or time.monotonic() >= deadline:
+                    if not self._lined_up(ticket):
                         raise
                     time.sleep(POLL)
                     continue
@@ -137,19 +139,25 @@ class Batches:
                         self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
                         return self._batch(asked, contents, keep=wait)
                     except NoFreeSlotError:
-                        if deadline is None or time.monotonic() >= deadline:
+                        if not self._lined_up(ticket):
                             raise
-                        if ticket not in self._queue:
-                            self._queue.append(ticket)
                 time.sleep(POLL)
         finally:
             ticket.deadline = None
 
+    def _lined_up(self, ticket: "_Ticket") -> bool:
+        """Whether there is time to wait; then the ticket has its place in the queue."""
+        if ticket.over:
+            return False
+        if not any(place() is ticket for place in tuple(self._queue)):
+            self._queue.append(weakref.ref(ticket))
+        return True
+
     def _first(self, ticket: "_Ticket") -> bool:
         """Whether nobody came before; those who left are struck off here."""
-        while self._queue and self._queue[0].over:
+        while self._queue and ((first := self._queue[0]()) is None or first.over):
             self._queue.popleft()
-        return not self._queue or self._queue[0] is ticket
+        return not self._queue or self._queue[0]() is ticket
 
     def _missing(self, asked: Asked, reloaded: set[Name], wait: bool) -> list[Load]:
         """The loads that a batch has to wait for, each wanted once more by this call.

@@ -9,13 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-flags = {"xla_force_host_platform_device_count": 8}
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Nearly all programs run once: most of the suite's time goes into LLVM's optimisations otherwise.
-    flags["xla_backend_optimization_level"] = 0
-for name, value in flags.items():
-    if name not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{name}={value}"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import jaxtyping

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -98,8 +99,8 @@ def einsum_spec(
     shape: Sequence[int],
     param: str = "w",
     *,
-    in_index: Sequence[int] | None = None,
-    out_index: Sequence[int] | None = None,
+    in_index: Sequence[int] | np.ndarray | None = None,
+    out_index: Sequence[int] | np.ndarray | None = None,
 ) -> LinearSpec:
     """The spec of a layer that computes `einsum(equation, x, kernel)`.
 

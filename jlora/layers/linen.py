@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.nnx.bridge import variables as bridge
@@ -39,13 +40,13 @@ class LinenDense(LinenNode):
 class LinenEmbed(LinenNode):
     """The variables of an `nn.Embed`."""
 
-    def lookup(self, inputs: jax.Array, module: nn.Embed) -> jax.Array:
+    def lookup(self, inputs: jax.Array | np.ndarray, module: nn.Embed) -> jax.Array:
         return self._apply(inputs, module, "__call__")
 
-    def attend(self, query: jax.Array, module: nn.Embed) -> jax.Array:
+    def attend(self, query: jax.Array | np.ndarray, module: nn.Embed) -> jax.Array:
         return self._apply(query, module, "attend")
 
-    def _apply(self, x: jax.Array, module: nn.Embed, method: str) -> Any:
+    def _apply(self, x: jax.Array | np.ndarray, module: nn.Embed, method: str) -> Any:
         table = vars(self)["embedding"][...]
         return module.clone(parent=None, name=None).apply({"params": {"embedding": table}}, x, method=method)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from jlora._compat import trace_state_clean
 from jlora.errors import LoRAError, LoRAUsageError
@@ -36,7 +36,7 @@ class RowMap:
       LoRAUsageError: `source` is no vector of integers, or `length` is not positive.
     """
 
-    source: Int[Array | np.ndarray, "M"]
+    source: Integer[Array | np.ndarray, "M"]
     of: Literal["sequences", "tokens"] = "sequences"
     length: int | None = None
     # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.

@@ -109,6 +109,11 @@ class Site:
         return f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks"
 
     @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot: A, B, ranks and stamps."""
+        return self.spec.slot_nbytes + (4 * (self.spec.layers or 1) if self.stamped else 0)
+
+    @property
     def stamps(self) -> str:
         """Name of the layer attribute that holds the stamps."""
         return f"{self.prefix}_stamps"

@@ -40,8 +40,8 @@ class LinearSpec:
     in_axes: tuple[int, ...] = (0,)
     out_axes: tuple[int, ...] = (1,)
     rows: Rows | None = None
-    in_index: "Index | Sequence[int] | None" = None
-    out_index: "Index | Sequence[int] | None" = None
+    in_index: "Index | Sequence[int] | np.ndarray | None" = None
+    out_index: "Index | Sequence[int] | np.ndarray | None" = None
     real_vocab: int | None = None
 
     def __post_init__(self):
@@ -167,7 +167,7 @@ class Index:
         return jnp.where(is_real.reshape(shape), real[..., source], values)
 
 
-def as_index(name: str, positions: Index | Sequence[int] | None, total: int) -> Index | None:
+def as_index(name: str, positions: Index | Sequence[int] | np.ndarray | None, total: int) -> Index | None:
     """None for all features in order. Raises `LoRAUsageError` for what is no index of different features."""
     if positions is None or isinstance(positions, Index):
         return positions

@@ -1,6 +1,5 @@
 """What a write of slot arrays computes: blocks of an adapter put into one slot of many layers."""
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,7 +9,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jlora._compat import Device
 from jlora.layers.site import SlotSpec
 
 
@@ -21,8 +19,6 @@ def write_block(
     block_a: Float[Array, "rows n step K"],
     block_b: Float[Array, "rows step N"],
     where: Int[Array, "3"],
-    *,
-    device: Device | None,
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, with a block written into one slot of each.
 
@@ -31,13 +27,8 @@ def write_block(
       all_a, all_b: the arrays of as many sites as the block has rows; of one site where it is a stack of layers.
       block_a, block_b: factors of some ranks.
       where: [slot, first layer of a stack, first rank].
-      device: the one `jax.Device` that the arrays lie on; None where they lie on several.
     """
     slot, layer, start = where
-    if device is not None and len(all_a) > 1 and _one_launch(device, spec):
-        from jlora.pallas.triton.write import write_rows  # a slow import, and only GPUs need it
-
-        return write_rows(all_a, all_b, block_a, block_b, slot, start)
     zero = jnp.zeros((), jnp.int32)
     lead = (slot,) if spec.layers is None else (layer, slot)
     written: list[jax.Array] = []
@@ -46,14 +37,6 @@ def write_block(
             update = block[i][None] if spec.layers is None else block[:, None]
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
-
-
-def _one_launch(device: Device, spec: SlotSpec) -> bool:
-    if device.platform not in ("gpu", "cuda"):
-        return False
-    from jlora.pallas.triton.write import can_write
-
-    return can_write(device, max(math.prod(shape) for shape in spec.shapes))
 
 
 def write_ranks(

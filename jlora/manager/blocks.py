@@ -15,7 +15,7 @@ import numpy as np
 from jlora.layers.site import Site, SlotSpec
 
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
-MAX_ROWS = 32  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
+MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
 Row = tuple[Site, int]
 

@@ -335,13 +335,6 @@ class Pool:
 _is_deleted = operator.methodcaller("is_deleted")
 
 
-def _one_device(where: Where) -> Device | None:
-    """The device, where there is one and no mesh."""
-    if isinstance(where, SingleDeviceSharding):
-        (where,) = cast("set[Device]", where.device_set)
-    return where if isinstance(where, Device) else None
-
-
 def _where(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
 
@@ -377,11 +370,9 @@ def _compiled_write(spec: SlotSpec, rows: int, stack: tuple[int, ...], lie: tupl
     """
     step = rank_step(spec)
     count = len(lie) // 2
-    devices = set(map(_one_device, lie))
-    device = devices.pop() if len(devices) == 1 else None
 
     def write(arrays: Arrays, a: jax.Array, b: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, device=device)
+        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where)
         return *written, _stamped(arrays[-1], where[0], number)
 
     shape_a, shape_b, _ = spec.shapes

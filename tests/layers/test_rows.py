@@ -105,6 +105,7 @@ def test_deeper_rows_show_no_length(world):
                 step(world.model, normal(3, 2, 4, K), normal(rows, K), batch)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("length", [0, -1, 1.5, "2"])
 def test_a_length_is_a_positive_integer(world, length):
     with pytest.raises(jlora.LoRAUsageError, match="length must be"):

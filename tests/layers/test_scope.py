@@ -308,6 +308,7 @@ def test_batch_of_another_manager(served):
         serve(model, TOKENS, batch)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_what_is_no_batch(served):
     _, manager, _, _ = served
     with pytest.raises(LoRAError, match=r"takes a LoRABatch from manager.prepare.* got list"), use(NAMES):  # type: ignore

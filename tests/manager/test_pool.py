@@ -86,7 +86,7 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
 
 
 def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(rng, monkeypatch):
-    """224 sites of three specs in chunks of 32 at most. The ranks are those that the slot had."""
+    """224 sites of three specs in chunks of 64 at most. The ranks are those that the slot had."""
     model = Blocks(32)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
     adapters = {name: block_adapter(name, 32, rng) for name in "abc"}
@@ -102,7 +102,7 @@ def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(r
     monkeypatch.setattr(manager._pool, "_run", lambda *args: (ran.append(args[0]), run(*args)))
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
-    assert len(ran) == 7
+    assert len(ran) == 4
     assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * 32 + STAMP
     factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
     assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * 32

@@ -13,11 +13,8 @@ import pytest
 from jlora.pallas import api, triton
 from jlora.pallas.gpus import GPU, current_gpu, platform
 from jlora.pallas.tables import too_large
-from jlora.pallas.triton import kernels
-from jlora.pallas.triton.write import write_rows
 from tests import oracle
 from tests.pallas.lowering import shared_memory
-from tests.pallas.test_triton_write import problem as block_problem
 from tests.pallas.test_xla import close, problem
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
@@ -98,7 +95,7 @@ def test_the_rule_for_99_kb_compiles_and_takes_no_more(rows, k, sizes, rank, gro
     plan = api.make_plan(jnp.zeros(rows, jnp.int32), num_groups=groups)
     shapes = (rows, sum(sizes)), (rows, k), (groups, len(sizes), rank, k), (groups, rank, sum(sizes))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    reason = too_large(kernels._problem(*arrays[1:], len(sizes), 16), SMALL)
+    reason = too_large(triton._problem(*arrays[1:], len(sizes), 16), SMALL)
     assert (reason is not None) == (rank == 512 and rows >= 32 and dtype != "bfloat16")
     if reason is None:
         run = jax.jit(partial(triton.add_lora, plan=plan, slice_sizes=sizes, ranks=None, gpu=SMALL))
@@ -113,25 +110,3 @@ def test_the_device_says_what_it_is():
     assert gpu.shared_memory == jax.devices()[0].shared_memory_per_block_optin
     assert gpu.capability is not None
     assert gpu.capability >= 80
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize(
-    ("rows", "slots", "slices", "ranks", "step", "k", "n"),
-    [(2, 1, 1, 1, 1, 1, 1), (3, 4, 1, 16, 16, 300, 7), (2, 3, 3, 40, 16, 5, 400), (32, 8, 2, 16, 16, 4096, 2048)],
-)
-def test_the_write_of_a_block(rng, rows, slots, slices, ranks, step, k, n, dtype):
-    """Every slot and both ends of the ranks; in place, and nothing beside it."""
-    all_a, all_b, a, b = block_problem(rng, rows, slots, slices, ranks, step, k, n, dtype)
-    want_a, want_b = [np.array(array) for array in all_a], [np.array(array) for array in all_b]
-    write = jax.jit(write_rows, donate_argnums=(0, 1))
-    for slot, start in [(slot, start) for slot in range(slots) for start in {0, ranks - step}]:
-        where = [array.unsafe_buffer_pointer() for array in (*all_a, *all_b)]
-        written = write(all_a, all_b, a, b, jnp.int32(slot), jnp.int32(start))
-        assert [array.unsafe_buffer_pointer() for array in written] == where
-        all_a, all_b = written[:rows], written[rows:]
-        for i in range(rows):
-            want_a[i][slot, :, start : start + step] = a[i]
-            want_b[i][slot, start : start + step] = b[i]
-    for got, want in zip((*all_a, *all_b), (*want_a, *want_b), strict=True):
-        np.testing.assert_array_equal(got, want)

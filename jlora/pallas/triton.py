@@ -1,4 +1,4 @@
-"""NVIDIA kernels through Pallas' Triton lowering. Nothing outside this folder knows of Triton.
+"""NVIDIA kernels through Pallas' Triton lowering. Nothing outside this file knows of Triton.
 
 Two kernels. Their grids are fixed numbers of programs that share out what the plan says is there, so work follows the
 tiles in use, while every sum is made in an order that only static sizes decide: which program computes a value, and

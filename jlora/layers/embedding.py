@@ -108,5 +108,5 @@ def _add_lookup(
 
     with jax.named_scope("lora"):
         ids = scope.row_slots(site, base)
-        out = across_mesh(compute, base, tokens, ids, plan, *slot_arrays(layer, site))
-        return scope.checked(layer, site, out)
+        base = scope.checked(layer, site, base)
+        return across_mesh(compute, base, tokens, ids, plan, *slot_arrays(layer, site))

@@ -93,8 +93,8 @@ def add_delta(
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        out = across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
-        return scope.checked(layer, site, out)
+        base = scope.checked(layer, site, base)
+        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:

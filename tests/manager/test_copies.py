@@ -37,13 +37,19 @@ COPIES = [partial(nnx.clone, arrays=True), through_state, through_host, put_else
 ADAPTERS = {name: make_adapter(name, rank=2, modules=["layers.0.q_proj", "lm_head"]) for name in "abc"}
 
 
+@pytest.fixture(scope="module")
+def shared():
+    return make_world(max_loras=2)
+
+
 @pytest.fixture
-def loaded():
-    world = make_world(max_loras=2)
+def loaded(shared):
+    """One compiled step for all tests, and each begins with a and b in their slots."""
+    shared.reset()
     for adapter in ADAPTERS.values():
-        world.manager.add_adapter(adapter)
-    world.serve(["a", "b", None])
-    return world
+        shared.manager.add_adapter(adapter)
+    shared.serve(["a", "b", None])
+    return shared
 
 
 def step(world, model, names):
@@ -63,9 +69,8 @@ def test_a_copy_that_missed_a_write_gives_no_answer(loaded, duplicate):
     assert loaded.traces == [1]
 
 
-@pytest.mark.parametrize("duplicate", COPIES[:3])
-def test_called_without_jit_it_says_why(loaded, duplicate):
-    twin = duplicate(loaded.model)
+def test_called_without_jit_it_says_why(loaded):
+    twin = through_state(loaded.model)
     with loaded.manager.prepare(["c", None, None]) as batch, jlora.use(batch):
         with pytest.raises(LoRAError, match=r"embed: this copy of the model was made before an adapter of the batch"):
             twin(loaded.tokens)
@@ -201,9 +206,10 @@ def test_mapped_over_its_sequences(loaded):
         assert np.isnan(got[0]).all()
 
 
-def test_one_layer_has_the_stamps_and_unwrapping_takes_them_off(loaded):
-    model = loaded.model
+def test_one_layer_has_the_stamps_and_unwrapping_takes_them_off():
+    world = make_world()
+    model = world.model
     held = [path for path, _ in nnx.iter_graph(model) if path and str(path[-1]).endswith("stamps")]
     assert held == [("embed", "jlora_stamps")]
-    loaded.manager.unwrap()
+    world.manager.unwrap()
     assert not [path for path, _ in nnx.iter_graph(model) if path and "jlora" in str(path[-1])]

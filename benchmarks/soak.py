@@ -151,7 +151,7 @@ def every_line(part: Part, seed: int, share: float) -> None:
             injector = trials[name](at)
             part.done["interrupted" if injector.fired else "not_reached"] += 1  # a later run may take fewer lines
             places.add(injector.fired)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is counted as harm, and the next line has its turn
             part.blame(error, f"{name!r} interrupted at line {at}: {getattr(error, '__notes__', '')}:")
             if part.answers():
                 close(arena)
@@ -245,7 +245,7 @@ def stateful(part: Part, seed: int, steps: int) -> None:
             )  # fmt: skip
             if len(world.traces) > 1:
                 raise Harm("compiled", "the step")
-        except Exception as error:
+        except Exception as error:  # the same: counted, and the next seed has its turn
             part.blame(Counted.error or error, f"seed {seed}:")
             if part.answers():
                 close(world)

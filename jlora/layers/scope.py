@@ -86,10 +86,10 @@ class _Scope:
             self.plans[key] = plan
         return plan
 
-    def checked(self, layer: nnx.Module, site: Site, out: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
-        """What a layer computed; the one that has the model's stamps tells whether that is the model of the batch."""
+    def checked(self, layer: nnx.Module, site: Site, base: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
+        """The base output of a layer; NaN in the stamped layer of a copy that missed a write: see `check_copy`."""
         assert self.batch is not None
-        return check_copy(self.batch, site.path, out, vars(layer)[site.stamps][...]) if site.stamped else out
+        return check_copy(self.batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
     def _runs(self, layout: tuple[Any, int], site: Site) -> tuple[Int[Array, "runs"], int]:
         """Slot of each run of rows, and the rows of a run."""

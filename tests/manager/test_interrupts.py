@@ -389,7 +389,7 @@ class Signals:
                     doing = "add"
                     world.manager.add_adapter(adapter(names[0]), load_inplace=self._rng.random() < 0.5)
                     self.rounds += 1
-                except Exception as error:
+                except Exception as error:  # the signal may not come out as anything else
                     harm = Harm("dead", f"in {doing}: {error!r}")
             doing = "unraisable"
             if unraisable == self._unraisable:

@@ -15,6 +15,7 @@ from jlora.errors import NoFreeSlotError as NoFreeSlotError
 from jlora.layers.batch import LoRABatch as LoRABatch
 from jlora.layers.discover import register_layer as register_layer
 from jlora.layers.einsum import einsum_spec as einsum_spec
+from jlora.layers.experts import expert_delta as expert_delta
 from jlora.layers.linen import LinenModule as LinenModule
 from jlora.layers.rows import RowMap as RowMap
 from jlora.layers.rows import rows as rows
@@ -22,6 +23,7 @@ from jlora.layers.scope import use as use
 from jlora.layers.site import SlotParam as SlotParam
 from jlora.layers.site import SlotRanks as SlotRanks
 from jlora.layers.specs import EmbedSpec as EmbedSpec
+from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
 from jlora.layers.wrap import LayerInfo as LayerInfo
 from jlora.manager.leases import AdapterHandle as AdapterHandle

@@ -10,8 +10,8 @@ from flax import nnx
 
 from jlora.layers.discover import walk
 from jlora.layers.site import Site, set_attribute
-from jlora.layers.specs import EmbedSpec, LinearSpec
-from jlora.layers.wrap import WrappedModel, take_off
+from jlora.layers.specs import LinearSpec
+from jlora.layers.wrap import WrappedModel, spec_of, take_off
 
 _TABLES = {"lookup": "jlora_lookup_table", "attend": "jlora_attend_table"}
 
@@ -32,11 +32,11 @@ def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Mo
 
 
 def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b: np.ndarray) -> None:
-    """Add a [(layers,) n, r, K] and b [(layers,) r, N] to the kernel of a layer of an unwrapped copy, in float32.
+    """Add a [(layers,) (E,) n, r, K] and b [.., r, N] to the kernel of a layer of an unwrapped copy, in float32.
 
     A table that serves lookup and logits keeps its values: either method then reads a merged copy of its own.
     """
-    spec: LinearSpec | EmbedSpec = vars(wrapped.modules[site])["jlora_spec"]
+    spec = spec_of(wrapped.modules[site], site)
     starts = np.cumsum((0, *site.spec.out_sizes))
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
     delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]

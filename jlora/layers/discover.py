@@ -1,6 +1,5 @@
 """Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,17 +9,20 @@ from flax import nnx
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.errors import LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
+from jlora.layers.experts import describe_grouped
 from jlora.layers.linen import LinenDense, LinenEmbed, describe_dense
 from jlora.layers.linen import describe_embed as describe_linen_embed
 from jlora.layers.specs import (
     Describe,
     EmbedSpec,
+    ExpertsSpec,
     Inferred,
     LinearSpec,
     Spec,
     describe_embed,
     describe_general,
     describe_linear,
+    own_attribute,
 )
 
 _describe: dict[type[nnx.Module], Describe] = {
@@ -114,20 +116,14 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     return below(model, "", ())
 
 
-def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
-    """An attribute that an object or its class really has: a `__getattr__` that answers to everything is not asked."""
-    missing = object()
-    if inspect.getattr_static(obj, name, missing) is missing:
-        return default
-    return getattr(obj, name)
-
-
 def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     cls = type(module)
     base: type[nnx.Module] | None = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
     reasons: dict[str, str] = {}
     inferred = None
-    if base is None:
+    if base is None and is_mapping(own_attribute(module, "grouped_products")):
+        spec = describe_grouped(module)
+    elif base is None:
         spec = _einsum_by_equation(module)
         if isinstance(spec, LinearSpec):
             inferred = Inferred(f"{cls.__name__} was taken for an einsum by its equation and its only parameter")
@@ -138,15 +134,24 @@ def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
         inferred = Inferred(f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one")
     if isinstance(spec, EmbedSpec):
         inferred, (spec, reasons) = None, _kept_methods(spec, cls, base or cls, aliases[0])
-    if isinstance(spec, LinearSpec | EmbedSpec):
+    if isinstance(spec, ExpertsSpec):
+        for name, product in spec.products.items():
+            if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
+                raise LoRAUsageError(
+                    f"{aliases[0]}: {cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what "
+                    "it computes; register the class itself with an ExpertsSpec"
+                )
+            if problem := _contradiction(module, product, spec.experts) or _unsliced(name, product, spec):
+                raise LoRAUsageError(f"{aliases[0]} ({cls.__name__}): {name}: {problem}")
+    elif isinstance(spec, LinearSpec | EmbedSpec):
         problem = _contradiction(module, spec)
         if problem and inferred is None:
             raise LoRAUsageError(f"{aliases[0]} ({cls.__name__}): {problem}")
         spec = problem or spec
     elif not isinstance(spec, str):
         raise LoRAUsageError(
-            f"{aliases[0]} ({cls.__name__}): describe must return a LinearSpec, an EmbedSpec or a string that says why "
-            f"not, got {type(spec).__name__}"
+            f"{aliases[0]} ({cls.__name__}): describe must return a LinearSpec, an EmbedSpec, an ExpertsSpec "
+            f"or a string that says why not, got {type(spec).__name__}"
         )
     return Found(module, aliases, spec, inferred if isinstance(spec, LinearSpec) else None, reasons)
 
@@ -157,7 +162,7 @@ def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
         spec = _describe[base](module)
     except Exception as error:  # written for the base class: it may ask for what the subclass does not have
         spec = f"{type(module).__name__} is not the {base.__name__} that it derives from ({error!r})"
-    if isinstance(spec, str) or spec.param in vars(module):
+    if isinstance(spec, str | ExpertsSpec) or spec.param in vars(module):
         return spec
     return _einsum_by_equation(module)
 
@@ -204,16 +209,25 @@ def _kept_methods(spec: EmbedSpec, cls: type, base: type, path: str) -> tuple[Sp
     return replace(spec, **dict.fromkeys(reasons)), reasons
 
 
-def _contradiction(module: nnx.Module, spec: Spec) -> str | None:
-    """What the parameter of a layer says against its spec."""
+def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
+    slices = len(spec.names[name])
+    if product.real_out % slices:
+        return f"its {product.real_out} outputs are no {slices} slices of one size, as its names say"
+    return None
+
+
+def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None = None) -> str | None:
+    """What the parameter of a layer says against its spec. With `experts`, it has an axis of them first."""
     param: nnx.Variable[Any] | None = vars(module).get(spec.param)
     if not isinstance(param, nnx.Variable):
         return f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(_variables(module))}"
     shape: tuple[int, ...] = tuple(param.get_value().shape)
     dtype = param.get_value().dtype
     axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
-    if len(shape) < len(axes):
+    if len(shape) < len(axes) + (experts is not None):
         return f"its parameter {spec.param!r} has shape {shape}, and its spec names {len(axes)} axes"
+    if experts is not None and shape[-len(axes) - 1] != experts:
+        return f"its parameter {spec.param!r} has shape {shape}, and its spec says {experts} experts before its axes"
     own = shape[len(shape) - len(axes) :]
     if sorted(axes) != list(range(len(axes))):
         return f"in_axes and out_axes must name each axis of {spec.param!r} {own} once, got {axes}"

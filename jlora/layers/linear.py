@@ -16,6 +16,7 @@ from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
@@ -60,15 +61,18 @@ def add_delta(
     base: Float[Array, "*lead N"],
     x: Float[Array, "*lead K"],
     spec: LinearSpec,
+    row_map: RowMap | None = None,
 ) -> Float[Array, "*lead N"]:
     """`base` plus the LoRA of every row in an open scope; features that are padding stay the base's bits.
+
+    `row_map` is what the layer itself says of its rows, where they are not the batch's: those of experts.
 
     Raises:
       LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
     """
     if not base.size:
         return base
-    plan = scope.plan(site, base)
+    plan = scope.plan(site, base, row_map)
     if plan is None:
         note_unserved(site, NO_LAYOUT)
         return base
@@ -98,17 +102,19 @@ def add_delta(
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
-    """A [S, n, R, K], B [S, R, N] and ranks [S, n] of a layer inside the forward."""
+    """A [G, n, R, K], B [G, R, N] and ranks [G, n] of a layer inside the forward; G = S, or S * E of experts."""
     a: Array
     b: Array
     ranks: Array
     a, b, ranks = (vars(layer)[name][...] for name in site.attributes)
     check_slots_fresh(site.path, a)
-    if a.ndim != 4:
+    if a.ndim != (4 if site.spec.experts is None else 5):
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
+    if site.spec.experts is not None:
+        a, b, ranks = (array.reshape(-1, *array.shape[2:]) for array in (a, b, ranks))
     return a, b, ranks
 
 

@@ -29,16 +29,19 @@ class RowMap:
       source: integers [M], for row m of the layer the index of the sequence (or token) that it belongs to. Rows with an
         index outside the batch take no adapter.
       of: whether `source` counts the batch's sequences, or its tokens: the packed rows, or [B, L] flattened.
+      expert: integers [M], the expert of each row of a mixture-of-experts layer's products; rows with an index that
+        none has (another shard's, say) take no adapter. None elsewhere.
       length: L, needed where `of="tokens"`, rows are not packed and neither `prepare(..., length=)` nor an earlier
         layer's [B, L] rows have said it.
 
     Raises:
-      LoRAUsageError: `source` is no vector of integers, or `length` is not positive.
+      LoRAUsageError: `source` or `expert` is no vector of integers, they differ in length, or `length` is not positive.
     """
 
     source: Integer[Array | np.ndarray, "M"]
     of: Literal["sequences", "tokens"] = "sequences"
     length: int | None = None
+    expert: Integer[Array | np.ndarray, "M"] | None = None
     # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.
     trace_key: object = field(default_factory=object, init=False, repr=False)
 
@@ -55,6 +58,14 @@ class RowMap:
             raise LoRAUsageError(f"RowMap.length must be a positive int, got {length!r}")
         # A narrow dtype would overflow where it is compared with the size of the batch.
         object.__setattr__(self, "source", source.astype(jnp.int32) if source.dtype.itemsize < 4 else source)
+        if self.expert is not None:
+            expert = jnp.asarray(self.expert)
+            if expert.shape != source.shape or not jnp.issubdtype(expert.dtype, jnp.integer):
+                raise LoRAUsageError(
+                    f"RowMap.expert must be integers {list(source.shape)}, one for each row of source, got "
+                    f"{expert.dtype}{list(expert.shape)}"
+                )
+            object.__setattr__(self, "expert", expert.astype(jnp.int32) if expert.dtype.itemsize < 4 else expert)
 
     def slots(
         self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int], none: int
@@ -76,6 +87,13 @@ class RowMap:
         inside = (index >= 0) & (index < table.shape[0])
         found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
         return jnp.where(inside, found, none).astype(jnp.int32)
+
+    def groups(self, slots: Int[Array, "M"], num_slots: int, experts: int) -> Int[Array, "M"]:
+        """slot * experts + expert of each row; num_slots * experts for a row that takes no adapter."""
+        assert self.expert is not None
+        expert = jnp.asarray(self.expert).astype(jnp.int32)
+        served = (slots >= 0) & (slots < num_slots) & (expert >= 0) & (expert < experts)
+        return jnp.where(served, slots * experts + expert, num_slots * experts)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class _Scope:
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
         self.trace: Any = jax.extend.core.get_opaque_trace_state()
         self.plans: dict[Any, Plan] = {}
+        self.row_maps: dict[tuple[int, int, str, int | None], RowMap] = {}
 
     def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "M"]:
         """The slot of each row of `base`, where `plan` found a layout for them."""
@@ -57,34 +58,43 @@ class _Scope:
         ids, repeats = self._runs(layout, site)
         return jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
 
-    def plan(self, site: Site, base: Float[Array, "*lead N"]) -> Plan | None:
+    def plan(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> Plan | None:
         """The plan of the rows of `base`, made once and shared by all layers. None where they fit no layout.
 
-        A layer without a plan gives its base output. An adapter that brings weights for it is refused when the scope
-        closes, and every other is served.
+        `row_map` is what the layer itself says of its rows, if it does. A layer without a plan gives its base output;
+        an adapter that brings weights for it is refused when the scope closes, and every other is served.
         """
-        layout = self._layout(site, base)
+        layout = self._layout(site, base, row_map)
         if isinstance(layout, str):
             self.unserved.setdefault(site, layout)
             return None
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
-        key = (layout, site.spec.num_slots, site.backend)
+        key = (layout, site.spec.num_slots, site.spec.experts, site.backend)
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None
         ids, repeats = self._runs(layout, site)
+        experts = site.spec.experts or 1
         plan = make_plan(
             ids,
-            num_groups=site.spec.num_slots,
-            max_active=self.batch.layout.num_sequences,
+            num_groups=site.spec.num_slots * experts,
+            max_active=self.batch.layout.num_sequences * experts,
             repeats=repeats,
             backend=site.backend,
         )
         if keep:
             self.plans[key] = plan
         return plan
+
+    def shared(self, row_map: object) -> object:
+        """The first map of the same arrays, so that the products of one layer share a plan; what is no map stays."""
+        if not isinstance(row_map, RowMap) or row_map.expert is None:
+            return row_map
+        # The maps that are kept hold the arrays, so no other can have their identity.
+        key = id(row_map.source), id(row_map.expert), row_map.of, row_map.length
+        return self.row_maps.setdefault(key, row_map)
 
     def checked(self, layer: nnx.Module, site: Site, base: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
         """The base output of a layer; NaN in the stamped layer of a copy that missed a write: see `check_copy`."""
@@ -101,6 +111,8 @@ class _Scope:
             if self.batch.layout.length is not None:
                 lengths = {self.batch.layout.length}
             ids = kind.slots(sequences, self.batch.token_slots, frozenset(lengths), site.spec.num_slots)
+            if site.spec.experts is not None:
+                ids = kind.groups(ids, site.spec.num_slots, site.spec.experts)
         elif kind == "packed":
             ids = self.batch.token_slots
             assert ids is not None
@@ -108,14 +120,23 @@ class _Scope:
             ids = sequences
         return ids, repeats
 
-    def _layout(self, site: Site, base: Float[Array, "*lead N"]) -> tuple[Any, int] | str:
+    def _layout(
+        self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None
+    ) -> tuple[Any, int] | str:
         """(a RowMap or "packed", 1), or ("sequences", rows of each sequence); or why the rows fit no layout."""
         assert self.batch is not None
         lead = base.shape[:-1]
-        if (row_map := current_rows(site.path, staged)) is not None:
+        if row_map is None:
+            row_map = current_rows(site.path, staged)
+        if (site.spec.experts is not None) != (row_map is not None and row_map.expert is not None):
+            raise LoRAUsageError(
+                f"{site.path}: a RowMap with `expert` is for the products of experts, and needed there"
+                + ("" if site.spec.experts is None else "; none was given")
+            )
+        if row_map is not None:
             if math.prod(lead) != row_map.source.shape[0]:
                 raise LoRAUsageError(
-                    f"{site.path}: {math.prod(lead)} rows of shape {lead} inside jlora.rows of a RowMap of "
+                    f"{site.path}: {math.prod(lead)} rows of shape {lead}, and a RowMap of "
                     f"{row_map.source.shape[0]} rows"
                 )
             return row_map, 1

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
-from jlora.layers.discover import Found, own_attribute
-from jlora.layers.specs import EmbedSpec
+from jlora.layers.discover import Found
+from jlora.layers.specs import EmbedSpec, own_attribute
 
 # "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
 PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]

@@ -1,5 +1,6 @@
 """What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,7 +25,7 @@ class SlotRanks(SlotParam):
 class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites of equal specs are staged and written together.
 
-    A [(layers,) S, n, R, K]; B [(layers,) S, R, N]; ranks [(layers,) S, n], int32.
+    A [(layers,) S, (E,) n, R, K]; B [(layers,) S, (E,) R, N]; ranks [(layers,) S, (E,) n], int32.
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -33,6 +34,7 @@ class SlotSpec:
       out_sizes: sizes of the n output slices; their sum is N.
       max_rank: R.
       dtype: of A and B, by name: "bfloat16", "float16" or "float32".
+      experts: E, where every expert has factors of its own, else None.
     """
 
     layers: int | None
@@ -41,6 +43,7 @@ class SlotSpec:
     out_sizes: tuple[int, ...]
     max_rank: int
     dtype: str
+    experts: int | None = None
 
     @property
     def out_features(self) -> int:
@@ -55,9 +58,14 @@ class SlotSpec:
         return () if self.layers is None else (self.layers,)
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """((layers,) (experts,)): a site has a pair of factors for each, numbered in C order."""
+        return self.stack if self.experts is None else (*self.stack, self.experts)
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of A, B and the ranks."""
-        lead = (*self.stack, self.num_slots)
+        lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
             (*lead, self.slices, self.max_rank, self.in_features),
             (*lead, self.max_rank, self.out_features),
@@ -68,7 +76,7 @@ class SlotSpec:
     def slot_nbytes(self) -> int:
         """Bytes of one slot: A, B and ranks."""
         values = self.max_rank * (self.slices * self.in_features + self.out_features)
-        return (self.layers or 1) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
+        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
-"""What a layer class computes: `LinearSpec` and `EmbedSpec`, and those of Flax's own classes."""
+"""What a layer class computes: `LinearSpec`, `EmbedSpec`, `ExpertsSpec`, and those of Flax's own classes."""
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -110,7 +111,51 @@ class EmbedSpec:
         return self.vocab if self.real_vocab is None else self.real_vocab
 
 
-Spec: TypeAlias = LinearSpec | EmbedSpec
+@dataclass(frozen=True, eq=False)
+class ExpertsSpec:
+    """What jlora must know of the experts of a mixture-of-experts layer: the grouped products that they make.
+
+    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served where it is a method
+    of the class, which takes rows [*lead, K] first and returns [*lead, N]; or where the class hands over rows and
+    result itself, with `jlora.expert_delta`. The router and shared experts are layers of their own.
+
+    Attributes:
+      experts: E, how many there are.
+      products: name of each product -> what one expert computes; `param` is [E, ...], the axes after the first those
+        of a `LinearSpec`. A product whose name is that of a method is served there.
+      rows: `rows(layer, name, x, *args, **kwargs)` -> the `RowMap` of the rows that the method got, with `expert`.
+        None where no product is a method.
+      names: product -> for each of its output slices, side by side, the names that checkpoints give the module of one
+        expert. Left out: the usual ones of "gate_up" (two slices), "up" and "down".
+    """
+
+    experts: int
+    products: Mapping[str, LinearSpec]
+    rows: Callable[..., Any] | None = None
+    names: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict[str, Sequence[Sequence[str]]])
+
+    def __post_init__(self):
+        _check_sizes(self, "experts")
+        if not self.products or not all(isinstance(spec, LinearSpec) for spec in self.products.values()):
+            raise LoRAUsageError("ExpertsSpec.products must map the name of each product to its LinearSpec")
+        names = {**{name: EXPERT_NAMES[name] for name in self.products if name in EXPERT_NAMES}, **self.names}
+        if names.keys() != self.products.keys() or not all(names.values()):
+            raise LoRAUsageError(
+                f"ExpertsSpec.names must say what checkpoints call the slices of {sorted(self.products)}, and names "
+                f"{sorted(names)}"
+            )
+        object.__setattr__(self, "names", names)
+
+
+# What transformers and Mixtral's own checkpoints call the projections of one expert.
+EXPERT_NAMES: Mapping[str, Sequence[Sequence[str]]] = {
+    "gate_up": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "up": (("up_proj", "w1"),),
+    "down": (("down_proj", "w2"),),
+}
+
+
+Spec: TypeAlias = LinearSpec | EmbedSpec | ExpertsSpec
 Describe: TypeAlias = Callable[[Any], Spec | str]
 
 
@@ -165,6 +210,14 @@ class Index:
         source[self.positions], is_real[self.positions] = np.arange(self.size), True
         shape = (1,) * (values.ndim - 1) + (self.total,)
         return jnp.where(is_real.reshape(shape), real[..., source], values)
+
+
+def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
+    """An attribute that an object or its class really has: a `__getattr__` that answers to everything is not asked."""
+    missing = object()
+    if inspect.getattr_static(obj, name, missing) is missing:
+        return default
+    return getattr(obj, name)
 
 
 def as_index(name: str, positions: Index | Sequence[int] | np.ndarray | None, total: int) -> Index | None:

@@ -16,13 +16,14 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.discover import Found, discover
 from jlora.layers.embedding import embed_methods
+from jlora.layers.experts import experts_methods, prefix_of
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
 from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
-from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 
 _SHARED = ("jlora_spec", "jlora_tracking")
-_ATTEND = "jlora_attend"
+_OWN, _ATTEND = "jlora", "jlora_attend"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class WrappedModel:
     @property
     def paths(self) -> dict[Site, str]:
         """Site -> the path of its layer."""
-        return {s: s.path.removesuffix(".attend") if s.prefix == _ATTEND else s.path for s in self.modules}
+        return {s: s.path if s.prefix == _OWN else s.path.rpartition(".")[0] for s in self.modules}
 
 
 def wrap_model(
@@ -191,13 +192,19 @@ def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
         delete_attribute(layer, name)
 
 
-def checkpoint_weight(wrapped: WrappedModel, site: Site, layer: int = 0) -> np.ndarray:
-    """The base weight of a site as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding."""
+def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
+    """What a wrapped layer computes at one of its sites."""
+    spec: Spec = vars(layer)["jlora_spec"]
+    return spec.products[site.prefix.removeprefix(prefix_of(""))] if isinstance(spec, ExpertsSpec) else spec
+
+
+def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> np.ndarray:
+    """The base weight of a row as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding."""
     module = wrapped.modules[site]
-    spec: LinearSpec | EmbedSpec = vars(module)["jlora_spec"]
+    spec = spec_of(module, site)
     weight = np.asarray(vars(module)[spec.param][...])
-    if site.spec.layers is not None:
-        weight = weight[layer]
+    if site.spec.rows:
+        weight = weight[np.unravel_index(row, site.spec.rows)]
     if isinstance(spec, EmbedSpec):
         return weight[: spec.rows]
     flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)
@@ -280,19 +287,19 @@ def _sites(
     spec, aliases = found.spec, found.aliases
     if isinstance(spec, str):
         return spec
+    if isinstance(spec, ExpertsSpec):
+        products = [_product_site(found, spec, name, config) for name in spec.products]
+        sites = [site for site in products if isinstance(site, Site)]
+        return sites or next(reason for reason in products if isinstance(reason, str))
     param: jax.Array = vars(found.module)[spec.param].get_value()
     axes = 2 if isinstance(spec, EmbedSpec) else len(spec.in_axes) + len(spec.out_axes)
-    shape = tuple(param.shape)
-    stack = len(shape) - axes
-    if stack > 1:
-        return f"its parameter has shape {shape}: {stack} axes more than one stack of layers"
-    dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
+    stored = _stored(param, axes, config)
+    if isinstance(stored, str):
+        return stored
+    layers, dtype = stored
 
     def slot_spec(k: int, sizes: tuple[int, ...]) -> SlotSpec:
-        layers = shape[0] if stack else None
-        return SlotSpec(layers, config.max_loras, k, sizes, config.max_lora_rank, dtype.name)
+        return SlotSpec(layers, config.max_loras, k, sizes, config.max_lora_rank, dtype)
 
     if isinstance(spec, LinearSpec):
         sizes, parts = slices(found.module, aliases, spec.real_out, packed)
@@ -312,6 +319,33 @@ def _sites(
         slots = slot_spec(spec.features, (spec.rows,))
         sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
+
+
+def _stored(param: jax.Array, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
+    """Layers of the stack that a parameter is, and the dtype of its slots; or why it has none."""
+    stack = param.ndim - axes
+    if stack > 1:
+        return f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers"
+    dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
+    return param.shape[0] if stack else None, dtype.name
+
+
+def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig) -> Site | str:
+    """The site of one grouped product of experts, or why it has none."""
+    linear, names = spec.products[name], spec.names[name]
+    stored = _stored(vars(found.module)[linear.param].get_value(), 1 + len(linear.in_axes + linear.out_axes), config)
+    if isinstance(stored, str):
+        return stored
+    layers, dtype = stored
+    sizes = (linear.real_out // len(names),) * len(names)
+    slots = SlotSpec(layers, config.max_loras, linear.real_in, sizes, config.max_lora_rank, dtype, spec.experts)
+    aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
+    parts = dict.fromkeys(aliases, (0, len(names)))
+    for i, called in enumerate(names):
+        parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
+    return Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
 
 
 def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
@@ -341,12 +375,19 @@ def _methods(found: Found, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]
     """(kind, name) of the methods that serve LoRA."""
     if isinstance(found.spec, LinearSpec):
         return (("linear", "__call__"),)
+    if isinstance(found.spec, ExpertsSpec):
+        names = [site.prefix.removeprefix(prefix_of("")) for site in sites]
+        return tuple(("experts", name) for name in names if callable(getattr(type(found.module), name, None)))
     assert isinstance(found.spec, EmbedSpec)
     names = {"embedding": ("lookup", found.spec.lookup), "linear": ("attend", found.spec.attend)}
     return tuple((role, name) for role, name in (names[site.kind] for site in sites) if name is not None)
 
 
-_MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {"linear": linear_methods, **embed_methods}
+_MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {
+    "linear": linear_methods,
+    "experts": experts_methods,
+    **embed_methods,
+}
 
 
 @functools.cache

@@ -24,17 +24,24 @@ def write_block(
 
     Args:
       spec: of the sites whose arrays these are.
-      all_a, all_b: the arrays of as many sites as the block has rows; of one site where it is a stack of layers.
+      all_a, all_b: the arrays of as many sites as the block has rows; of one site where it has several rows itself,
+        those of a stack of layers, or of experts of one layer.
       block_a, block_b: factors of some ranks.
-      where: [slot, first layer of a stack, first rank].
+      where: [slot, first row, first rank].
     """
-    slot, layer, start = where
+    slot, row, start = where
     zero = jnp.zeros((), jnp.int32)
-    lead = (slot,) if spec.layers is None else (layer, slot)
+    if spec.experts is None:
+        lead = (slot,) if spec.layers is None else (row, slot)
+    else:
+        lead = (*(() if spec.layers is None else (row // spec.experts,)), slot, row % spec.experts)
     written: list[jax.Array] = []
     for arrays, block, tail in ((all_a, block_a, (zero, start, zero)), (all_b, block_b, (start, zero))):
         for i, array in enumerate(arrays):
-            update = block[i][None] if spec.layers is None else block[:, None]
+            if spec.experts is not None:
+                update = block.reshape((1,) * (len(lead) - 1) + block.shape)
+            else:
+                update = block[i][None] if spec.layers is None else block[:, None]
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
 
@@ -45,7 +52,7 @@ def write_ranks(
     """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other."""
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
-        shape = (*spec.stack, spec.slices)
+        shape = (*spec.rows, spec.slices)
         size = int(np.prod(shape))
         block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
         written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))

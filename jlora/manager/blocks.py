@@ -1,10 +1,12 @@
 """How slots are cut into blocks: what is packed on the host, moved in one piece, and written by one program.
 
-A row is one site, or one layer of a stacked site. Rows of equal `SlotSpec` are cut into chunks; a block holds the
-factors of a chunk, or of one row of it, for `rank_step` ranks. So an adapter moves what it brings: chunks whose rows it
-all brings in one block, others row by row, and of the ranks only the blocks that it has.
+A row is one site, or one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are cut into
+chunks; a block holds the factors of a chunk, or of one row of it, for `rank_step` ranks. So an adapter moves what it
+brings: chunks whose rows it all brings in one block (of experts at least half of them), others row by row, and of the
+ranks only the blocks that it has.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ class Chunk:
 
     Attributes:
       spec: of all of its sites.
-      sites: several, of one row each; or one stacked site.
-      first: the first layer of a stacked site.
+      sites: several, of one row each; or one site of several rows, which is a stack of layers or has experts.
+      first: the first row of such a site.
       count: how many rows.
     """
 
@@ -38,9 +40,9 @@ class Chunk:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        if self.spec.layers is None:
+        if not self.spec.rows:
             return tuple((site, 0) for site in self.sites)
-        return tuple((self.sites[0], layer) for layer in range(self.first, self.first + self.count))
+        return tuple((self.sites[0], row) for row in range(self.first, self.first + self.count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +94,21 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
         groups.setdefault(site.spec, []).append(site)
     chunks: list[Chunk] = []
     for spec, members in groups.items():
-        most = max(1, min(MAX_ROWS, max_bytes // row_nbytes(spec)))
-        if spec.layers is None:
+        most = max(1, max_bytes // row_nbytes(spec))
+        if not spec.rows:
+            most = min(MAX_ROWS, most)
             members = sorted(members, key=lambda site: re.sub(r"\d+", "", site.path))  # stable: layers stay in order
             start = 0
             for count in _even(len(members), most):
                 chunks.append(Chunk(spec, tuple(members[start : start + count]), 0, count))
                 start += count
         else:
+            inner = spec.rows[-1]  # a block lies within one layer where there are experts
             for site in members:
-                first = 0
-                for count in _even(spec.layers, most):
-                    chunks.append(Chunk(spec, (site,), first, count))
-                    first += count
+                for first in range(0, math.prod(spec.rows), inner):
+                    for count in _even(inner, most):
+                        chunks.append(Chunk(spec, (site,), first, count))
+                        first += count
     return tuple(chunks)
 
 
@@ -124,20 +128,24 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
     blocks: list[Block] = []
     for chunk in chunks:
         brought = [i for i, row in enumerate(chunk.rows) if row in factors]
-        whole = len(brought) == chunk.count
+        # Where experts are missing, their rows of a block are zeros: many small writes would take longer.
+        whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
         for indices in [list(range(chunk.count))] if whole else [[i] for i in brought]:
-            found = [factors[chunk.rows[i]] for i in indices]
-            for start in rank_starts(chunk.spec, max(b.shape[0] for _, b in found)):
+            found = [factors.get(chunk.rows[i]) for i in indices]
+            for start in rank_starts(chunk.spec, max(pair[1].shape[0] for pair in found if pair is not None)):
                 blocks.append(_block(chunk, None if whole else indices[0], start, found))
     return tuple(blocks)
 
 
-def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any]]) -> Block:
+def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any] | None]) -> Block:
     spec, step = chunk.spec, rank_step(chunk.spec)
     dtype = np.dtype(spec.dtype)
     a = np.zeros((len(found), spec.slices, step, spec.in_features), bits_of(dtype))
     b = np.zeros((len(found), step, spec.out_features), bits_of(dtype))
-    for i, (own_a, own_b) in enumerate(found):
+    for i, pair in enumerate(found):
+        if pair is None:
+            continue
+        own_a, own_b = pair
         part = own_b[start : start + step]
         a[i, :, : len(part)] = own_a[:, start : start + step].view(a.dtype)
         b[i, : len(part)] = part.view(b.dtype)

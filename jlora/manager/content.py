@@ -19,7 +19,7 @@ class Placement:
 
     Attributes:
       module: the checkpoint's name of the module.
-      site, layer: the site, and the index in its stack of layers (0 without one).
+      site, row: the site, and which of its rows: a layer of its stack, an expert (0 where it has one).
       first, count: the output slices covered.
       rank: its own rank.
       alpha, scaling: as in PEFT. The scaling is folded into B.
@@ -28,7 +28,7 @@ class Placement:
 
     module: str
     site: Site
-    layer: int
+    row: int
     first: int
     count: int
     rank: int

@@ -21,8 +21,9 @@ def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> A
 
 def _read(name: str, p: Placement, slot: int, layer: nnx.Module) -> ModuleLoRA:
     spec = p.site.spec
-    # A [(layers,) S, n, R, K] -> [n, R, K], B [(layers,) S, R, N] -> [R, N]
-    where = (slot,) if spec.layers is None else (p.layer, slot)
+    # A [(layers,) S, (E,) n, R, K] -> [n, R, K], B [(layers,) S, (E,) R, N] -> [R, N]
+    index = tuple(map(int, np.unravel_index(p.row, spec.rows))) if spec.rows else ()
+    where = (*index[: len(spec.stack)], slot, *index[len(spec.stack) :])
     a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in p.site.attributes[:2])
     covered = a[p.first : p.first + p.count, : p.rank]
     if not all(np.array_equal(covered[0], other) for other in covered[1:]):

@@ -127,10 +127,10 @@ def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> n
     total = 0
     for site in sites:
         starts[site] = total
-        total += math.prod((*site.spec.stack, site.spec.slices))
+        total += math.prod((*site.spec.rows, site.spec.slices))
     ranks = np.zeros(total, np.int32)
     for p in placements:
-        start = starts[p.site] + p.layer * p.site.spec.slices + p.first
+        start = starts[p.site] + p.row * p.site.spec.slices + p.first
         ranks[start : start + p.count] = p.rank
     return ranks
 

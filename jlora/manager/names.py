@@ -1,12 +1,14 @@
 """Checkpoint name -> the slices of the site that it fills, for one wrapped model."""
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.select import Nearest
-from jlora.layers.site import Site
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import own_attribute
 from jlora.layers.wrap import WrappedModel
 
 NameMap: TypeAlias = Mapping[str, str]
@@ -39,35 +41,37 @@ class SiteIndex:
             for name in site.parts:
                 self._sites.setdefault((site.kind, name), []).append(site)
         self._nearest: dict[str, Nearest] = {}
+        self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
 
     def model_name(self, name: str) -> str:
-        """The checkpoint name with the first rule of the name map that matches applied."""
+        """The checkpoint name with the first rule of the name map that matches applied, and the model's own aliases."""
         for pattern, replacement in self._rules:
             if pattern.search(name):
-                return pattern.sub(replacement, name)
-        return name
+                name = pattern.sub(replacement, name)
+                break
+        return ".".join(self._aliases.get(part, part) for part in name.split(".")) if self._aliases else name
 
     def skips(self, name: str) -> bool:
         """Whether the checkpoint's module `name` is one that this process lacks on purpose; it is counted then."""
         return self._wrapped.skips(name)
 
     def find(self, kind: str, name: str) -> tuple[Site, int, int, int] | str:
-        """(site, layer, first slice, slices) that a checkpoint name fills, or why there is none."""
+        """(site, row, first slice, slices) that a checkpoint name fills, or why there is none.
+
+        The name of weights of the kind "experts" is that of all experts; the row is then that of the first.
+        """
         mapped = self.model_name(name)
-        hits = [(site, 0, mapped) for site in self._sites.get((kind, mapped), ()) if site.spec.layers is None]
-        # A stack of layers is one module, so its checkpoint names have one integer component more than its path.
-        parts = mapped.split(".")
-        for i, part in enumerate(parts):
-            if _is_index(part):
-                short = ".".join(parts[:i] + parts[i + 1 :])
-                for site in self._sites.get((kind, short), ()):
-                    if site.spec.layers is not None and int(part) < site.spec.layers:
-                        hits.append((site, int(part), short))
+        hits: list[tuple[Site, int, str]] = []
+        # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
+        for numbers, short in _without_numbers(mapped):
+            for site in self._sites.get(("linear" if kind == "experts" else kind, short), ()):
+                if (row := _row(site.spec, numbers, kind == "experts")) is not None:
+                    hits.append((site, row, short))
         if len(hits) == 1:
-            site, layer, key = hits[0]
+            site, row, key = hits[0]
             if site.inferred is not None and site.provisional:
                 return f"{site.path!r} takes no adapter yet: {site.inferred.reason}"
-            return site, layer, *site.parts[key]
+            return site, row, *site.parts[key]
         if hits:
             places = ", ".join(repr(site.path) for site, _, _ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
@@ -80,8 +84,9 @@ class SiteIndex:
         other = "embedding" if kind == "linear" else "linear"
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"
-        if stacked := self._sites.get((kind, name)):
-            return f"{name!r} is a stack of {stacked[0].spec.layers} layers, and the name has no layer index below that"
+        for _, short in _without_numbers(name):
+            if sites := self._sites.get(("linear" if kind == "experts" else kind, short)):
+                return _misnumbered(name, sites[0].spec, kind == "experts")
         return (
             f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
             f"pass over parts that this process lacks){self._hint(kind, name)}"
@@ -91,6 +96,40 @@ class SiteIndex:
         if kind not in self._nearest:
             self._nearest[kind] = Nearest(known for other, known in self._sites if other == kind)
         return self._nearest[kind].hint(name)
+
+
+def _without_numbers(name: str) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Up to two of a name's integer components, and the name without them."""
+    parts = name.split(".")
+    places = [i for i, part in enumerate(parts) if _is_index(part)]
+    for count in range(3):
+        for out in itertools.combinations(places, count):
+            short = ".".join(part for i, part in enumerate(parts) if i not in out)
+            yield tuple(int(parts[i]) for i in out), short
+
+
+def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:
+    """The row that the numbers of a name mean; the first expert's for `all_experts`. None where they mean none."""
+    if all_experts:
+        if spec.experts is None:
+            return None
+        numbers = (*numbers, 0)
+    if len(numbers) != len(spec.rows) or any(i >= size for i, size in zip(numbers, spec.rows, strict=True)):
+        return None
+    row = 0
+    for i, size in zip(numbers, spec.rows, strict=True):
+        row = row * size + i
+    return row
+
+
+def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:
+    if all_experts and spec.experts is None:
+        return f"{name!r} has no experts, and these are weights of experts"
+    sizes = [] if spec.layers is None else [f"a stack of {spec.layers} layers"]
+    sizes += [] if spec.experts is None else [f"{spec.experts} experts"]
+    indices = [] if spec.layers is None else ["layer"]
+    indices += [] if spec.experts is None or all_experts else ["expert"]
+    return f"{name!r} is {' of '.join(sizes)}, and the name has no {' and '.join(indices)} index below that"
 
 
 def _is_index(part: str) -> bool:

@@ -221,8 +221,8 @@ class Pool:
             self.writes[slot] = self._number
         for wave in itertools.count():
             for block in ready:
-                layer = 0 if block.chunk.spec.layers is None else block.chunk.first + (block.row or 0)
-                self._run(self._job(block), (block.a, block.b, self._index(slot, layer, block.start), number), donate)
+                row = block.chunk.first + (block.row or 0) if block.chunk.spec.rows else 0
+                self._run(self._job(block), (block.a, block.b, self._index(slot, row, block.start), number), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
@@ -262,7 +262,7 @@ class Pool:
                 key, places = ("ranks",), (*range(2, len(self._variables) - 1, 3), len(self._variables) - 1)
             else:
                 chunk = block.chunk
-                sites = chunk.sites if block.row is None or chunk.spec.layers is not None else (chunk.sites[block.row],)
+                sites = chunk.sites if block.row is None or chunk.spec.rows else (chunk.sites[block.row],)
                 key = _key(chunk, block.row is None)
                 places = (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
                 places = (*places, len(self._variables) - 1)
@@ -286,9 +286,9 @@ class Pool:
     def _last(self) -> jax.Array:
         return raw_value(self._written)
 
-    def _index(self, slot: int, layer: int, start: int) -> jax.Array:
-        """[slot, layer, rank] on the device; kept, for it would be moved at every write."""
-        where = (slot, layer, start)
+    def _index(self, slot: int, row: int, start: int) -> jax.Array:
+        """[slot, row, rank] on the device; kept, for it would be moved at every write."""
+        where = (slot, row, start)
         if where not in self._indices:
             (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
         return self._indices[where]
@@ -364,7 +364,7 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 @lru_cache(maxsize=256)
 def _compiled_write(spec: SlotSpec, rows: int, stack: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, layer, rank], number)`: the arrays (donated) with a block and the number written.
+    """`write(arrays, a, b, [slot, row, rank], number)`: the arrays (donated) with a block and the number written.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
     """
@@ -389,7 +389,7 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], stack: tuple[int, ...], lie: tu
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
-    total = sum(int(np.prod((*spec.stack, spec.slices))) for spec in specs)
+    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [*((spec.shapes[2], "int32") for spec in specs), ((*stack, specs[0].num_slots), "int32")]
     return _compile(write, arrays, lie, [((total,), "int32"), ((3,), "int32"), ((), "int32")])
 

@@ -67,14 +67,14 @@ def updated(
     news = [_check(where, had.get(module), content, module, keys, arrays) for module, keys in parts.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in content.placements)
-    rows = {(new.placement.site, new.placement.layer) for new in news}
+    rows = {(new.placement.site, new.placement.row) for new in news}
     ranks: dict[Row, int] = {}
     for p in placements:
-        ranks[p.site, p.layer] = max(ranks.get((p.site, p.layer), 0), p.rank)
+        ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
     covered = collections.Counter[Row]()
     for new in news:
         if new.a is not None and new.b is not None:
-            covered[new.placement.site, new.placement.layer] += new.placement.count
+            covered[new.placement.site, new.placement.row] += new.placement.count
     old = unpack(content.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
     plan = None
     if on_device:
@@ -169,7 +169,7 @@ def _assemble_on_host(
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for new in news:
         p, spec = new.placement, new.placement.site.spec
-        row = (p.site, p.layer)
+        row = (p.site, p.row)
         if row not in factors:
             a = np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype)
             b = np.zeros((ranks[row], spec.out_features), spec.dtype)
@@ -255,7 +255,7 @@ def _plan(
 ) -> _Plan:
     by_row: dict[Row, list[_New]] = {}
     for new in news:
-        by_row.setdefault((new.placement.site, new.placement.layer), []).append(new)
+        by_row.setdefault((new.placement.site, new.placement.row), []).append(new)
     chosen: list[tuple[Chunk, int | None, list[Row]]] = []
     for chunk in pool.chunks:
         touched = [i for i, row in enumerate(chunk.rows) if row in by_row]

@@ -20,12 +20,12 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
 from jlora.layers.observe import observe
 from jlora.layers.site import Site, SlotSpec
-from jlora.layers.wrap import WrappedModel
+from jlora.layers.wrap import WrappedModel, spec_of
 from jlora.manager.batches import Name, read_arguments, slot_arrays
 from jlora.manager.locks import within
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
-Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) n, r, K], b [(layers,) r, N]
+Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
 Rows: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
@@ -210,8 +210,8 @@ class _Probe:
             rank = spec.max_rank if i == 0 else max(1, spec.max_rank // 2)
             kernel = _kernel(self.wrapped, site).astype(jnp.float32)
             size = float(jnp.sqrt(jnp.mean(jnp.square(kernel)))) or spec.in_features**-0.5
-            a = self.rng.normal(size=(*spec.stack, spec.slices, rank, spec.in_features))
-            b = self.rng.normal(size=(*spec.stack, rank, spec.out_features)) * (size / rank**0.5)
+            a = self.rng.normal(size=(*spec.rows, spec.slices, rank, spec.in_features))
+            b = self.rng.normal(size=(*spec.rows, rank, spec.out_features)) * (size / rank**0.5)
             dtype = jnp.dtype(spec.dtype)
             # Rounded to what the slots can hold, so that the merged copy has the same factors.
             factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
@@ -254,8 +254,8 @@ class _Probe:
             for slot, name in enumerate(self.names):
                 a, b = self.factors[name][site]
                 rank = b.shape[-2]
-                values[0][(*lead, slot, slice(None), slice(rank))] = a
-                values[1][(*lead, slot, slice(rank))] = b
+                values[0][(*lead, slot)][..., :rank, :] = a
+                values[1][(*lead, slot)][..., :rank, :] = b
                 values[2][(*lead, slot)] = rank
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]
@@ -373,7 +373,7 @@ class _Probe:
 
 def _kernel(wrapped: WrappedModel, site: Site) -> Array:
     layer = wrapped.modules[site]
-    return vars(layer)[vars(layer)["jlora_spec"].param].get_value()
+    return vars(layer)[spec_of(layer, site).param].get_value()
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:

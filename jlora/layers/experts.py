@@ -1,0 +1,122 @@
+"""LoRA on the grouped products of a mixture-of-experts layer: their own rows, plus the delta of every row's expert."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.linear import add_delta, first_input, parameters_of
+from jlora.layers.rows import RowMap
+from jlora.layers.scope import enter_site
+from jlora.layers.site import Site
+from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
+
+
+def prefix_of(product: str) -> str:
+    """Prefix of the attributes that a layer holds for one of its products."""
+    return f"jlora_{product}"
+
+
+def experts_methods(cls: type, name: str) -> Callable[..., Any]:
+    """The method with which a subclass of the experts' class `cls` serves LoRA: the product, plus the delta."""
+    own = getattr(cls, name)
+    parameters = parameters_of(own)
+
+    @functools.wraps(own)
+    def product(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        y = own(self, *args, **kwargs)
+        site: Site = vars(self)[f"{prefix_of(name)}_site"]
+        scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is None:
+            return y
+        spec: ExpertsSpec = vars(self)["jlora_spec"]
+        x, args, kwargs = first_input(parameters, args, kwargs)
+        if spec.rows is None:
+            raise LoRAError(
+                f"{site.path}: {cls.__name__}.{name} is a method, and its ExpertsSpec has no `rows` that says which "
+                "token and which expert each of its rows is"
+            )
+        row_map = scope.shared(spec.rows(self, name, x, *args, **kwargs))
+        return _served(self, site, scope, spec.products[name], x, y, row_map)
+
+    return product
+
+
+def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
+    """The spec of a class that says by itself what its grouped products are, as the reference decoder's does.
+
+    It has `grouped_products`, method -> parameter [E, K, N], whose methods take (x [M, K], rows) with `rows.token`,
+    `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows); and `gated` and `interleaved`,
+    which say whether "gate_up" holds gate and up, and whether their columns alternate.
+    """
+    grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
+    gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)
+    products: dict[str, LinearSpec] = {}
+    experts = 0
+    for name, param in grouped.items():
+        experts, k, n = vars(layer)[param].get_value().shape[-3:]
+        alternate = [*range(0, n, 2), *range(1, n, 2)] if name == "gate_up" and gated and interleaved else None
+        products[name] = LinearSpec(k, n, param=param, out_index=alternate)
+    names = {} if gated else {"gate_up": EXPERT_NAMES["up"]}
+    return ExpertsSpec(experts, products, rows=_grouped_rows, names=names)
+
+
+def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
+    return RowMap(rows.token, of="tokens", length=rows.length, expert=rows.expert)
+
+
+def expert_delta(
+    layer: nnx.Module, product: str, x: Float[Array, "*lead K"], y: Float[Array, "*lead N"], row_map: RowMap
+) -> Float[Array, "*lead N"]:
+    """`y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
+
+    Call it right after the product, before the bias of a router's weight, the activation or the sum over experts. On a
+    layer that no manager has wrapped, or whose product is left out, it gives `y`.
+
+    Args:
+      layer: the experts' layer (`self`), whose class is registered with an `ExpertsSpec`.
+      product: the name of the product in it.
+      x: the rows that went in.
+      y: what came out.
+      row_map: which token and which expert each row is.
+
+    Returns:
+      [*lead, N] in y's dtype.
+
+    Raises:
+      LoRAError: called outside `jlora.use`; arrays of other sizes than the spec says.
+      LoRAUsageError: a row map without `expert`, or of another number of rows.
+
+    Example:
+      >>> gate_up = jax.lax.ragged_dot(x, self.w13[...], counts)
+      >>> gate_up = jlora.expert_delta(self, "gate_up", x, gate_up, jlora.RowMap(token, of="tokens", expert=expert))
+    """
+    site: Site | None = vars(layer).get(f"{prefix_of(product)}_site")
+    if site is None:
+        return y
+    scope = enter_site(site, vars(layer)["jlora_tracking"])
+    if scope is None:
+        return y
+    spec: ExpertsSpec = vars(layer)["jlora_spec"]
+    return _served(layer, site, scope, spec.products[product], x, y, scope.shared(row_map))
+
+
+def _served(
+    layer: nnx.Module, site: Site, scope: Any, spec: LinearSpec, x: Any, y: Any, row_map: object
+) -> Float[Array, "*lead N"]:
+    if not isinstance(row_map, RowMap) or row_map.expert is None:
+        raise LoRAUsageError(f"{site.path}: rows of experts are said by a jlora.RowMap with `expert`, got {row_map!r}")
+    for label, array, size in (("takes", x, spec.in_features), ("returned", y, spec.out_features)):
+        good = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)
+        if not good or array.shape[-1:] != (size,):
+            found = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+            raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
+    if x.shape[:-1] != y.shape[:-1]:
+        raise LoRAError(f"{site.path}: {list(x.shape)} went in and {list(y.shape)} came out; expected as many rows")
+    return add_delta(layer, site, scope, y, x, spec, row_map)

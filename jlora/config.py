@@ -1,7 +1,7 @@
 """What a user chooses: `LoRAConfig` for the manager, `LoRARequest` for one adapter."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -20,13 +20,19 @@ def _dtype_name(dtype: DType) -> str | None:
         return None
 
 
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Sizes and placement of the slots.
 
     Attributes:
       max_loras: device slots, that is the number of different adapters one batch can use.
-      max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated.
+      max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated. Or a
+        mapping of names, of layers or of modules that they are in, to ranks: the longest name that matches a layer
+        decides, and "*", which is needed, does for all others ({"*": 64, "experts": 8}).
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
       dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
@@ -45,7 +51,7 @@ class LoRAConfig:
     """
 
     max_loras: int
-    max_lora_rank: int
+    max_lora_rank: int | Mapping[str, int]
     max_cpu_loras: int | None = None
     dtype: DType | None = None
     target_modules: Sequence[str] | None = None
@@ -61,8 +67,17 @@ class LoRAConfig:
     def __post_init__(self):
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        if isinstance(self.max_lora_rank, Mapping):
+            ranks = dict(self.max_lora_rank)
+            if "*" not in ranks or not all(isinstance(name, str) and name for name in ranks):
+                raise LoRAUsageError(
+                    f'LoRAConfig.max_lora_rank must map module names to ranks, with "*" for all others, got {ranks!r}'
+                )
+            object.__setattr__(self, "max_lora_rank", ranks)
         for field in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_bytes", "max_staging_bytes"):
             value = getattr(self, field)
+            if isinstance(value, dict):
+                value = next((rank for rank in value.values() if isinstance(rank, bool) or not _positive(rank)), 1)
             if field == "max_cpu_bytes" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -22,6 +22,7 @@ class Selection:
 
     def __init__(self, config: LoRAConfig):
         self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
+        self._ranks = config.max_lora_rank
         self._matched: set[str] = set()
         self._known: list[str] = []
 
@@ -47,9 +48,20 @@ class Selection:
         self._matched.update(hits)
         return hits
 
+    def max_rank(self, names: Iterable[str]) -> int:
+        """The rank of the slots of the layer of these names: the longest name of `max_lora_rank` decides."""
+        if isinstance(self._ranks, int):
+            return self._ranks
+        names = tuple(names)
+        hits = [given for given in self._ranks if any(f".{given}." in f".{name}." for name in names)]
+        self._matched.update(hits)
+        return self._ranks[max(hits, key=len, default="*")]
+
     def finish(self, model_name: str) -> None:
         """Raises for names that matched nothing."""
-        for label, wanted in (("target_modules", self.targets or ()), ("exclude_modules", self.excluded)):
+        ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
+        given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
+        for label, wanted in given:
             if missing := [name for name in wanted if name not in self._matched]:
                 near = Nearest(self._known).hint(missing[0])
                 raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 
 _SHARED = ("jlora_spec", "jlora_tracking")
+MaxRank: TypeAlias = Callable[[Iterable[str]], int]
+
 _OWN, _ATTEND = "jlora", "jlora_attend"
 
 
@@ -33,7 +35,8 @@ class LayerInfo:
     Attributes:
       path: canonical dotted path; for what `skip` passed over, the checkpoint's name.
       aliases: the other paths that reach it.
-      kind: "linear", "embedding", "other" (a module that holds parameters and is neither), "skipped".
+      kind: "linear", "embedding", "experts" (one grouped product of them), "other" (a module that holds parameters and
+        is none of these), "skipped".
       in_features, out_features: sizes an adapter must have; None where the layer is not wrapped.
       wrapped: whether it serves LoRA.
       reason: why it is not wrapped, or takes no adapter yet; None where it serves.
@@ -90,7 +93,7 @@ class WrappedModel:
             LayerInfo(
                 site.path,
                 site.aliases[1:],
-                site.kind,
+                "experts" if site.spec.experts else site.kind,
                 site.spec.in_features,
                 site.spec.out_features,
                 True,
@@ -239,7 +242,7 @@ def _choose(
     others: list[str] = []
     for found in everything:
         path, key = found.aliases[0], id(found.module)
-        sites = _sites(found, config, packed, no_head, heads)
+        sites = _sites(found, config, selection.max_rank, packed, no_head, heads)
         holds = any(isinstance(value, nnx.Variable) for value in vars(found.module).values())
         if isinstance(sites, str):
             excluded = selection.exclusions(found.aliases)
@@ -281,14 +284,14 @@ def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
 
 
 def _sites(
-    found: Found, config: LoRAConfig, packed: PackedModules, no_head: dict[int, str], heads: set[int]
+    found: Found, config: LoRAConfig, max_rank: MaxRank, packed: PackedModules, no_head: dict[int, str], heads: set[int]
 ) -> list[Site] | str:
     """The sites of one layer, or why it has none."""
     spec, aliases = found.spec, found.aliases
     if isinstance(spec, str):
         return spec
     if isinstance(spec, ExpertsSpec):
-        products = [_product_site(found, spec, name, config) for name in spec.products]
+        products = [_product_site(found, spec, name, config, max_rank) for name in spec.products]
         sites = [site for site in products if isinstance(site, Site)]
         return sites or next(reason for reason in products if isinstance(reason, str))
     param: jax.Array = vars(found.module)[spec.param].get_value()
@@ -298,25 +301,25 @@ def _sites(
         return stored
     layers, dtype = stored
 
-    def slot_spec(k: int, sizes: tuple[int, ...]) -> SlotSpec:
-        return SlotSpec(layers, config.max_loras, k, sizes, config.max_lora_rank, dtype)
+    def slot_spec(k: int, sizes: tuple[int, ...], names: Iterable[str]) -> SlotSpec:
+        return SlotSpec(layers, config.max_loras, k, sizes, max_rank(names), dtype)
 
     if isinstance(spec, LinearSpec):
         sizes, parts = slices(found.module, aliases, spec.real_out, packed)
-        slots = slot_spec(spec.real_in, sizes)
+        slots = slot_spec(spec.real_in, sizes, (*aliases, *parts))
         return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=found.inferred)]
     sites: list[Site] = []
     key = id(found.module)
     if spec.lookup is not None:
         parts = dict.fromkeys(aliases, (0, 1))
-        slots = slot_spec(spec.rows, (spec.features,))
+        slots = slot_spec(spec.rows, (spec.features,), aliases)
         sites.append(Site(aliases[0], aliases, "embedding", slots, parts, config.backend))
     if spec.attend is not None and key not in no_head:
         # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
         names = tuple(f"{alias}.attend" for alias in aliases)
         also = ("lm_head",) if key in heads else ()
         parts = dict.fromkeys((*aliases, *names, *also), (0, 1))
-        slots = slot_spec(spec.features, (spec.rows,))
+        slots = slot_spec(spec.features, (spec.rows,), parts)
         sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
 
@@ -332,7 +335,7 @@ def _stored(param: jax.Array, axes: int, config: LoRAConfig) -> tuple[int | None
     return param.shape[0] if stack else None, dtype.name
 
 
-def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig) -> Site | str:
+def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank) -> Site | str:
     """The site of one grouped product of experts, or why it has none."""
     linear, names = spec.products[name], spec.names[name]
     stored = _stored(vars(found.module)[linear.param].get_value(), 1 + len(linear.in_axes + linear.out_axes), config)
@@ -340,11 +343,13 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
         return stored
     layers, dtype = stored
     sizes = (linear.real_out // len(names),) * len(names)
-    slots = SlotSpec(layers, config.max_loras, linear.real_in, sizes, config.max_lora_rank, dtype, spec.experts)
     aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
-    parts = dict.fromkeys(aliases, (0, len(names)))
+    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # what adapters of both call it
+    parts = dict.fromkeys((*aliases, *fused), (0, len(names)))
     for i, called in enumerate(names):
         parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
+    rank = max_rank((*aliases, *parts))
+    slots = SlotSpec(layers, config.max_loras, linear.real_in, sizes, rank, dtype, spec.experts)
     return Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
 
 
@@ -357,10 +362,11 @@ def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         one = sum(site.spec.slot_nbytes for site in sites)
+        ranks = " and ".join(map(str, sorted({site.spec.max_rank for site in sites})))
         slots = sites[0].spec.num_slots
         raise LoRAError(
             f"the slot arrays do not fit on the device: {slots * one:,} bytes are needed, {one:,} for each of "
-            f"max_loras={slots} slots of max_lora_rank={sites[0].spec.max_rank} over {len(sites)} layers. Lower those, "
+            f"max_loras={slots} slots of max_lora_rank={ranks} over {len(sites)} layers. Lower those, "
             f"or leave layers out with target_modules or exclude_modules ({repr(error)[:200]})"
         ) from error
     return arrays

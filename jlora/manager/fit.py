@@ -1,7 +1,7 @@
 """Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,9 +10,13 @@ import numpy as np
 
 from jlora.adapters import Adapter, BaseShape
 from jlora.adapters.checkpoint import all_finite
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.adapters.expert_formats import decide_exchanged
+from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
+from jlora.adapters.shapes import ExpertsShapes
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
-from jlora.layers.wrap import WrappedModel, checkpoint_weight
+from jlora.layers.specs import LinearSpec
+from jlora.layers.wrap import WrappedModel, checkpoint_weight, spec_of
 from jlora.manager.blocks import Row
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
@@ -46,7 +50,7 @@ def describe(name: str, path: str | None) -> str:
 
 
 def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, tuple[Site, int, int, int]]:
-    """Module name -> (site, layer, first slice, slices).
+    """Module name -> (site, row, first slice, slices); the first expert's row where it is of all experts.
 
     Raises:
       AdapterMismatchError: there is no module, a tensor that no module of the model takes, a rank above max_lora_rank,
@@ -64,14 +68,16 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
             continue
-        site, layer, first, count = found
+        site, row, first, count = found
         if problem := _misfit(site, module, first, count):
             problems.append(f"{name}: {problem}")
             continue
-        clash = next((i for i in range(first, first + count) if taken.setdefault((site, layer, i), name) != name), None)
+        filled = ((site, r, i) for r in _rows_of(module, site, row) for i in range(first, first + count))
+        clash = next((place for place in filled if taken.setdefault(place, name) != name), None)
         if clash is not None:
-            other = taken[site, layer, clash]
-            problems.append(f"{name}: fills slice {clash} of {site.path!r}, which {other} fills too")
+            which = f"slice {clash[2]} of {site.path!r}"
+            which += f" for expert {clash[1] % site.spec.experts}" if site.spec.experts else ""
+            problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
         placed[name] = found
     _raise(where, problems)
@@ -96,12 +102,20 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -
     placements: list[Placement] = []
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     ranks: dict[Row, int] = {}
-    for name, (site, layer, _, _) in placed.items():
-        ranks[site, layer] = max(ranks.get((site, layer), 0), adapter.modules[name].rank)
-    for name, (site, layer, first, count) in placed.items():
-        module, spec, row = adapter.modules[name], site.spec, (site, layer)
-        a, b, shift = scaled(f"{where}: {name}", module.a, module.b.T, module.scaling, site)
-        placements.append(Placement(name, site, layer, first, count, module.rank, module.alpha, module.scaling, shift))
+    for name, (site, first_row, _, _) in placed.items():
+        for row in _rows_of(adapter.modules[name], site, first_row):
+            ranks[site, row] = max(ranks.get((site, row), 0), adapter.modules[name].rank)
+    pieces = (
+        piece
+        for name, found in placed.items()
+        for piece in _pieces(where, name, adapter.modules[name], wrapped, *found)
+    )
+    for name, module, site, first_row, first, count, own_a, own_b in pieces:
+        spec, row = site.spec, (site, first_row)
+        a, b, shift = scaled(f"{where}: {name}", own_a, own_b.T, module.scaling, site)
+        placements.append(
+            Placement(name, site, first_row, first, count, module.rank, module.alpha, module.scaling, shift)
+        )
         if count == spec.slices == 1:
             factors[row] = (a[None], b)
             continue
@@ -112,6 +126,57 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -
             )
         put(factors[row], site, first, count, a, b)
     return Fitted(tuple(placements), factors)
+
+
+def _rows_of(module: Shapes, site: Site, row: int) -> range:
+    """The rows that a module fills, which has its place at `row`."""
+    return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
+
+
+def _pieces(
+    where: str,
+    name: str,
+    module: ModuleLoRA | ExpertsLoRA,
+    wrapped: WrappedModel,
+    site: Site,
+    row: int,
+    first: int,
+    count: int,
+) -> Iterator[tuple[str, ModuleLoRA | ExpertsLoRA, Site, int, int, int, np.ndarray, np.ndarray]]:
+    """(name, module, site, row, first slice, slices, a [r, K], b [N, r]) of a module; of each expert and each slice,
+    under the name that checkpoints give it, where it is of all experts at once."""
+    if isinstance(module, ModuleLoRA):
+        yield name, module, site, row, first, count, module.a, module.b
+        return
+    spec = site.spec
+    assert spec.experts is not None
+    a, b = module.a, module.b
+    if _exchanged(where, module, site, first, count):
+        a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+    columns = spec_of(wrapped.modules[site], site)
+    alternate = columns.columns_out if isinstance(columns, LinearSpec) else None
+    if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
+        b = b[:, alternate.positions]
+    block, _, own = name.rpartition(".")
+    called = {i: key.rpartition(".")[2] for key, (i, n) in reversed(site.parts.items()) if n == 1}
+    starts = np.cumsum((0, *spec.out_sizes[first : first + count]))
+    for expert in range(spec.experts):
+        own_a, own_b = a[expert % len(a)], b[expert % len(b)]
+        for i in range(count):
+            part = own if count == 1 else called[first + i]
+            halves = own_a, own_b[starts[i] : starts[i + 1]]
+            yield f"{block}.{expert}.{part}", module, site, row + expert, first + i, 1, *halves
+
+
+def _exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, first: int, count: int) -> bool:
+    """Whether a module of all experts has in and out exchanged. Raises where that cannot be told, or sizes differ."""
+    sizes = module.a_shape[2], module.b_shape[1]
+    expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
+    if module.exchanged is None:
+        return decide_exchanged(sizes, expected, module.peft_version, where)
+    if sizes != (expected[::-1] if module.exchanged else expected):
+        raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
+    return module.exchanged
 
 
 def put(into: tuple[np.ndarray, np.ndarray], site: Site, first: int, count: int, a: np.ndarray, b: np.ndarray) -> None:
@@ -142,6 +207,8 @@ def _raise(where: str, problems: list[str]) -> None:
 
 
 def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
+    if isinstance(module, ExpertsLoRA | ExpertsShapes):
+        return _experts_misfit(site, module, first, count)
     (rank, *_), spec = module.a_shape, site.spec
     if rank > spec.max_rank:
         return f"rank {rank} is above max_lora_rank={spec.max_rank}"
@@ -150,6 +217,20 @@ def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
     found = (tuple(module.a_shape), tuple(module.b_shape))
     if found != expected:
         return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+    return None
+
+
+def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int, count: int) -> str | None:
+    spec = site.spec
+    if module.rank > spec.max_rank:
+        return f"rank {module.rank} is above max_lora_rank={spec.max_rank}"
+    for label, shape in (("A", module.a_shape), ("B", module.b_shape)):
+        if shape[0] not in (1, spec.experts):
+            return f"{label} is of {shape[0]} experts, and {site.path!r} has {spec.experts}"
+    try:
+        _exchanged("", module, site, first, count)
+    except LoRAError as error:
+        return str(error).removeprefix(": ")
     return None
 
 

@@ -9,70 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 import safetensors.numpy
-from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import read_checkpoint
+from jlora.adapters.expert_formats import flat_names, flat_orientation, flattened
 from jlora.adapters.files import content_key
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, ModuleLoRA
 from jlora.adapters.messages import printable, shown, shown_path, shown_value
 from jlora.adapters.peft_config import CONFIG_FILE, PEFT_FIELDS, Kind, read_config, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, Found, adapter_files, resolve
-from jlora.adapters.shapes import AdapterShapes
+from jlora.adapters.shapes import AdapterShapes, ExpertsShapes
 from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
 
 T = TypeVar("T")
-
-_FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModuleLoRA:
-    """One module's LoRA, in PEFT's own orientation: the module's output gains `scaling * (x @ a.T) @ b.T`.
-
-    Attributes:
-      a: [r, K]; for an embedding [r, V], whose column t is what token t is looked up to.
-      b: [N, r]; for an embedding [D, r].
-      kind: "linear" or "embedding".
-      alpha: PEFT's `lora_alpha` of this module.
-      scaling: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA. Not folded into `a` or `b`.
-
-    Raises:
-      AdapterFormatError: `a` or `b` is not a float matrix, or their ranks differ.
-    """
-
-    a: Float[np.ndarray, "r K"]
-    b: Float[np.ndarray, "N r"]
-    kind: Kind = "linear"
-    alpha: float
-    scaling: float
-
-    def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            if not isinstance(array, np.ndarray) or array.ndim != 2 or 0 in array.shape or array.dtype not in _FLOATS:
-                found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-                raise AdapterFormatError(f"ModuleLoRA.{which} must be a non-empty float NumPy matrix, found {found}")
-        if self.a.shape[0] != self.b.shape[1]:
-            raise AdapterFormatError(
-                f"ModuleLoRA: a {self.a.shape} and b {self.b.shape} must share the rank: a is [r, K], b is [N, r]"
-            )
-        if self.kind not in ("linear", "embedding"):
-            raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        return self.a.shape
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        return self.b.shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +33,8 @@ class Adapter:
 
     Attributes:
       name: how batches and the manager refer to it.
-      modules: dotted module name, as the checkpoint has it without `base_model.model.` -> its LoRA.
+      modules: dotted module name, as the checkpoint has it without `base_model.model.` -> its LoRA. Where a file has
+        the factors of all experts in one, that is an `ExpertsLoRA` under a name such as `mlp.experts.gate_up_proj`.
       base_weights: dotted module name -> whole base weight that PEFT stored beside the LoRA of an embedding or lm_head
         ([V, D] or [N, K]). They ought to equal the base model's own.
       base_model_name: the model it was trained on (`base_model_name_or_path`), if it says.
@@ -97,7 +50,7 @@ class Adapter:
     """
 
     name: str
-    modules: Mapping[str, ModuleLoRA]
+    modules: Mapping[str, ModuleLoRA | ExpertsLoRA]
     base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     base_model_name: str | None = None
     use_rslora: bool = False
@@ -172,13 +125,22 @@ class Adapter:
         )
         if _content(found, files) != content:  # each file held still while it was read, but not both of them
             raise AdapterFormatError(f"adapter {shown(name)}: {shown_path(found.folder)}: changed while it was read")
-        alphas = config.alphas(checkpoint.pairs)
-        modules = {
-            module: ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alphas[module], scaling=shapes.scaling)
-            for (module, shapes), (a, b) in zip(
-                checkpoint.shapes.modules.items(), checkpoint.pairs.values(), strict=True
-            )
-        }
+        modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
+        for module, shapes in checkpoint.shapes.modules.items():
+            a, b = checkpoint.pairs[module]
+            alpha, scaling = checkpoint.alphas[module], shapes.scaling
+            if isinstance(shapes, ExpertsShapes):
+                modules[module] = ExpertsLoRA(
+                    a=a,
+                    b=b,
+                    alpha=alpha,
+                    scaling=scaling,
+                    exchanged=shapes.exchanged,
+                    own_order=shapes.own_order,
+                    peft_version=shapes.peft_version,
+                )
+            else:
+                modules[module] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=scaling)
         return cls(
             name=name,
             modules=modules,
@@ -228,7 +190,7 @@ class Adapter:
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise LoRAUsageError(f"adapter {shown(name)}: alpha of {shown(module)} must be a number, got {value!r}")
-        modules: dict[str, ModuleLoRA] = {}
+        modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
         for module, (a, b) in arrays.items():
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
@@ -246,12 +208,14 @@ class Adapter:
         """Writes a folder that PEFT and `from_pretrained` load; arrays come back bitwise, in their own dtypes.
 
         What says where LoRA goes (`target_modules` and its kin) is written as the modules' full names, and ranks and
-        alphas that differ under full names too. The folder is made if need be. Each file is written beside its place
-        and then moved there, so a reader never meets half a file.
+        alphas that differ under full names too. Experts' LoRA in the base layer's own order is written flat, as PEFT's
+        `target_parameters`; any other with three axes, which `from_pretrained` reads and PEFT does not. The folder is
+        made if need be. Each file is written beside its place and then moved there, so a reader never meets half a
+        file.
 
         Raises:
-          LoRAError: `path` is a file, the adapter has no module, or a module's scaling is not what PEFT would
-            compute from its alpha and rank.
+          LoRAError: `path` is a file, the adapter has no module, a module's scaling is not what PEFT would
+            compute from its alpha and rank, or experts' LoRA is not as any file could say.
           LoRAUsageError: `peft_fields` has other fields than a loaded adapter's can.
         """
         folder = Path(os.path.expanduser(os.fspath(path)))
@@ -269,14 +233,33 @@ class Adapter:
 
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors: dict[str, np.ndarray] = {}
+        flat = self._flat()
         for name, module in self.modules.items():
-            for half, array in (("A", module.a), ("B", module.b)):
+            a, b = flattened(module.a, module.b) if name in flat else (module.a, module.b)
+            for half, array in (("A", a), ("B", b)):
                 part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"
-                tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
+                tensors[f"base_model.model.{flat.get(name, name)}.{part}"] = np.ascontiguousarray(array)
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
         return tensors
+
+    def _flat(self) -> dict[str, str]:
+        """Names of experts' LoRA that is written flat -> the module of its tensors; what cannot be read back raises."""
+        where = f"adapter {shown(self.name)}"
+        experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
+        flat = {name: module for name, module in experts.items() if module.own_order}
+        stored = flat_names(flat, where)
+        for name, module in flat.items():
+            if len(module.a) != len(module.b) or len(module.a) < 2:
+                raise LoRAError(
+                    f"{where}: {shown(name)} is in its own order, and must have both factors of each expert"
+                )
+        for name, module in experts.items():
+            read = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
+            if read is not module.exchanged:
+                raise LoRAError(f"{where}: {shown(name)} has exchanged={module.exchanged}, and would be read as {read}")
+        return stored
 
     def _peft_config(self) -> dict[str, Any]:
         if not self.modules:
@@ -294,6 +277,7 @@ class Adapter:
                     f"compute {expected} from alpha {module.alpha}, rank {module.rank} and "
                     f"use_rslora={self.use_rslora}; change alpha, or fold the difference into b"
                 )
+        parameters = list(self._flat())
         rank = _commonest(module.rank for module in self.modules.values())
         alpha = _commonest(module.alpha for module in self.modules.values())
         return {
@@ -309,7 +293,8 @@ class Adapter:
             "use_rslora": self.use_rslora,
             "rank_pattern": {_exactly(n): m.rank for n, m in self.modules.items() if m.rank != rank},
             "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},
-            "target_modules": list(self.modules),
+            "target_modules": [name for name in self.modules if name not in parameters],
+            **({"target_parameters": parameters} if parameters else {}),
             "fan_in_fan_out": self.fan_in_fan_out,
         }
 
@@ -329,8 +314,8 @@ def _float_dtype(dtype: DType) -> np.dtype:
         found = np.dtype(dtype)
     except TypeError as error:
         raise LoRAUsageError(f"dtype {dtype!r} is not a dtype") from error
-    if found not in _FLOATS:
-        raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, _FLOATS))}; found {found}")
+    if found not in FLOATS:
+        raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, FLOATS))}; found {found}")
     return found
 
 

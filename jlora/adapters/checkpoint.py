@@ -1,30 +1,22 @@
 """`adapter_model.safetensors` read to NumPy, without PyTorch: its tensors sorted into LoRA pairs and base weights."""
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
+from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import shown, shown_path, shown_value
 from jlora.adapters.peft_config import CONFIG_FILE, Kind, PeftConfig, scaling_of
-from jlora.adapters.shapes import AdapterShapes, BaseShape, ModuleShapes
+from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
 from jlora.adapters.tensor_file import TensorInfo, read_header
+from jlora.adapters.values import DTYPES, read_tensors
+from jlora.adapters.values import all_finite as all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError
-
-# safetensors' name of each served dtype
-_DTYPES = {
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
-# Exponent bits; where all are set, the number is NaN or infinite.
-_EXPONENT = {_DTYPES["F16"]: 0x7C00, _DTYPES["BF16"]: 0x7F80}
-_CHUNK = 1 << 17  # elements that are looked at together: they stay in the cache
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512
@@ -57,11 +49,14 @@ class Checkpoint:
 
     Attributes:
       shapes: what the header said.
-      pairs: module -> (A [r, K], B [N, r]); for an embedding A is [r, V] and B [D, r].
+      alphas: module -> alpha.
+      pairs: module -> (A [r, K], B [N, r]); for an embedding A is [r, V] and B [D, r]; of all experts [E or 1, r, in]
+        and [E or 1, out, r].
       base_weights: module -> the whole base weight that PEFT stored beside its LoRA.
     """
 
     shapes: AdapterShapes
+    alphas: Mapping[str, float]
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]
     base_weights: Mapping[str, np.ndarray]
 
@@ -100,20 +95,20 @@ def read_checkpoint(
     with StableFile(file, where) as opened:
         tensors = read_header(opened, where)
         keys = sorted_keys(tensors, where)
-        shapes = _shapes(keys, _Header(tensors, where), adapter, config, dtype)
+        header = _Header(tensors, where)
+        layout = _layout(keys, header, config)
+        shapes = _shapes(layout, keys, header, adapter, config, dtype)
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
         if check is not None:
             check(shapes)
-        arrays = {
-            key: _read(opened, f"{where}: tensor {shown(key)}", info, None if is_base else dtype, allow_nonfinite)
-            for key, info, is_base in _in_file_order(keys, tensors)
-        }
-    pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for module, found in shapes.modules.items():
-        part = "lora_embedding_" if found.kind == "embedding" else "lora_"
-        pairs[module] = arrays[keys[module][part + "A"]], arrays[keys[module][part + "B"]]
-    return Checkpoint(shapes, pairs, {module: arrays[keys[module]["base"]] for module in shapes.base_weights})
+        base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
+        stored = {key: info for key, info in tensors.items() if info.end > info.start}
+        arrays = read_tensors(opened, stored, base, where=where, dtype=dtype, allow_nonfinite=allow_nonfinite)
+    pairs = {name: (arrays[key_a], arrays[key_b]) for name, (_, key_a, key_b) in layout.halves.items()}
+    for name, found in layout.stacked.items():
+        pairs[name] = found.arrays(*pairs[name])
+    return Checkpoint(shapes, layout.alphas, pairs, {module: arrays[key] for key, module in base.items()})
 
 
 def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
@@ -131,7 +126,7 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
                 f"{where}: tensor {shown(key)} is {f'of {feature}' if feature else 'of a kind'} that jlora does not "
                 "serve; expected lora_A, lora_B, lora_embedding_A or lora_embedding_B of a module"
             )
-        if len(module) > _MAX_NAME or not module.isprintable() or not all(module.split(".")):
+        if len(module) > _MAX_NAME or not module.isprintable() or ".." in f".{module}.":
             raise AdapterFormatError(f"{where}: tensor {shown(key)}: {shown(module)} is not a dotted module name")
         parts = found.setdefault(module, {})
         if part in parts:
@@ -150,114 +145,136 @@ class _Header:
     def at(self, key: str) -> str:
         return f"{self.where}: tensor {shown(key)}"
 
-    def matrix(self, key: str, expected: str) -> tuple[tuple[int, int], np.dtype]:
-        """Shape and dtype of a matrix of a served dtype."""
-        dtype, shape = self.tensors[key].dtype, self.tensors[key].shape
-        if dtype not in _DTYPES:
-            raise AdapterFormatError(f"{self.at(key)} has dtype {dtype}; expected one of {', '.join(_DTYPES)}")
+    def dtype(self, key: str) -> np.dtype:
+        """Of a tensor of a served dtype."""
+        if (found := DTYPES.get(self.tensors[key].dtype)) is None:
+            raise AdapterFormatError(
+                f"{self.at(key)} has dtype {self.tensors[key].dtype}; expected one of {', '.join(DTYPES)}"
+            )
+        return found
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.tensors[key].shape
+
+    def matrix(self, key: str, rank: int | None, axis: int) -> tuple[int, int]:
+        """Shape of a matrix; if `rank` is given, of an A (axis 0) or B (axis 1) of that rank."""
+        shape = self.tensors[key].shape
+        if len(shape) == 2 and 0 not in shape and rank in (None, shape[axis]):
+            return shape[0], shape[1]
         if len(shape) > 2:
             raise AdapterMismatchError(
                 f"{self.at(key)} has shape {shown_value(shape)}; LoRA on convolutions is not served"
             )
         if len(shape) != 2 or 0 in shape:
+            expected = "a matrix" if rank is None else (f"({rank}, in)", f"(out, {rank})")[axis]
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
-        return (shape[0], shape[1]), _DTYPES[dtype]
+        raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
 
-def _shapes(
-    keys: Mapping[str, Mapping[str, str]], header: _Header, adapter: str, config: PeftConfig, dtype: np.dtype | None
-) -> AdapterShapes:
-    """The header's tensors, checked against each other and the configuration."""
-    adapted = [module for module, parts in keys.items() if set(parts) != {"base"}]
+@dataclass(frozen=True)
+class _Layout:
+    """What the names of the tensors and the configuration say, by name in `Adapter.modules`.
+
+    Attributes:
+      halves: kind, and the keys of A and B.
+      stacked: the modules that are of all experts, and how their tensors are read.
+      ranks, alphas: of every module.
+    """
+
+    halves: Mapping[str, tuple[Kind, str, str]]
+    stacked: Mapping[str, Stacked]
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+
+def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Layout:
+    adapted = [module for module, parts in keys.items() if len(parts) > 1 or "base" not in parts]
     if not adapted:
         raise AdapterFormatError(
             f"{header.where}: holds no LoRA tensor (expected names such as 'q_proj.lora_A.weight')"
         )
-    halves = {module: _halves(module, keys[module], header, config) for module in adapted}
-    ranks, alphas = config.ranks(adapted), config.alphas(adapted)
-    modules: dict[str, ModuleShapes] = {}
-    for module, (kind, key_a, key_b) in halves.items():
-        rank, ours = shown_value(ranks[module]), list[tuple[tuple[int, int], np.dtype]]()
-        for key, axis, expected in ((key_a, 0, f"({rank}, in)"), (key_b, 1, f"(out, {rank})")):
-            shape, stored = header.matrix(key, expected)
-            if shape[axis] != ranks[module]:
-                raise AdapterFormatError(
-                    f"{header.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)"
-                )
-            ours.append((shape, stored if dtype is None else dtype))
-        (a_shape, a_dtype), (b_shape, b_dtype) = ours
-        scaling = scaling_of(alphas[module], ranks[module], config.use_rslora)
-        modules[module] = ModuleShapes(
-            kind=kind, a_shape=a_shape, b_shape=b_shape, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling
-        )
+    halves = {module: _halves(module, keys[module], header) for module in adapted}
+    of_experts = {
+        module: StackedPair(header.shape(key_a), header.shape(key_b))
+        for module, (kind, key_a, key_b) in halves.items()
+        if kind == "linear" and is_stacked(module)
+    }
+    for module, (kind, key_a, _) in halves.items():
+        if module in of_experts:
+            continue
+        if "base_layer" in module.split(".") or not config.targets(module, kind):
+            raise AdapterMismatchError(
+                f"{header.at(key_a)}: the adapter's {CONFIG_FILE} does not target module {shown(module)} "
+                "(target_modules, exclude_modules, layers_to_transform), so PEFT would leave the tensor out"
+            )
+    stacked = dict[str, Stacked]()
+    if of_experts:
+        found = stacked_pairs(of_experts, (m for m in adapted if m not in of_experts), config, header.where)
+        # The placeholders of projections that a model has not are left out.
+        names = {m: found[m].name if m in found else m for m in adapted if m in found or m not in of_experts}
+        halves = {name: halves[module] for module, name in names.items()}
+        stacked = {read.name: read for read in found.values()}
+    return _Layout(halves, stacked, config.ranks(halves), config.alphas(halves))
+
+
+def _shapes(
+    layout: _Layout,
+    keys: Mapping[str, Mapping[str, str]],
+    header: _Header,
+    adapter: str,
+    config: PeftConfig,
+    dtype: np.dtype | None,
+) -> AdapterShapes:
+    """The header's tensors, checked against each other and the configuration."""
+    modules: dict[str, ModuleShapes | ExpertsShapes] = {}
+    nbytes = 0
+    for name, (kind, key_a, key_b) in layout.halves.items():
+        rank = layout.ranks[name]
+        scaling = scaling_of(layout.alphas[name], rank, config.use_rslora)
+        a_dtype, b_dtype = (header.dtype(key) if dtype is None else dtype for key in (key_a, key_b))
+        if (read := layout.stacked.get(name)) is not None:
+            a, b = read.a_shape, read.b_shape
+            modules[name] = ExpertsShapes(
+                a_shape=a,
+                b_shape=b,
+                a_dtype=a_dtype,
+                b_dtype=b_dtype,
+                scaling=scaling,
+                exchanged=read.exchanged,
+                own_order=read.flat,
+                peft_version=config.peft_version if read.flat else None,
+            )
+        else:
+            a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
+            modules[name] = ModuleShapes(
+                kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling
+            )
+        nbytes += math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
     base = {m: _base(parts["base"], modules.get(m), header) for m, parts in keys.items() if "base" in parts}
-    matrices = [(m.a_shape, m.a_dtype) for m in modules.values()] + [(m.b_shape, m.b_dtype) for m in modules.values()]
-    matrices += [(weight.shape, weight.dtype) for weight in base.values()]
+    nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
     return AdapterShapes(
-        name=adapter,
-        modules=modules,
-        base_weights=base,
-        base_model_name=config.base_model_name,
-        nbytes=sum(rows * columns * dtype.itemsize for (rows, columns), dtype in matrices),
+        name=adapter, modules=modules, base_weights=base, base_model_name=config.base_model_name, nbytes=nbytes
     )
 
 
-def _halves(module: str, parts: Mapping[str, str], header: _Header, config: PeftConfig) -> tuple[Kind, str, str]:
-    """Kind, and the names of A and B, of a module that the configuration targets."""
-    kind: Kind = "embedding" if any("embedding" in part for part in parts) else "linear"
-    key_a, key_b = (parts.get(f"lora_embedding_{half}" if kind == "embedding" else f"lora_{half}") for half in "AB")
-    if key_a is None or key_b is None or len(parts.keys() - {"base"}) > 2:
+def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kind, str, str]:
+    """Kind, and the names of A and B, of a module."""
+    key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
+    if key_a is None and key_b is None:
+        key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"
+    if key_a is None or key_b is None or len(parts) > 2 + ("base" in parts):
         raise AdapterFormatError(
             f"{header.where}: module {shown(module)} has tensor {', '.join(map(shown, parts.values()))}; "
             "expected one A and one B of the same kind"
         )
-    if "base_layer" in module.split(".") or not config.targets(module, kind):
-        raise AdapterMismatchError(
-            f"{header.at(key_a)}: the adapter's {CONFIG_FILE} does not target module {shown(module)} "
-            "(target_modules, exclude_modules, layers_to_transform), so PEFT would leave the tensor out"
-        )
     return kind, key_a, key_b
 
 
-def _base(key: str, module: ModuleShapes | None, header: _Header) -> BaseShape:
-    shape, dtype = header.matrix(key, "a matrix")
-    if module is not None:
+def _base(key: str, module: ModuleShapes | ExpertsShapes | None, header: _Header) -> BaseShape:
+    shape, dtype = header.matrix(key, None, 0), header.dtype(key)
+    if isinstance(module, ModuleShapes):
         expected = module.b_shape[0], module.a_shape[1]
         expected = expected[::-1] if module.kind == "embedding" else expected
         if shape != expected:
             raise AdapterFormatError(f"{header.at(key)} has shape {shape}; expected {expected}, as A and B imply")
     return BaseShape(shape=shape, dtype=dtype)
-
-
-def _in_file_order(
-    keys: Mapping[str, Mapping[str, str]], tensors: Mapping[str, TensorInfo]
-) -> Iterator[tuple[str, TensorInfo, bool]]:
-    base = {parts["base"] for parts in keys.values() if "base" in parts}
-    return ((key, info, key in base) for key, info in tensors.items())
-
-
-def _read(file: StableFile, at: str, info: TensorInfo, dtype: np.dtype | None, allow_nonfinite: bool) -> np.ndarray:
-    """One tensor, converted to `dtype` if given; read-only."""
-    array = np.empty(info.shape, _DTYPES[info.dtype])
-    file.read_into(info.start, array.reshape(-1).view(np.uint8).data)
-    if not (allow_nonfinite or all_finite(array)):
-        raise AdapterFormatError(
-            f"{at} holds NaN or infinity; expected finite numbers (allow_nonfinite=True lets them in)"
-        )
-    if dtype is not None and dtype != array.dtype:
-        read = array
-        with np.errstate(over="ignore", invalid="ignore"):
-            array = read.astype(dtype)
-        if not (np.can_cast(read.dtype, dtype) or all_finite(array)) and (np.isinf(array) & np.isfinite(read)).any():
-            raise AdapterFormatError(f"{at} ({read.dtype}) holds values too large for {dtype}")
-    array.flags.writeable = False
-    return array
-
-
-def all_finite(array: np.ndarray) -> bool:
-    """Whether a C-contiguous float array holds neither NaN nor infinity."""
-    flat = array.reshape(-1)
-    if (mask := _EXPONENT.get(array.dtype)) is not None:
-        bits = flat.view(np.uint16)
-        return not any(((bits[at : at + _CHUNK] & np.uint16(mask)) == mask).any() for at in range(0, bits.size, _CHUNK))
-    return all(bool(np.isfinite(flat[at : at + _CHUNK]).all()) for at in range(0, flat.size, _CHUNK))

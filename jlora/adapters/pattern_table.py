@@ -86,6 +86,8 @@ class PatternTable(Generic[T]):
         Raises:
           AdapterMismatchError: an expression whose classes are not served for one of the names, or too much to match.
         """
+        if not self.keys:
+            return dict.fromkeys(modules, default)
         until = time.monotonic() + _MAX_SECONDS
         values = [*self.values, default]
         suffixes = {module: _suffixes(module) for module in modules}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
 from jlora.adapters.pattern_table import PatternTable, pattern_table
@@ -56,7 +57,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bias": ("trained biases", (None, "none")),
     "modules_to_save": ("fully trained modules", _OFF_EMPTY),
     "layer_replication": ("replicated layers", _OFF_EMPTY),
-    "target_parameters": ("LoRA on bare parameters", _OFF_EMPTY),
     "alora_invocation_tokens": ("activated LoRA (aLoRA)", _OFF_FALSE),
     "trainable_token_indices": ("trained token embeddings", _OFF_FALSE),
     "kasa_config": ("KaSA", _OFF_FALSE),
@@ -93,6 +93,7 @@ class PeftConfig:
       task_type: such as "CAUSAL_LM".
       ensure_weight_tying: PEFT gave a tied output layer the embedding's LoRA, transposed, and took its name out of
         `target_modules`; its tensors are in the file like any other module's.
+      experts: which parameters of experts it targets, and how their factors are packed.
       unchecked: the fields whose regular expressions no module was checked against, each with it and the reason.
       peft_fields: fields that are of no effect here and that PEFT reads back, as the file has them.
     """
@@ -110,8 +111,15 @@ class PeftConfig:
     base_model_name: str | None
     task_type: str | None
     ensure_weight_tying: bool
+    experts: ExpertFields
     unchecked: tuple[str, ...]
     peft_fields: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def peft_version(self) -> str | None:
+        """The version of PEFT that wrote it, if it says."""
+        found = self.peft_fields.get("peft_version")
+        return found if isinstance(found, str) else None
 
     def ranks(self, modules: Iterable[str]) -> dict[str, int]:
         """Rank of each module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`.
@@ -119,11 +127,19 @@ class PeftConfig:
         Raises:
           AdapterMismatchError: `PatternTable.lookup` cannot tell.
         """
-        return self.rank_patterns.lookup(modules, self.r)
+        return self._looked_up(self.rank_patterns, modules, self.r)
 
     def alphas(self, modules: Iterable[str]) -> dict[str, float]:
         """Alpha of each module, by the same rule."""
-        return self.alpha_patterns.lookup(modules, self.lora_alpha)
+        return self._looked_up(self.alpha_patterns, modules, self.lora_alpha)
+
+    def _looked_up(self, patterns: PatternTable[T], modules: Iterable[str], default: T) -> dict[str, T]:
+        if not self.experts.target_parameters:
+            return patterns.lookup(modules, default)
+        # PEFT asks for a parameter by its own name.
+        names = {m: f"{m}.weight" if self.experts.targets_weight(m) else m for m in modules}
+        found = patterns.lookup(names.values(), default)
+        return {module: found[name] for module, name in names.items()}
 
     def targets(self, module: str, kind: Kind) -> bool:
         """Whether PEFT, given this configuration, would put LoRA on the module (`check_target_module_exists`).
@@ -131,6 +147,8 @@ class PeftConfig:
         Raises:
           AdapterMismatchError: a name that `Pattern.fullmatch` cannot tell.
         """
+        if self.experts.targets_weight(module):  # PEFT excludes no parameters
+            return True
         if isinstance(self.exclude_modules, Pattern):
             if self.exclude_modules.fullmatch(module):
                 return False
@@ -195,7 +213,8 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         raise AdapterMismatchError(f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served")
     _refuse_unserved(raw, where)
     _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
-    targets, layers, layers_pattern = _targets(raw, where)
+    experts = expert_fields(raw, where)
+    targets, layers, layers_pattern = _targets(raw, bool(experts.target_parameters), where)
     unchecked: list[str] = []
     # Every module counts as targeted, and none as left out, where an expression cannot be asked.
     if targets is not None:
@@ -215,6 +234,7 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
         task_type=_typed(raw, "task_type", str, None, where),
         ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
+        experts=experts,
         unchecked=tuple(unchecked),
         peft_fields={name: value for name, value in raw.items() if name in PEFT_FIELDS},
     )
@@ -251,6 +271,7 @@ _SERVED = frozenset(
         "task_type",
         "init_lora_weights",
         "ensure_weight_tying",
+        *EXPERT_FIELDS,
     )
 )
 
@@ -293,9 +314,13 @@ def _refuse_base_changing_init(init: Json, where: str) -> None:
     )
 
 
-def _targets(raw: Mapping[str, Json], where: str) -> tuple[Json, frozenset[int] | None, tuple[str, ...]]:
+def _targets(
+    raw: Mapping[str, Json], parameters: bool, where: str
+) -> tuple[Json, frozenset[int] | None, tuple[str, ...]]:
     """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
     targets = raw.get("target_modules")
+    if targets is None and parameters:
+        targets = []
     layers = raw.get("layers_to_transform")
     layers_pattern = raw.get("layers_pattern")
     if targets is None:
@@ -374,11 +399,12 @@ def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:
 
 def _named(names: frozenset[str], module: str) -> bool:
     """Whether one of the names is the module's, or its end after a dot."""
-    at = 0
-    while module[at:] not in names:
-        if (at := module.find(".", at) + 1) == 0:
-            return False
-    return True
+    at = module.rfind(".")  # from the last part on: that is what most names are
+    while at >= 0:
+        if module[at + 1 :] in names:
+            return True
+        at = module.rfind(".", 0, at)
+    return module in names
 
 
 def _rank(value: Json, where: str) -> int:

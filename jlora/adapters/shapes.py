@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +34,37 @@ class ModuleShapes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsShapes:
+    """Shapes of the LoRA of all experts of one grouped product; the names are those of `ExpertsLoRA`.
+
+    Attributes:
+      a_shape: (E or 1, r, in).
+      b_shape: (E or 1, out, r).
+      a_dtype, b_dtype: of the arrays that the `Adapter` will hold.
+      scaling: what the product is multiplied by.
+      exchanged, own_order, peft_version: as of `ExpertsLoRA`.
+    """
+
+    a_shape: tuple[int, int, int]
+    b_shape: tuple[int, int, int]
+    a_dtype: np.dtype
+    b_dtype: np.dtype
+    scaling: float
+    exchanged: bool | None
+    own_order: bool
+    peft_version: str | None
+    kind: Literal["experts"] = "experts"
+
+    @property
+    def rank(self) -> int:
+        return self.a_shape[1]
+
+    @property
+    def experts(self) -> int:
+        return max(self.a_shape[0], self.b_shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseShape:
     """A whole base weight that came with the adapter: [V, D] or [N, K]."""
 
@@ -53,7 +85,7 @@ class AdapterShapes:
     """
 
     name: str
-    modules: Mapping[str, ModuleShapes]
+    modules: Mapping[str, ModuleShapes | ExpertsShapes]
     base_weights: Mapping[str, BaseShape]
     base_model_name: str | None
     nbytes: int

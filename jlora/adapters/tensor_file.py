@@ -5,7 +5,7 @@ bytes, without gaps. (https://github.com/huggingface/safetensors, "Format".)
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import shown, shown_value
@@ -25,8 +25,10 @@ _BITS = {
 }
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+class TensorInfo(NamedTuple):
     """One tensor of the file: safetensors' name of its dtype, its shape, and the place of its bytes."""
 
     dtype: str
@@ -80,24 +82,32 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
 
 
 def _info(name: str, value: Json, begin: int, where: str) -> TensorInfo:
-    where = f"{where}: tensor {shown(name)}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise AdapterFormatError(f"{where} must have dtype, shape and data_offsets, found {shown_value(value)}")
-    dtype, shape, offsets = value["dtype"], _whole_numbers(value["shape"]), _whole_numbers(value["data_offsets"])
+    # There may be tens of thousands: what is wrong with one is looked for only where something is.
+    if isinstance(value, dict) and value.keys() == _FIELDS:
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        known = isinstance(dtype, str) and dtype in _BITS and _whole_numbers(shape) and _whole_numbers(offsets)
+        if known and len(offsets) == 2 and len(shape) <= 64:
+            begins, ends = offsets
+            if _BITS[dtype] * math.prod(shape) == 8 * (ends - begins):
+                return TensorInfo(dtype, tuple(shape), begin + begins, begin + ends)
+    raise _malformed(value, f"{where}: tensor {shown(name)}")
+
+
+def _malformed(value: Json, where: str) -> AdapterFormatError:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        return AdapterFormatError(f"{where} must have dtype, shape and data_offsets, found {shown_value(value)}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise AdapterFormatError(f"{where} has dtype {shown_value(dtype)}, which is not known")
-    if shape is None or offsets is None:
-        raise AdapterFormatError(f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}")
+        return AdapterFormatError(f"{where} has dtype {shown_value(dtype)}, which is not known")
+    if not (_whole_numbers(shape) and _whole_numbers(offsets)):
+        return AdapterFormatError(f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}")
     if len(offsets) != 2 or len(shape) > 64:
-        raise AdapterFormatError(f"{where} has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few")
-    bits = _BITS[dtype] * math.prod(shape)
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise AdapterFormatError(
-            f"{where} of dtype {dtype} and shape {shown_value(shape)} has data_offsets {shown_value(offsets)}; "
-            f"expected {shown_value(bits // 8)} bytes"
-        )
-    return TensorInfo(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+        return AdapterFormatError(f"{where} has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few")
+    return AdapterFormatError(
+        f"{where} of dtype {dtype} and shape {shown_value(shape)} has data_offsets {shown_value(offsets)}; "
+        f"expected {shown_value(_BITS[dtype] * math.prod(shape) // 8)} bytes"
+    )
 
 
-def _whole_numbers(value: Json) -> list[int] | None:
-    return value if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) else None
+def _whole_numbers(value: Json) -> bool:
+    return isinstance(value, list) and {int}.issuperset(map(type, value)) and min(value, default=0) >= 0

@@ -244,7 +244,7 @@ def test_all_linear_does_not_target_the_head(folder_of):
 
 def test_lora_on_a_parameter_is_refused_even_if_a_pattern_takes_it(folder_of):
     with pytest.raises(AdapterMismatchError, match="does not target"):
-        load(folder_of(lora_tensors({"mlp.experts.base_layer": 4}), target_modules=".*"))
+        load(folder_of(lora_tensors({"mlp.q_proj.base_layer": 4}), target_modules=".*"))
 
 
 def test_base_weight_of_another_shape(folder_of):

@@ -175,7 +175,7 @@ REFUSED = {
     "bias": ("all", "trained biases"),
     "modules_to_save": (["embed_tokens"], "fully trained modules"),
     "layer_replication": ([[0, 4], [2, 5]], "replicated layers"),
-    "target_parameters": (["mlp.experts.gate_up_proj"], "bare parameters"),
+    "target_parameters": (["mlp.experts.gate_up_proj", "q_proj.weight"], "bare parameters"),
     "alora_invocation_tokens": ([1, 2], "aLoRA"),
     "trainable_token_indices": ([0, 1], "token embeddings"),
     "use_qalora": (True, "QALoRA"),

@@ -1,0 +1,393 @@
+"""Experts' LoRA in every format that files have, told apart by the names and shapes of their tensors alone.
+
+A file holds the LoRA of a mixture of experts either expert by expert, under names such as `experts.7.gate_proj`, which
+are modules like any other, or stacked: one A and one B of all experts E. Stacked, there are two kinds.
+
+  three axes  A [E or 1, r, in], B [E or 1, out, r] under the name of a projection, `experts.w1` or `experts.gate_proj`
+              (Tinker, SGLang). A 1 is a factor that all experts share.
+  flat        A (E * r, in), B (out, r * E) of PEFT's `target_parameters`: `experts.base_layer` is the first parameter
+              of the module and `experts` the second, or the only one. A has the experts one after the other; B has them
+              taking turns, column j * E + e (`reshape(out, r, E)` in `ParamWrapper.get_delta_weight`), or one after
+              the other where `lora_B_layout` says "grouped_by_expert". In and out are exchanged in some files, and then
+              the parameter's delta is (B A) transposed: which, depends on who wrote the file (`decide_exchanged`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jlora.adapters.expert_fields import PARAMETERS
+from jlora.adapters.messages import shown
+from jlora.adapters.peft_config import PeftConfig
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+
+# What each name of a projection holds of a gated block; "up" is all that one without a gate has before its activation.
+_PARTS = {
+    "gate_up_proj": ("gate", "up"),
+    "gate_proj": ("gate",),
+    "w1": ("gate",),
+    "up_proj": ("up",),
+    "w3": ("up",),
+    "down_proj": ("down",),
+    "w2": ("down",),
+}
+_FIRST = ("gate_up_proj", "up_proj", "gate_proj", "w1", "w3")
+_DOWN = ("down_proj", "w2")
+# What else may stand for a projection in `target_modules`, which name what was trained and not what is in the file.
+_ALSO_CALLED = {
+    "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
+    "gate_proj": ("w1",),
+    "w1": ("gate_proj", "up_proj"),
+    "up_proj": ("w3",),
+    "w3": ("up_proj",),
+    "down_proj": ("w2",),
+    "w2": ("down_proj",),
+}
+_RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:\.post\d+)?")
+
+
+class Sized(Protocol):
+    """What has the shapes of A and B, each of all experts, with three axes."""
+
+    @property
+    def a_shape(self) -> tuple[int, ...]: ...
+    @property
+    def b_shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class StackedPair:
+    """The shapes of A and B of all experts, as the file has them under one name."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is stored: Tinker's placeholder of a projection that the model does not have."""
+        return 0 in self.a and 0 in self.b
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """How a stacked pair is read.
+
+    Attributes:
+      name: what it is called in `Adapter.modules`.
+      a_shape, b_shape: of A [E or 1, r, in] and B [E or 1, out, r].
+      flat: of two axes in the file, as PEFT writes it.
+      grouped: a flat B has the columns of each expert together.
+      exchanged: a flat pair has in and out exchanged; None where the file cannot tell.
+    """
+
+    name: str
+    a_shape: tuple[int, int, int]
+    b_shape: tuple[int, int, int]
+    flat: bool
+    grouped: bool = False
+    exchanged: bool | None = False
+
+    @property
+    def experts(self) -> int:
+        return max(self.a_shape[0], self.b_shape[0])
+
+    def arrays(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors."""
+        if not self.flat:
+            return a, b
+        experts, rank, _ = self.a_shape
+        b = b.reshape(len(b), experts, rank) if self.grouped else b.reshape(len(b), rank, experts).swapaxes(1, 2)
+        return a.reshape(self.a_shape), b.swapaxes(0, 1)
+
+
+def is_stacked(module: str) -> bool:
+    """Whether a module's tensors are those of all experts of a block."""
+    return _split(module) is not None
+
+
+def _split(module: str) -> tuple[str, str] | None:
+    """Block, and what follows it: a projection, "base_layer" as often as it is there, or nothing."""
+    block, _, last = module.rpartition(".")
+    if last in _PARTS:
+        return (block, last) if _is_block(block) else None
+    block, follows = module, ""
+    while block.endswith(".base_layer"):
+        block, follows = block.removesuffix(".base_layer"), f"{follows}.base_layer"
+    return (block, follows[1:]) if _is_block(block) else None
+
+
+def _is_block(module: str) -> bool:
+    return module.endswith("experts") and (module == "experts" or module[-8] == ".")
+
+
+def _of_one_expert(module: str) -> tuple[str, str] | None:
+    """Block and projection of a module such as `mlp.experts.7.gate_proj`."""
+    rest, _, last = module.rpartition(".")
+    block, _, expert = rest.rpartition(".")
+    return (block, last) if last in _PARTS and expert.isdecimal() and _is_block(block) else None
+
+
+def stacked_pairs(
+    pairs: Mapping[str, StackedPair], others: Iterable[str], config: PeftConfig, where: str
+) -> dict[str, Stacked]:
+    """How each stacked pair of a file is read.
+
+    Args:
+      pairs: module name of the tensors, for which `is_stacked` -> their shapes.
+      others: the file's other modules.
+      config: the adapter's configuration.
+      where: adapter and file, for messages.
+
+    Returns:
+      module name of the tensors -> how they are read, without the placeholders.
+
+    Raises:
+      AdapterFormatError: shapes that are no pair of one rank and one number of experts; a projection in two formats;
+        one that the configuration names and the file lacks, or the reverse.
+      AdapterMismatchError: a pair that the configuration does not target.
+    """
+    blocks: dict[str, dict[str, str]] = {}  # block -> what follows it in the tensors' names -> module
+    for module, pair in pairs.items():
+        if not pair.empty and (split := _split(module)) is not None:
+            blocks.setdefault(split[0], {})[split[1]] = module
+    names = {
+        module: f"{block}.{name}"
+        for block, suffixes in blocks.items()
+        for module, name in _projections(block, suffixes, config, where).items()
+    }
+    _refuse_two_formats(names, others, where)
+    ranks = config.ranks(names.values())
+    found = {module: _shaped(module, name, pairs[module], ranks[name], config, where) for module, name in names.items()}
+    for block, suffixes in blocks.items():
+        modules = list(suffixes.values())
+        several = {found[module].experts: module for module in modules if found[module].experts > 1}
+        if len(several) > 1:
+            (one, module), (two, other) = list(several.items())[:2]
+            raise AdapterFormatError(
+                f"{where}: {shown(module)} is of {one} experts and {shown(other)} of {two}; expected as many in all of "
+                f"{shown(block)} (r and rank_pattern say which rank each has)"
+            )
+        flat = {found[module].name: module for module in modules if found[module].flat}
+        try:
+            exchanged = flat_orientation(block, {name: found[module] for name, module in flat.items()})
+        except AdapterFormatError as error:
+            raise AdapterFormatError(f"{where}: {error}") from None
+        found |= {module: replace(found[module], exchanged=exchanged) for module in flat.values()}
+    return found
+
+
+def decide_exchanged(
+    sizes: tuple[int, int],
+    site: tuple[int, int],
+    peft_version: str | None,
+    where: str,
+    *,
+    stored: Literal["out_in", "in_out"] | None = None,
+) -> bool:
+    """Whether a flat pair that the file cannot tell of has in and out exchanged, now that the model's sizes are known.
+
+    Where the product's own in and out are equal, the version of PEFT that wrote the file decides. Exchanged are of
+
+      parameters stored [E, out, in]                                            those of 0.19.0 and older
+      parameters stored [E, in, out] that say so (gpt-oss of transformers 5)    those of 0.19.0
+      parameters stored [E, in, out] that do not (gpt-oss of transformers 4)    those of 0.19.1 and newer
+
+    Args:
+      sizes: A's last and B's first size in the file.
+      site: in and out of the model's product.
+      peft_version: what the configuration says of its writer.
+      where: adapter and module, for messages.
+      stored: how transformers has the parameter that was trained: [E, out, in] (Mixtral, Qwen3-MoE) or [E, in, out]
+        (gpt-oss); None if that is not known.
+
+    Raises:
+      AdapterMismatchError: sizes of another product.
+      AdapterFormatError: nothing tells the two apart.
+    """
+    if sizes != site and sizes != site[::-1]:
+        raise AdapterMismatchError(
+            f"{where}: A takes {sizes[0]} and B gives {sizes[1]}; expected {site[0]} and {site[1]}, or exchanged"
+        )
+    if site[0] != site[1]:
+        return sizes != site
+    version = _RELEASE.fullmatch(peft_version or "")
+    release = tuple(map(int, version.groups())) if version else None
+    if stored is not None and release is not None:
+        if stored == "out_in":
+            return release < (0, 19, 1)
+        if release < (0, 19, 0):  # of newer ones the version of transformers would decide
+            return False
+    raise AdapterFormatError(
+        f"{where}: in and out are both {site[0]}, and nothing tells whether the file has them exchanged (peft_version "
+        f"is {shown(peft_version) if peft_version else 'not given'}); train the block's other parameter too, or save "
+        "the adapter expert by expert or with three axes"
+    )
+
+
+def flattened(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A [E, r, in] and B [E, out, r] as PEFT writes them: (E * r, in) and (out, r * E), new arrays where it must be."""
+    experts, rank, _ = a.shape
+    return a.reshape(experts * rank, -1), b.transpose(1, 2, 0).reshape(b.shape[1], rank * experts)
+
+
+def flat_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """name in `Adapter.modules` -> the module that PEFT writes its tensors under.
+
+    Raises:
+      AdapterFormatError: a name that PEFT has no place for, or a block with two of one place.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        block, _, last = name.rpartition(".")
+        if not _is_block(block) or last not in PARAMETERS:
+            raise AdapterFormatError(
+                f"{where}: {shown(name)} cannot be saved as PEFT's target_parameters; expected "
+                f"{' or '.join(PARAMETERS)} of a module named experts"
+            )
+        blocks.setdefault(block, []).append(last)
+    found: dict[str, str] = {}
+    for block, lasts in blocks.items():
+        if len(lasts) > 2 or (len(lasts) == 2 and "down_proj" not in lasts):
+            raise AdapterFormatError(f"{where}: {shown(block)} has {', '.join(lasts)}; PEFT's files hold one or two")
+        for last in lasts:
+            first = len(lasts) == 2 and last != "down_proj"
+            found[f"{block}.{last}"] = f"{block}.base_layer" if first else block
+    return found
+
+
+def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
+    """Whether a block's flat pairs have in and out exchanged, told by the sizes of both.
+
+    The block takes H and gives H: straight, the first pair takes what the second gives; exchanged, the reverse. The
+    first gives what the second takes, or twice as much where it is gate and up in one.
+
+    Args:
+      block: the experts' module.
+      sizes: name -> what has the pair's shapes, of this block and perhaps of others.
+
+    Returns:
+      None where the block has one of the two only, or their sizes leave it open.
+
+    Raises:
+      AdapterFormatError: sizes of no one block.
+    """
+    first, down = (
+        next(((n, sizes[n]) for n in (f"{block}.{last}" for last in lasts) if n in sizes), None)
+        for lasts in (_FIRST, _DOWN)
+    )
+    if first is None or down is None:
+        return None
+    (in_1, out_1), (in_2, out_2) = ((pair.a_shape[-1], pair.b_shape[1]) for _, pair in (first, down))
+    times = (1, 2) if first[0].endswith(".gate_up_proj") else (1,)
+    straight = in_1 == out_2 and out_1 in [t * in_2 for t in times]
+    exchanged = out_1 == in_2 and in_1 in [t * out_2 for t in times]
+    if not (straight or exchanged):
+        raise AdapterFormatError(
+            f"{shown(first[0])} takes {in_1} and gives {out_1}, {shown(down[0])} {in_2} and {out_2}; expected the one "
+            "to take what the other gives, and to give it what it takes or, with a gate, twice that"
+        )
+    return None if straight and exchanged else exchanged
+
+
+def _projections(block: str, suffixes: Mapping[str, str], config: PeftConfig, where: str) -> dict[str, str]:
+    """module -> projection, of the stacked modules of a block."""
+    found = {module: name for name, module in suffixes.items() if name in _PARTS}
+    plain = {name: module for name, module in suffixes.items() if name not in _PARTS}
+    for module, name in found.items():
+        if not (name in config.experts.parameters(block) or _targeted(block, name, config)):
+            raise _not_targeted(module, where)
+    if not plain:
+        return found
+    deeper = next((module for name, module in plain.items() if "." in name), None)
+    if deeper is not None:
+        raise AdapterMismatchError(
+            f"{where}: {shown(deeper)} is of a third parameter; at most two of a module are served"
+        )
+    if "" not in plain:
+        raise AdapterFormatError(
+            f"{where}: {shown(plain['base_layer'])} is the first of two parameters, and the second, "
+            f"{shown(block + '.lora_A')}, is missing"
+        )
+    parameters = config.experts.parameters(block)
+    if not config.experts.target_parameters:  # a converter's file, with vLLM's fixed meaning of the two
+        if not _targeted(block, "gate_up_proj", config):
+            raise _not_targeted(plain[""], where)
+        if len(plain) == 1:
+            raise AdapterFormatError(
+                f"{where}: {shown(block)} has tensors of one parameter, and nothing says which; expected it in "
+                "target_parameters, or tensors of both"
+            )
+        parameters = ("gate_up_proj", "down_proj")
+    if not parameters:
+        raise _not_targeted(plain[""], where)
+    if len(parameters) != len(plain):
+        raise AdapterFormatError(
+            f"{where}: of {shown(block)} there are {', '.join(map(shown, plain.values()))}, and target_parameters "
+            f"names {', '.join(parameters)}; expected base_layer and the module itself for two, or the module for one"
+        )
+    in_order = [plain[name] for name in ("base_layer", "") if name in plain]
+    return found | dict(zip(in_order, parameters, strict=True))
+
+
+def _targeted(block: str, name: str, config: PeftConfig) -> bool:
+    """Whether `target_modules` means a stacked projection, by any name that writers give it there."""
+    return any(
+        config.targets(module, "linear")
+        for module in (block, *(f"{block}.{other}" for other in (name, *_ALSO_CALLED[name])))
+    )
+
+
+def _not_targeted(module: str, where: str) -> AdapterMismatchError:
+    return AdapterMismatchError(
+        f"{where}: the adapter's configuration does not target {shown(module)} (target_parameters, target_modules, "
+        "exclude_modules, layers_to_transform)"
+    )
+
+
+def _refuse_two_formats(names: Mapping[str, str], others: Iterable[str], where: str) -> None:
+    taken: dict[tuple[str, str], str] = {}
+    for module, name in names.items():
+        block, _, last = name.rpartition(".")
+        for part in _PARTS[last]:
+            if (other := taken.setdefault((block, part), module)) != module:
+                raise AdapterFormatError(f"{where}: {shown(other)} and {shown(module)} are of the same projection")
+    if not taken:
+        return
+    for module in others:
+        if (one := _of_one_expert(module)) is not None:
+            block, last = one
+            for part in _PARTS[last]:
+                if (other := taken.get((block, part))) is not None:
+                    raise AdapterFormatError(
+                        f"{where}: {shown(other)} holds all experts and {shown(module)} one of the same projection; "
+                        "expected one format of each"
+                    )
+
+
+def _shaped(module: str, name: str, pair: StackedPair, rank: int, config: PeftConfig, where: str) -> Stacked:
+    where = f"{where}: {shown(module)} has A {pair.a} and B {pair.b}"
+    if len(pair.a) != len(pair.b) or len(pair.a) not in (2, 3) or 0 in pair.a or 0 in pair.b:
+        raise AdapterFormatError(f"{where}; expected both of two or of three axes, and none empty")
+    if len(pair.a) == 3:
+        if module.rpartition(".")[2] not in _PARTS:
+            raise AdapterFormatError(f"{where}; expected (experts * rank, in) and (out, rank * experts)")
+        if pair.a[1] != rank or pair.b[2] != rank:
+            raise AdapterFormatError(f"{where}; expected (experts, {rank}, in) and (experts, out, {rank})")
+        experts = max(pair.a[0], pair.b[0])
+        if not {pair.a[0], pair.b[0]} <= {1, experts}:
+            raise AdapterFormatError(f"{where}; expected as many experts in both, or 1 where all share the factor")
+        a, b = (pair.a[0], rank, pair.a[2]), (pair.b[0], pair.b[1], rank)
+        return Stacked(name=name, a_shape=a, b_shape=b, flat=False)
+    if pair.a[0] != pair.b[1]:
+        raise AdapterFormatError(f"{where}; expected (experts * rank, in) and (out, rank * experts)")
+    experts, rest = divmod(pair.a[0], rank)
+    if rest or experts < 2:
+        raise AdapterFormatError(
+            f"{where}; expected rank * experts of two experts or more, and rank {rank} (r and rank_pattern)"
+        )
+    layout = config.experts.layout_of(name.rpartition(".")[2], experts, where)
+    a, b = (experts, rank, pair.a[1]), (experts, pair.b[0], rank)
+    return Stacked(name=name, a_shape=a, b_shape=b, flat=True, grouped=layout == "grouped_by_expert")

@@ -11,6 +11,7 @@ from jlora.errors import LoRAError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
+RouterType = Literal["softmax", "chosen_softmax"]
 
 
 # An index of 100,000 tensors has about 10 MB.
@@ -48,6 +49,45 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The expert layers of a decoder.
+
+    Attributes:
+      num_experts, experts_per_token: E, and how many of them each token goes to.
+      intermediate_size: width of one expert.
+      layers: one entry a layer, whether it has experts; the others have an MLP.
+      router: "softmax" of all logits and then the largest, or the largest and then their softmax, "chosen_softmax".
+      renormalize: whether the weights of a "softmax" router are divided by their sum.
+      router_name: what checkpoints call the router.
+      router_bias, expert_bias: whether the router has a bias, and whether both products of an expert do.
+      interleaved: columns of gate and up alternate in the stored weights.
+      swiglu_limit, swiglu_alpha: of gpt-oss's activation; a limit of None means the plain gated SiLU.
+      shared_size: width of the expert that every token goes to; 0 for none.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    router: RouterType = "softmax"
+    renormalize: bool = True
+    router_name: Literal["gate", "router"] = "gate"
+    router_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    shared_size: int = 0
+
+    def __post_init__(self):
+        if self.experts_per_token > self.num_experts:
+            raise ModelError(
+                f"num_experts_per_tok ({self.experts_per_token}) must be at most the number of experts "
+                f"({self.num_experts})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

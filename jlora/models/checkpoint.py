@@ -12,8 +12,9 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jlora._typing import DType
-from jlora.models.config import DecoderConfig, ModelError, read_config, read_json
+from jlora.models.config import DecoderConfig, read_config
 from jlora.models.decoder import Decoder
+from jlora.models.json_file import ModelError, read_json
 from jlora.models.rope import frequencies
 
 _SINGLE = "model.safetensors"

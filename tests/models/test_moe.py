@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jlora.models import moe, routing
-from jlora.models.config import MoEConfig
 from jlora.models.grouped import grouped_matmul
 from tests.models import goldens
 

@@ -159,9 +159,9 @@ class MoE(nnx.Module):
 
     def __init__(self, features: int, config: MoEConfig, *, dtype: DType, rngs: nnx.Rngs):
         limit = config.swiglu_limit
-        # The logits stay float32: rounded to bfloat16, near ties would choose other experts.
+        # In float32: rounded to bfloat16, near ties would choose other experts.
         router = linear(
-            features, config.num_experts, bias=config.router_bias, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
+            features, config.num_experts, bias=config.router_bias, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
         )
         setattr(self, config.router_name, router)
         self.experts = Experts(

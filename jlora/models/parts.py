@@ -23,7 +23,13 @@ class RMSNorm(nnx.Module):
 
 
 def linear(
-    in_features: int, *output_sizes: int, bias: bool, dtype: DType, rngs: nnx.Rngs, out_dtype: DType | None = None
+    in_features: int,
+    *output_sizes: int,
+    bias: bool,
+    dtype: DType,
+    rngs: nnx.Rngs,
+    param_dtype: DType | None = None,
+    out_dtype: DType | None = None,
 ) -> nnx.Linear:
     """A projection; with several output sizes a merged one, its outputs side by side."""
     layer = nnx.Linear(
@@ -31,7 +37,7 @@ def linear(
         sum(output_sizes),
         use_bias=bias,
         dtype=dtype,
-        param_dtype=dtype,
+        param_dtype=dtype if param_dtype is None else param_dtype,
         kernel_init=nnx.initializers.normal(0.02),
         preferred_element_type=out_dtype,
         rngs=rngs,

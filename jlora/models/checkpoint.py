@@ -12,14 +12,14 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jlora._typing import DType
-from jlora.models.config import DecoderConfig, ModelError, read_config, read_json
+from jlora.models.config import DecoderConfig, read_config
 from jlora.models.decoder import Decoder
+from jlora.models.json_file import ModelError, read_json
+from jlora.models.layouts import FLOATS, Source, sources
 from jlora.models.rope import frequencies
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
-_FLOATS = ("F32", "F16", "BF16")
 
 
 def from_pretrained(
@@ -29,9 +29,10 @@ def from_pretrained(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """Reads a Llama, Mistral, Qwen2 or Qwen3 checkpoint.
+    """Reads a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
 
-    The files are memory-mapped and brought to the device one parameter at a time.
+    Experts may be stored one by one or all in one tensor; those in mxfp4 become `dtype`. The files are memory-mapped
+    and brought to the device one parameter at a time.
 
     Args:
       path: the checkpoint's folder (`~` is expanded) with `config.json` and `model.safetensors`, or the shards that
@@ -52,11 +53,11 @@ def from_pretrained(
         skeleton = _skeleton(config, dtype)
         graph, abstract = nnx.split(skeleton)
         params = nnx.to_flat_state(abstract)
-        sources = [_sources(skeleton, path_, param.shape) for path_, param in params]
-        _check_tensors(tensors, {name: shape for parts in sources for name, shape in parts.items()}, folder)
         loaded = []
-        for done, ((path_, param), parts) in enumerate(zip(params, sources, strict=True), start=1):
-            loaded.append((path_, param.replace(_read(tensors, parts, str(path_[-1]), dtype, folder))))
+        found = _sources(skeleton, params, tensors, folder)
+        for done, ((path_, param), source) in enumerate(zip(params, found, strict=True), start=1):
+            stored = [_tensor(tensors, name, folder, source.types) for name in source.tensors]
+            loaded.append((path_, param.replace(_assemble(source, stored, dtype, folder))))
             if progress is not None:
                 progress(done, len(params))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -71,9 +72,7 @@ def read_skeleton(path: str | Path) -> Decoder:
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, config, stack)
         skeleton = _skeleton(config, jnp.float32)
-        params = nnx.to_flat_state(nnx.state(skeleton))
-        sources = [_sources(skeleton, path_, param.shape) for path_, param in params]
-        _check_tensors(tensors, {name: shape for parts in sources for name, shape in parts.items()}, folder)
+        _sources(skeleton, nnx.to_flat_state(nnx.state(skeleton)), tensors, folder)
     return skeleton
 
 
@@ -161,26 +160,13 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _sources(model: Decoder, path: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The stored tensors behind one parameter, and their shapes: one, or those side by side in a merged projection.
-
-    Kernels are stored [out, in] and used [in, out].
-    """
-    *parents, module, leaf = path
-    layer: Any = model
-    for key in path[:-1]:
-        layer = layer[key] if isinstance(key, int) else getattr(layer, key)
-    stored = shape[::-1] if leaf == "kernel" else shape
-    sizes = getattr(layer, "output_sizes", stored[:1])
-    names = model.packed_modules.get(module, (module,))
-    return {
-        ".".join(map(str, (*parents, name, _LEAF[leaf]))): (size, *stored[1:])
-        for name, size in zip(names, sizes, strict=True)
-    }
-
-
-def _check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Names, types and shapes of all tensors, before any is read."""
+def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder: Path) -> list[Source]:
+    """Where each parameter lies; names, types and shapes of all tensors are checked before any is read."""
+    try:
+        found = sources(skeleton, params, tensors)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    expected = {name: (shape, source.types) for source in found for name, shape in source.tensors.items()}
     missing = [name for name in expected if name not in tensors]
     unexpected = sorted(set(tensors) - set(expected))
     if missing or unexpected:
@@ -188,10 +174,18 @@ def _check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int,
             f"{folder}: the tensors do not fit config.json: {len(missing)} missing {missing[:5]}, "
             f"{len(unexpected)} unexpected {unexpected[:5]}"
         )
-    for name, shape in expected.items():
-        stored = _shape(tensors, name, folder)
+    for name, (shape, types) in expected.items():
+        stored = _shape(tensors, name, folder, types)
         if stored != shape:
             raise ModelError(f"{folder}: config.json asks for {name} {list(shape)}, found {list(stored)}")
+    return found
+
+
+def _assemble(source: Source, stored: list[np.ndarray], dtype: DType, folder: Path) -> jax.Array:
+    try:
+        return source.assemble(stored, dtype)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {next(iter(source.tensors))}: {error}") from error
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
@@ -207,26 +201,18 @@ def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
         del tensors["lm_head.weight"]
 
 
-def _read(
-    tensors: Mapping[str, Any], parts: Mapping[str, tuple[int, ...]], leaf: str, dtype: DType, folder: Path
-) -> jax.Array:
-    arrays = [jnp.array(_tensor(tensors, name, folder)).astype(dtype) for name in parts]
-    whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-    return whole.T if leaf == "kernel" else whole
-
-
-def _shape(tensors: Mapping[str, Any], name: str, folder: Path) -> tuple[int, ...]:
+def _shape(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str, ...] = FLOATS) -> tuple[int, ...]:
     file, stored_name = tensors[name]
     with _naming(folder):
         view = file.get_slice(stored_name)
-    if view.get_dtype() not in _FLOATS:
-        raise ModelError(f"{folder}: {name} is {view.get_dtype()}; expected one of {_FLOATS}")
+    if view.get_dtype() not in types:
+        raise ModelError(f"{folder}: {name} is {view.get_dtype()}; expected one of {types}")
     return tuple(view.get_shape())
 
 
-def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
+def _tensor(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str, ...] = FLOATS) -> np.ndarray:
     file, stored_name = tensors[name]
-    _shape(tensors, name, folder)
+    _shape(tensors, name, folder, types)
     with _naming(folder):
         return cast(np.ndarray, file.get_tensor(stored_name))
 

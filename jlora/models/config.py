@@ -1,32 +1,15 @@
 """`DecoderConfig`, and how a checkpoint's `config.json` becomes one."""
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jlora.errors import LoRAError
+from jlora.models.json_file import Fields, ModelError, read_json
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
-
-
-# An index of 100,000 tensors has about 10 MB.
-_MAX_JSON_BYTES = 100 * 2**20
-_MAX_DEPTH = 64
-# Above any model there is, and small enough that products of three stay below 2**63.
-_LARGEST = 2**20
-_LARGEST_OF = {
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 2**31 - 1),
-    "vocab_size": 2**24,
-    "num_hidden_layers": 10_000,
-}
-
-
-class ModelError(LoRAError, ValueError):
-    """A checkpoint or a request that the reference decoder cannot serve exactly. Names the file and the field."""
+ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+RouterType = Literal["softmax", "chosen_softmax"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +34,48 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The expert layers of a decoder.
+
+    Attributes:
+      num_experts, experts_per_token: E, and how many of them each token goes to.
+      intermediate_size: width of one expert.
+      layers: one entry a layer, whether it has experts; the others have an MLP.
+      router: "softmax" of all logits and then the largest, or the largest and then their softmax, "chosen_softmax".
+      renormalize: whether the weights of a "softmax" router are divided by their sum.
+      router_name: what checkpoints call the router.
+      router_bias, expert_bias: whether the router has a bias, and whether both products of an expert do.
+      interleaved: columns of gate and up alternate, in the file and here.
+      stored_in_first: whether files that hold all experts of a layer in one tensor have it [E, in, out], as here, or
+        [E, out, in].
+      swiglu_limit, swiglu_alpha: of gpt-oss's activation; a limit of None means the plain gated SiLU.
+      shared_size: width of the expert that every token goes to; 0 for none.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    router: RouterType = "softmax"
+    renormalize: bool = True
+    router_name: Literal["gate", "router"] = "gate"
+    router_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False
+    stored_in_first: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    shared_size: int = 0
+
+    def __post_init__(self):
+        if self.experts_per_token > self.num_experts:
+            raise ModelError(
+                f"num_experts_per_tok ({self.experts_per_token}) must be at most the number of experts "
+                f"({self.num_experts})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape of a decoder, independent of the family it came from. Hashable, so it is static under `jax.jit`.
 
@@ -58,8 +83,10 @@ class DecoderConfig:
       head_dim: width of one attention head; need not be `hidden_size / num_attention_heads`.
       qkv_bias, o_bias, mlp_bias: which projections carry a bias.
       qk_norm: normalise every query and key head before the rotation (Qwen3).
+      sinks: one more logit a head in the softmax of attention, for no position (gpt-oss).
       sliding_windows: one entry a layer, the number of positions a token sees including its own; None for a layer
         that sees everything. None instead of a tuple means that no layer has a window.
+      moe: the layers with experts; None for a dense model.
       eos_token_ids: what ends a sequence according to the checkpoint; the decoder itself does not use it.
     """
 
@@ -78,7 +105,9 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     sliding_windows: tuple[int | None, ...] | None = None
+    moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -93,41 +122,8 @@ class DecoderConfig:
             raise ModelError(
                 f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_hidden_layers} layers"
             )
-
-
-class _Fields:
-    """Typed look-ups in one JSON object; every error names the file, the field and the value."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values, self.where = values, where
-
-    def fail(self, field: str, problem: str) -> ModelError:
-        return ModelError(f"{self.where}: {field} {problem}")
-
-    def integer(self, field: str, default: int | None = None) -> int:
-        value = self.values.get(field)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"must be a positive integer, got {value!r:.80}"
-            raise self.fail(field, found)
-        largest = _LARGEST_OF.get(field, _LARGEST)
-        if value > largest:
-            raise self.fail(field, f"must be at most {largest}, got {value!r:.40}")
-        return value
-
-    def number(self, field: str, default: float | None = None) -> float:
-        value = self.values.get(field)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            found = "is missing" if value is None else f"must be a positive finite number, got {value!r:.80}"
-            raise self.fail(field, found)
-        return float(value)
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.values.get(field, default)
-        if not isinstance(value, bool):
-            raise self.fail(field, f"must be true or false, got {value!r:.80}")
-        return value
+        if self.moe is not None and len(self.moe.layers) != self.num_hidden_layers:
+            raise ModelError(f"moe.layers has {len(self.moe.layers)} entries for {self.num_hidden_layers} layers")
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -141,57 +137,13 @@ def read_config(path: Path) -> DecoderConfig:
     return parse_config(read_json(path), str(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      ModelError: it is no JSON object, names a field twice, nests too deep, or is larger than any checkpoint's.
-    """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise ValueError(f"the name {name!r:.80} is given twice")
-            found[name] = value
-        return found
-
-    length = path.stat().st_size
-    if length > _MAX_JSON_BYTES:
-        raise ModelError(f"{path} has {length} bytes; expected at most {_MAX_JSON_BYTES}")
-    try:
-        raw = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=once)
-        if _nests_deeper(raw, _MAX_DEPTH):
-            raise RecursionError
-    except RecursionError:
-        raise ModelError(f"{path} is not valid JSON for a model: it nests more than {_MAX_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw
-
-
-def _nests_deeper(value: Any, limit: int) -> bool:
-    level: list[Any] = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-    return bool(level)
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """The same for a parsed `config.json`; fields that are absent take the family's defaults."""
-    fields = _Fields(raw, where)
+    fields = Fields(raw, where)
     family: Any = raw.get("model_type")
     if family not in get_args(ModelType):
         raise fields.fail("model_type", f"must be one of {get_args(ModelType)}, got {family!r:.80}")
-    if raw.get("quantization_config") is not None:
-        raise fields.fail("quantization_config", "is set, but quantized weights are not supported; use the original")
+    _check_quantization(fields, family)
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.fail("hidden_act", f"must be 'silu', got {raw['hidden_act']!r:.80}")
 
@@ -199,7 +151,12 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
     hidden = fields.integer("hidden_size")
     # Old Llama files leave the number of key-value heads out; in the other families only null means "no grouping".
     kv_default = heads if family == "llama" or "num_key_value_heads" in raw else None
-    attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3") else False
+    head_default = {"qwen3": 128, "gpt_oss": 64}.get(family, hidden // heads)
+    qkv_bias = o_bias = False
+    if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
+        qkv_bias = o_bias = fields.flag("attention_bias", family == "gpt_oss")
+    elif family in ("qwen2", "qwen2_moe"):
+        qkv_bias = fields.flag("qkv_bias", True) if family == "qwen2_moe" else True
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
@@ -207,21 +164,73 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", kv_default),
-        head_dim=fields.integer("head_dim", 128 if family == "qwen3" else hidden // heads),
+        head_dim=fields.integer("head_dim", head_default),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_parse_rope(fields),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if family in ("mixtral", "gpt_oss") else 1e-6),
+        rope=_parse_rope(fields, {"mixtral": 1e6, "gpt_oss": 150000.0}.get(family, 10000.0)),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        sinks=family == "gpt_oss",
         sliding_windows=_parse_windows(fields, family, layers),
+        moe=_parse_moe(fields, family, layers),
         eos_token_ids=_parse_eos(fields),
     )
 
 
-def _parse_rope(fields: _Fields) -> RopeConfig:
+def _check_quantization(fields: Fields, family: ModelType) -> None:
+    """Only gpt-oss's own: experts in mxfp4, all else in bfloat16. The files say which tensors are packed."""
+    found = fields.values.get("quantization_config")
+    if found is None or (family == "gpt_oss" and isinstance(found, dict) and found.get("quant_method") == "mxfp4"):
+        return
+    raise fields.fail("quantization_config", "is set, but quantized weights are not supported; use the original")
+
+
+def _parse_moe(fields: Fields, family: ModelType, layers: int) -> MoEConfig | None:
+    raw = fields.values
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+        return None
+    # transformers 5 writes Qwen3-MoE's under the other families' name.
+    names = [name for name in ("num_local_experts", "num_experts") if raw.get(name) is not None]
+    counts = {fields.integer(name) for name in names or ["num_local_experts"]}
+    if len(counts) > 1:
+        raise fields.fail("num_experts", f"must equal num_local_experts, got {raw['num_experts']!r:.80}")
+    common = MoEConfig(
+        num_experts=counts.pop(),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=(True,) * layers,
+    )
+    if family == "mixtral":
+        return common
+    if family == "gpt_oss":
+        return replace(
+            common,
+            router="chosen_softmax",
+            router_name="router",
+            router_bias=True,
+            expert_bias=True,
+            interleaved=True,
+            stored_in_first=True,
+            swiglu_limit=fields.number("swiglu_limit", 7.0),
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+        )
+    dense, step = raw.get("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise fields.fail("mlp_only_layers", f"must be a list of layer numbers, got {dense!r:.80}")
+    return replace(
+        common,
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        renormalize=fields.flag("norm_topk_prob", False),
+        shared_size=fields.integer("shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+    )
+
+
+def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
     """Both spellings: `rope_parameters` with the base inside, and the older `rope_theta` beside `rope_scaling`."""
     raw = fields.values
     field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
@@ -229,7 +238,7 @@ def _parse_rope(fields: _Fields) -> RopeConfig:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise fields.fail(field, f"must be an object, got {params!r:.80}")
-    inner = _Fields(params, f"{fields.where}: {field}")
+    inner = Fields(params, f"{fields.where}: {field}")
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in get_args(RopeType):
         raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r:.80}")
@@ -245,7 +254,7 @@ def _parse_rope(fields: _Fields) -> RopeConfig:
             found = owner.values["partial_rotary_factor"]
             raise owner.fail("partial_rotary_factor", f"must be 1 (the whole head is rotated), got {found!r:.80}")
 
-    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = inner.number("rope_theta", fields.number("rope_theta", default_theta))
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type == "linear":
@@ -282,20 +291,28 @@ def _parse_rope(fields: _Fields) -> RopeConfig:
     )
 
 
-def _parse_windows(fields: _Fields, family: ModelType, layers: int) -> tuple[int | None, ...] | None:
-    """Which layers see only a window. Llama never does, Mistral in every layer, Qwen from `max_window_layers` on."""
+def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int | None, ...] | None:
+    """Which layers see only a window. Llama never does, Mistral and Mixtral in every layer, Qwen from
+    `max_window_layers` on, gpt-oss in every other layer."""
     raw = fields.values
-    if family == "mistral":
-        windowed = "sliding_window" not in raw or raw["sliding_window"] is not None
+    mixes = family == "gpt_oss"
+    kinds = [False] * layers
+    windowed = raw.get("sliding_window") is not None or ("sliding_window" not in raw and family != "mixtral")
+    if family in ("mistral", "mixtral"):
         kinds = [windowed] * layers
-    elif family in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
-        windowed = "sliding_window" not in raw or raw["sliding_window"] is not None
-        first = raw.get("max_window_layers", 28)
+    elif family == "gpt_oss":
+        kinds = [windowed and i % 2 == 0 for i in range(layers)]
+    elif family != "llama" and fields.flag("use_sliding_window", False):
+        mixes = family != "qwen3_moe"
+        first = raw.get("max_window_layers", 0 if family == "qwen3_moe" else 28)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise fields.fail("max_window_layers", f"must be an integer of at least 0, got {first!r:.80}")
+        # Releases of transformers disagree on these two.
+        if family == "qwen3_moe" and first > 0:
+            raise fields.fail("max_window_layers", f"must be 0 or absent with use_sliding_window, got {first}")
+        if family == "qwen2_moe" and raw.get("layer_types") is None:
+            raise fields.fail("layer_types", "is missing, and use_sliding_window is true")
         kinds = [windowed and i >= first for i in range(layers)]
-    else:
-        windowed, kinds = False, [False] * layers
 
     named = raw.get("layer_types")
     if named is not None:
@@ -305,17 +322,17 @@ def _parse_windows(fields: _Fields, family: ModelType, layers: int) -> tuple[int
             if name not in ("full_attention", "sliding_attention"):
                 raise fields.fail(f"layer_types[{i}]", f"must be full_attention or sliding_attention, got {name!r:.80}")
         asked = [name == "sliding_attention" for name in named]
-        # Only Qwen with use_sliding_window mixes layers; elsewhere the list may only repeat what the rest says.
-        if asked != kinds and not (windowed and family in ("qwen2", "qwen3")):
+        # Qwen with use_sliding_window and gpt-oss mix layers; elsewhere the list may only repeat what the rest says.
+        if asked != kinds and not (windowed and mixes):
             raise fields.fail("layer_types", f"contradicts the sliding window settings of model_type {family!r:.80}")
         kinds = asked
     if not any(kinds):
         return None
-    window = fields.integer("sliding_window", 4096)
+    window = fields.integer("sliding_window", 128 if family == "gpt_oss" else 4096)
     return tuple(window if kind else None for kind in kinds)
 
 
-def _parse_eos(fields: _Fields) -> tuple[int, ...]:
+def _parse_eos(fields: Fields) -> tuple[int, ...]:
     value = fields.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):

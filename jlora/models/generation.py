@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jlora.models.config import DecoderConfig, ModelError
+from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
+from jlora.models.json_file import ModelError
 
 
 class Sampling(NamedTuple):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jlora.models.config import DecoderConfig, ModelError, RopeConfig
+from jlora.models.config import DecoderConfig, RopeConfig
+from jlora.models.json_file import ModelError
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "half"], float]:

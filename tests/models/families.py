@@ -22,6 +22,32 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 4.0, "factor": 8.0, "original_max_position_embeddings": 32}
+# gpt-oss's own rope and limits, in sizes at which they show in 48 tokens and random weights.
+GPT_OSS_ROPE = {**YARN_ROPE, "rope_theta": 150.0, "beta_fast": 4.0, "truncate": False}
+MOE = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "head_dim": 12,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "rope_parameters": GPT_OSS_ROPE,
+    },
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 

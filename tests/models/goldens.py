@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent / "goldens"
-NAMES = ("llama-biases-llama3", "llama-tied-linear", "mistral-window", "qwen2-mixed-yarn", "qwen3-tied")
+EXPERTS = ("mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer", "gpt-oss-square")
+NAMES = ("llama-biases-llama3", "llama-tied-linear", "mistral-window", "qwen2-mixed-yarn", "qwen3-tied", *EXPERTS)
 SHARDED = "llama-biases-llama3"
 BFLOAT16 = "qwen3-tied"
 

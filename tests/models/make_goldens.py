@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, build
+from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROMPT_LENGTHS = (1, 5, 13, 30)
@@ -24,6 +24,10 @@ MODELS = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "rope_parameters": YARN_ROPE},
     ),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 12, "num_key_value_heads": 1}),
+    "mixtral-window": ("mixtral", {**MOE["mixtral"], "sliding_window": 9}),
+    "qwen2-moe-shared": ("qwen2_moe", MOE["qwen2_moe"]),
+    "qwen3-moe-mlp-layer": ("qwen3_moe", {**MOE["qwen3_moe"], "num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "gpt-oss-square": ("gpt_oss", {**MOE["gpt_oss"], "intermediate_size": 32}),
 }
 SHARDED = "llama-biases-llama3"
 BFLOAT16 = "qwen3-tied"

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 import jlora
 import jlora.models
-from jlora.models.decoder import _attend
+from jlora.models.attention import attend
 from jlora.models.rope import rotate, rotations
 from tests.parity import cases
 
@@ -171,7 +171,7 @@ def packed_forward(model, tokens, positions, segments):
         if config.qk_norm:
             q, k = attention.q_norm(q), attention.k_norm(k)
         visible = own if attention.window is None else own & (distance < attention.window)
-        mixed = _attend(rotate(q, *rotation), rotate(k, *rotation), v, visible[None])
+        mixed = attend(rotate(q, *rotation), rotate(k, *rotation), v, visible[None])
         x = x + attention.o_proj(mixed.reshape(len(tokens), -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.logits(trunk.norm(x))

@@ -1,0 +1,94 @@
+"""Attention with grouped queries, rotary positions, windows and sinks, and the cache of a layer's keys and values."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jlora._typing import DType
+from jlora.models.config import DecoderConfig
+from jlora.models.parts import RMSNorm, linear
+from jlora.models.rope import rotate
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer. Row c of a sequence holds its position c: no other index is kept."""
+
+    keys: Float[Array, "B C G D"]
+    values: Float[Array, "B C G D"]
+
+
+Rotation = tuple[Float[Array, "B L 1 half"], Float[Array, "B L 1 half"]]  # cos and sin of every position
+
+
+def attend(
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B C G D"],
+    v: Float[Array, "B C G D"],
+    visible: Bool[Array, "B L C"],
+    sinks: Float[Array, "H"] | None = None,
+) -> Float[Array, "B L H D"]:
+    """Softmax attention (arXiv:1706.03762); H / G query heads share a key head. Scores and softmax are float32.
+
+    `sinks` is one more logit a head that takes its share of the softmax and brings no value (arXiv:2309.17453).
+    """
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, length, groups, heads // groups, width)
+    scores = jnp.einsum("blghd,bcgd->bghlc", q, k, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(1, groups, heads // groups, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    out = jnp.einsum("bghlc,bcgd->blghd", weights.astype(v.dtype), v)
+    return out.reshape(batch, length, heads, width)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention; H query heads and G key-value heads of width D."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, *, dtype: DType, rngs: nnx.Rngs):
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.qkv_proj = linear(config.hidden_size, queries, keys, keys, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = linear(queries, config.hidden_size, bias=config.o_bias, dtype=dtype, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros((config.num_attention_heads,), dtype))
+        self.config = config
+        self.window = window
+
+    def __call__(
+        self,
+        x: Float[Array, "B L E"],
+        positions: Int[Array, "B L"],
+        rotation: Rotation,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
+        batch, length, _ = x.shape
+        config = self.config
+        split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
+        heads = self.qkv_proj(x).reshape(batch, length, -1, config.head_dim)
+        q, k, v = jnp.split(heads, split, axis=2)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is None:
+            key_positions = positions
+        else:
+            row = jnp.arange(batch)[:, None]
+            cache = LayerCache(cache.keys.at[row, positions].set(k), cache.values.at[row, positions].set(v))
+            k, v = cache
+            key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
+        # Cache rows that were never written lie at later positions than any query, so causality hides them as well.
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        visible = distance >= 0
+        if self.window is not None:
+            visible &= distance < self.window
+        sinks = self.sinks[...] if config.sinks else None
+        return self.o_proj(attend(q, k, v, visible, sinks).reshape(batch, length, -1)), cache

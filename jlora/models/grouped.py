@@ -1,0 +1,97 @@
+"""The product of an expert block: each row times the matrix of its own group, by what is fastest where it runs.
+
+    NVIDIA Hopper and Blackwell, 16-bit    tokamax's Mosaic kernel, if the extra `moe` is installed
+    TPU                                    JAX's megablox
+    else                                   `jax.lax.ragged_dot`
+
+Which one is decided while a program is traced, by platform, dtype, sizes and what is installed: none is tried and
+given up.
+"""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jlora._compat import abstract_device, default_device, gpu_compute_capability
+
+_TPU_ROWS = 128  # megablox takes whole tiles of rows only
+
+
+def grouped_matmul(x: Float[Array, "M K"], w: Float[Array, "E K N"], counts: Int[Array, "E"]) -> Float[Array, "M N"]:
+    """Rows sorted by group, each times its group's matrix, accumulated in float32.
+
+    Args:
+      x: rows; the first `counts[0]` are of group 0, the next `counts[1]` of group 1, and so on.
+      w: one matrix a group, of the dtype of `x`.
+      counts: int32 rows of each group, summing to M; a group may be empty.
+
+    Returns:
+      The dtype of `x`.
+    """
+    return _choose(x, w)(x, w, counts)
+
+
+def _choose(x: jax.Array, w: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    where, capability = _target()
+    if where == "tpu" and x.dtype != jnp.float16:
+        return _megablox
+    if where not in ("gpu", "cuda") or capability not in (90, 100, 103):
+        return _ragged_dot
+    # The kernel is for 16 bits, and the copies that feed it move 16 bytes at a time.
+    if x.dtype == jnp.float32 or any(size % 8 for size in w.shape[1:]):
+        return _ragged_dot
+    if importlib.util.find_spec("tokamax") is None:
+        _tell_once(
+            "experts are multiplied by jax.lax.ragged_dot, which on this GPU is up to 40 times slower than tokamax's "
+            "kernel: pip install 'jlora[moe]', on Python 3.12 or newer"
+        )
+        return _ragged_dot
+    return _tokamax
+
+
+def _target() -> tuple[str, int | None]:
+    """Platform and, of a GPU, compute capability that a program traced now is for."""
+    target = abstract_device()
+    if target is not None:
+        return target[0], None
+    device = default_device()
+    if device is None or isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return device.platform, gpu_compute_capability(device)
+
+
+def _ragged_dot(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _tokamax(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    import tokamax  # pyright: ignore[reportMissingImports]  # an extra, for Python 3.12 and newer
+
+    return tokamax.ragged_dot(x, w, counts, preferred_element_type=x.dtype, implementation="mosaic")
+
+
+def _megablox(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    rows = x.shape[0]
+    # Rows past the counts are of no group: their part of the result is never written, and cut off.
+    x = jnp.pad(x, ((0, -rows % _TPU_ROWS), (0, 0)))
+    tiles = _tpu_tiles(w.shape[1], w.shape[2], x.dtype.itemsize)
+    return gmm(x, w, counts, preferred_element_type=x.dtype, tiling=tiles)[:rows]
+
+
+def _tpu_tiles(k: int, n: int, width: int) -> tuple[int, int, int]:
+    """Rows, K and N of a tile: as much of a matrix as leaves its two buffers in 8 MiB, since a small batch is bound by
+    reading the matrices once."""
+    tile_n = min(n, 512)
+    return _TPU_ROWS, min(k, (4 << 20) // (width * tile_n) // 128 * 128), tile_n
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    logging.getLogger("jlora").warning(message)

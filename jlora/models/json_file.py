@@ -1,0 +1,102 @@
+"""JSON files of a checkpoint: reading them with bounds, and typed look-ups whose errors name the file and field."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jlora.errors import LoRAError
+
+# An index of 100,000 tensors has about 10 MB.
+_MAX_JSON_BYTES = 100 * 2**20
+_MAX_DEPTH = 64
+# Above any model there is, and small enough that products of three stay below 2**63.
+_LARGEST = 2**20
+_LARGEST_OF = {
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 2**31 - 1),
+    "vocab_size": 2**24,
+    "num_hidden_layers": 10_000,
+}
+
+
+class ModelError(LoRAError, ValueError):
+    """A checkpoint or a request that the reference decoder cannot serve exactly. Names the file and the field."""
+
+
+class Fields:
+    """Typed look-ups in one JSON object; every error names the file, the field and the value."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def fail(self, field: str, problem: str) -> ModelError:
+        return ModelError(f"{self.where}: {field} {problem}")
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        value = self.values.get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found = "is missing" if value is None else f"must be a positive integer, got {value!r:.80}"
+            raise self.fail(field, found)
+        largest = _LARGEST_OF.get(field, _LARGEST)
+        if value > largest:
+            raise self.fail(field, f"must be at most {largest}, got {value!r:.40}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        value = self.values.get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            found = "is missing" if value is None else f"must be a positive finite number, got {value!r:.80}"
+            raise self.fail(field, found)
+        return float(value)
+
+    def flag(self, field: str, default: bool) -> bool:
+        value = self.values.get(field, default)
+        if not isinstance(value, bool):
+            raise self.fail(field, f"must be true or false, got {value!r:.80}")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ModelError: it is no JSON object, names a field twice, nests too deep, or is larger than any checkpoint's.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the name {name!r:.80} is given twice")
+            found[name] = value
+        return found
+
+    length = path.stat().st_size
+    if length > _MAX_JSON_BYTES:
+        raise ModelError(f"{path} has {length} bytes; expected at most {_MAX_JSON_BYTES}")
+    try:
+        raw = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=once)
+        if _nests_deeper(raw, _MAX_DEPTH):
+            raise RecursionError
+    except RecursionError:
+        raise ModelError(f"{path} is not valid JSON for a model: it nests more than {_MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _nests_deeper(value: Any, limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return bool(level)

@@ -1,0 +1,194 @@
+"""Mixture of experts: a router, tokens sorted by expert, two grouped products, and the weighted sum.
+
+    x [.., H] --router--> k experts and weights a token --sort--> rows [M = T * k, H] by expert
+      --gate_up--> [M, 2I] --activation--> [M, I] --down--> [M, H] --weights, sum over each token's k rows--> [.., H]
+
+Nothing here knows of adapters. What wraps `Experts` overrides its two products, `gate_up` and `down`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jlora._typing import DType
+from jlora.models.config import MoEConfig
+from jlora.models.grouped import grouped_matmul
+from jlora.models.parts import MLP, linear
+from jlora.models.routing import Routing, softmax_top_k, top_k_softmax
+
+
+class ExpertRows(NamedTuple):
+    """Whose rows an expert product is given: M = T * k copies of T tokens, sorted by expert, else in token order.
+
+    Attributes:
+      token: the token that each row is a copy of, counted over the flattened batch.
+      expert: the expert of each row, ascending.
+      counts: rows of each expert.
+      length: L where the block was given [B, L, H]; None where it was given packed rows [T, H].
+    """
+
+    token: Int[Array, "M"]
+    expert: Int[Array, "M"]
+    counts: Int[Array, "E"]
+    length: int | None
+
+
+def dispatch(
+    experts: Int[Array, "T k"], num_experts: int, length: int | None = None
+) -> tuple[ExpertRows, Int[Array, "T k"]]:
+    """Sorts the (token, expert) pairs by expert, stably; also the row that each pair went to."""
+    flat = experts.astype(jnp.int32).reshape(-1)
+    pairs = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    expert, order = jax.lax.sort((flat, pairs), num_keys=1, is_stable=True)
+    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
+    places = jnp.zeros_like(pairs).at[order].set(pairs, unique_indices=True)
+    return ExpertRows(order // experts.shape[1], expert, counts, length), places.reshape(experts.shape)
+
+
+def combine(
+    rows: Float[Array, "M H"], places: Int[Array, "T k"], weights: Float[Array, "T k"] | None
+) -> Float[Array, "T H"]:
+    """Each token's k rows, weighted if asked, summed one after the other in float32: no other token has a say."""
+    total = jnp.zeros((places.shape[0], rows.shape[1]), jnp.float32)
+    for i in range(places.shape[1]):
+        row = rows[places[:, i]].astype(jnp.float32)
+        total = total + (row if weights is None else row * weights[:, i, None])
+    return total.astype(rows.dtype)
+
+
+def gated_silu(gate: Float[Array, "M I"], up: Float[Array, "M I"]) -> Float[Array, "M I"]:
+    """SiLU of the gate times the other half (arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate), both clamped first, the gate from above only."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Float[Array, "M I"], up: Float[Array, "M I"]) -> Float[Array, "M I"]:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
+
+
+class Experts(nnx.Module):
+    """E gated (or plain) MLPs, each applied to the rows that were routed to it.
+
+    Attributes:
+      gate_up_proj: [E, H, 2 * I], or [E, H, I] where not gated; `gate_up_proj_bias` [E, ...] with `bias`.
+      down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
+      gated: whether the first product holds a gate beside the values.
+      interleaved: whether columns of gate and up alternate, gate first; else all of the gate's come first.
+    """
+
+    # Each product's method, and its parameter [E, in, out].
+    grouped_products = {"gate_up": "gate_up_proj", "down": "down_proj"}  # noqa: RUF012 - a constant
+
+    def __init__(
+        self,
+        features: int,
+        inner: int,
+        num_experts: int,
+        *,
+        activation: Callable[..., jax.Array] = gated_silu,
+        gated: bool = True,
+        interleaved: bool = False,
+        bias: bool = False,
+        weigh_hidden: bool = False,
+        dtype: DType,
+        rngs: nnx.Rngs,
+    ):
+        """`activation` takes gate and up [M, I], or the one [M, I] where not gated; it must be hashable by value.
+        `weigh_hidden` applies the routed weights before the second product, not after it."""
+
+        def draw(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (num_experts, *shape), dtype))
+
+        columns = 2 * inner if gated else inner
+        self.gate_up_proj = draw(features, columns)
+        self.down_proj = draw(inner, features)
+        if bias:
+            self.gate_up_proj_bias = nnx.Param(jnp.zeros((num_experts, columns), dtype))
+            self.down_proj_bias = nnx.Param(jnp.zeros((num_experts, features), dtype))
+        self.num_experts = num_experts
+        self.activation = activation
+        self.gated = gated
+        self.interleaved = interleaved
+        self.bias = bias
+        self.weigh_hidden = weigh_hidden
+
+    def gate_up(self, x: Float[Array, "M H"], rows: ExpertRows) -> Float[Array, "M F"]:
+        """The first product of every row, its bias added; F = 2 * I, or I where not gated."""
+        out = grouped_matmul(x, self.gate_up_proj[...], rows.counts)
+        return out + self.gate_up_proj_bias[...][rows.expert] if self.bias else out
+
+    def down(self, h: Float[Array, "M I"], rows: ExpertRows) -> Float[Array, "M H"]:
+        """The second product of every row, its bias added."""
+        out = grouped_matmul(h, self.down_proj[...], rows.counts)
+        return out + self.down_proj_bias[...][rows.expert] if self.bias else out
+
+    def __call__(self, x: Float[Array, "*rows H"], routing: Routing) -> Float[Array, "*rows H"]:
+        """The weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H], `routing` of its tokens."""
+        tokens = x.reshape(-1, x.shape[-1])
+        rows, places = dispatch(routing.experts, self.num_experts, x.shape[1] if x.ndim == 3 else None)
+        h = self._activate(self.gate_up(tokens[rows.token], rows))
+        weights = routing.weights
+        if self.weigh_hidden:
+            sorted_weights = jnp.zeros(h.shape[0], weights.dtype).at[places].set(weights, unique_indices=True)
+            h, weights = (h.astype(jnp.float32) * sorted_weights[:, None]).astype(h.dtype), None
+        return combine(self.down(h, rows), places, weights).reshape(x.shape)
+
+    def _activate(self, hidden: Float[Array, "M F"]) -> Float[Array, "M I"]:
+        if not self.gated:
+            return self.activation(hidden)
+        if self.interleaved:
+            return self.activation(hidden[:, 0::2], hidden[:, 1::2])
+        return self.activation(*jnp.split(hidden, 2, axis=1))
+
+
+class MoE(nnx.Module):
+    """The block of a layer: router, experts, and a shared expert that every token goes to where the family has one."""
+
+    def __init__(self, features: int, config: MoEConfig, *, dtype: DType, rngs: nnx.Rngs):
+        limit = config.swiglu_limit
+        # In float32: rounded to bfloat16, near ties would choose other experts.
+        router = linear(
+            features, config.num_experts, bias=config.router_bias, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
+        )
+        setattr(self, config.router_name, router)
+        self.experts = Experts(
+            features,
+            config.intermediate_size,
+            config.num_experts,
+            activation=gated_silu if limit is None else ClampedSwiGLU(config.swiglu_alpha, limit),
+            interleaved=config.interleaved,
+            bias=config.expert_bias,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        if config.shared_size:
+            self.shared_expert = MLP(features, config.shared_size, dtype=dtype, rngs=rngs)
+            self.shared_expert_gate = linear(features, 1, bias=False, dtype=dtype, rngs=rngs)
+        self.config = config
+
+    def __call__(self, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        config = self.config
+        # The router sees the rows as they come, as every other projection does.
+        logits = getattr(self, config.router_name)(x).reshape(-1, config.num_experts)
+        if config.router == "softmax":
+            routing = softmax_top_k(logits, config.experts_per_token, renormalize=config.renormalize)
+        else:
+            routing = top_k_softmax(logits, config.experts_per_token)
+        out = self.experts(x, routing)
+        if config.shared_size:
+            gate = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
+            out = out + gate.astype(x.dtype) * self.shared_expert(x)
+        return out

@@ -32,21 +32,24 @@ __all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_rea
 
 
 def shrink(
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
     ranks: Int[jax.Array, "G n"] | None = None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "n M R"]:
     """h[i, m] = a[group of m, i] @ x[m], in float32.
 
     Args:
-      x: [M, K] rows, in the order the plan was made for.
+      x: [M, K] rows, in the order the plan was made for; or, with `x_rows`, [T, K].
       a: [G, n, R, K] first factors, bfloat16, float16 or float32.
       plan: from `make_plan` with num_groups = G, over M rows.
       ranks: [G, n] integers from 0 to R: entries of h at or past the rank are zero, and the kernels skip their work.
         What lies in a past the rank, rounded up to 16, is never used, NaN or not. None: all R.
+      x_rows: [M] integers: row m of the plan is x[x_rows[m]], from 0 to T - 1 wherever m has a group. A token's row
+        is then read once for all experts that it goes to. Within a group no row of x may occur twice.
       backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
 
     Returns:
@@ -55,15 +58,15 @@ def shrink(
     Raises:
       LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
     """
-    _check_rows("shrink", "x", x, plan)
-    _check_a("shrink", a, plan, x.shape[1])
-    ranks = _check_ranks("shrink", ranks, a.shape[:2])
+    x_rows = _check_x("shrink", x, x_rows, plan)
+    check_a("shrink", a, plan, x.shape[1])
+    ranks = check_ranks("shrink", ranks, a.shape[:2])
     rows, (groups, n, rank, _) = plan.num_rows, a.shape
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
     kernels = _choose("shrink", backend, base, x, a, b, (rank,) * n)
     if kernels is None or rows == 0:
-        return xla.shrink(x, a, plan, ranks=ranks)
-    return gradients.shrink(kernels.shrink, x, a, plan, ranks)
+        return xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
+    return gradients.shrink(kernels.shrink, x, a, plan, ranks, x_rows)
 
 
 def expand(
@@ -94,11 +97,11 @@ def expand(
     Raises:
       LoRAError: as for `shrink`.
     """
-    sizes = _check_b("expand", b, plan, slice_sizes)
+    sizes = check_b("expand", b, plan, slice_sizes)
     if h.ndim != 3 or h.shape != (len(sizes), plan.num_rows, b.shape[1]):
         raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
-    _check_base("expand", base, plan, b.shape[2])
-    ranks = _check_ranks("expand", ranks, (b.shape[0], len(sizes)))
+    check_base("expand", base, plan, b.shape[2])
+    ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
     (n, rows, rank), groups = h.shape, b.shape[0]
     out = _like((rows, b.shape[2]), b.dtype) if base is None else base
     kernels = _choose("expand", backend, out, _like((rows, n * rank)), _like((groups, n, rank, n * rank)), b, sizes)
@@ -109,25 +112,27 @@ def expand(
 
 def add_lora(
     base: Float[jax.Array, "M N"],
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: Sequence[int] | None = None,
     ranks: Int[jax.Array, "G n"] | None = None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
     """base[m] + b[group of m]ᵀ (a[group of m] @ x[m]), slice by slice: what a layer calls.
 
     Args:
       base: [M, N] output of the base layer; a backend may write the result in its place.
-      x: [M, K] input of the base layer.
+      x: [M, K] input of the base layer; or, with `x_rows`, [T, K].
       a: [G, n, R, K]; b: [G, R, N], scaling folded in.
       plan: from `make_plan` with num_groups = G, over M rows.
       slice_sizes: the n column counts, summing to N; None for one slice.
       ranks: [G, n] true rank of each group and slice; 0 leaves the slice alone. What lies in a and b past the rank,
         rounded up to 16, is never used, NaN or not. None: all R.
+      x_rows: [M], as for `shrink`.
       backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
 
     Returns:
@@ -138,21 +143,21 @@ def add_lora(
     Raises:
       LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
     """
-    _check_rows("add_lora", "x", x, plan)
-    _check_a("add_lora", a, plan, x.shape[1])
-    sizes = _check_b("add_lora", b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
+    x_rows = _check_x("add_lora", x, x_rows, plan)
+    check_a("add_lora", a, plan, x.shape[1])
+    sizes = check_b("add_lora", b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
     if a.shape[1] != len(sizes) or a.shape[2] != b.shape[1]:
         raise LoRAError(
             f"add_lora: a [G, n, R, K] = {a.shape} and b [G, R, N] = {b.shape}, {len(sizes)} slices: n or R disagree"
         )
-    _check_base("add_lora", base, plan, b.shape[2])
-    ranks = _check_ranks("add_lora", ranks, a.shape[:2])
+    check_base("add_lora", base, plan, b.shape[2])
+    ranks = check_ranks("add_lora", ranks, a.shape[:2])
     if plan.num_rows == 0:
         return base
     kernels = _choose("add_lora", backend, base, x, a, b, sizes)
     if kernels is None:
-        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks)
-    return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks)
+        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows)
+    return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks, x_rows)
 
 
 def unsupported_reason(
@@ -209,43 +214,53 @@ def _like(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _check_rows(op: str, name: str, rows, plan: Plan) -> None:
-    if rows.ndim != 2 or rows.shape[0] != plan.num_rows:
+def _check_x(op: str, x, x_rows, plan: Plan) -> Int[jax.Array, "M"] | None:
+    if x.ndim != 2 or (x_rows is None and x.shape[0] != plan.num_rows):
         raise LoRAError(
-            f"{op}: {name} must be [M, features] with M = {plan.num_rows} (the plan's rows), got {rows.shape}; "
-            "flatten leading dimensions, or make the plan over these rows"
+            f"{op}: x must be [M, features] with M = {plan.num_rows} (the plan's rows), got {x.shape}; "
+            "flatten leading dimensions, make the plan over these rows, or say with x_rows which are its rows"
         )
-    _check_float(op, name, rows)
+    check_float(op, "x", x)
+    if x_rows is None:
+        return None
+    if x_rows.shape != (plan.num_rows,) or not jnp.issubdtype(x_rows.dtype, jnp.integer):
+        raise LoRAError(
+            f"{op}: x_rows must be integers [M] = [{plan.num_rows}] (the plan's rows), "
+            f"got {x_rows.dtype}{list(x_rows.shape)}"
+        )
+    if not x.shape[0] and plan.num_rows:
+        raise LoRAError(f"{op}: x has no rows, but x_rows refers to them")
+    return x_rows.astype(jnp.int32)
 
 
-def _check_a(op: str, a, plan: Plan, features: int) -> None:
+def check_a(op: str, a, plan: Plan, features: int) -> None:
     if a.ndim != 4 or a.shape[0] != plan.num_groups or a.shape[3] != features:
         raise LoRAError(
             f"{op}: a must be [G, n, R, K] with G = {plan.num_groups} (the plan's groups) and K = {features} (x), "
             f"got {a.shape}"
         )
-    _check_float(op, "a", a)
+    check_float(op, "a", a)
 
 
-def _check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ...]:
+def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in slice_sizes)
     if b.ndim != 3 or b.shape[0] != plan.num_groups:
         raise LoRAError(f"{op}: b must be [G, R, N] with G = {plan.num_groups} (the plan's groups), got {b.shape}")
     if not sizes or min(sizes) < 1 or sum(sizes) != b.shape[2]:
         raise LoRAError(f"{op}: slice_sizes must be positive and sum to N = {b.shape[2]} (b), got {sizes}")
-    _check_float(op, "b", b)
+    check_float(op, "b", b)
     return sizes
 
 
-def _check_base(op: str, base, plan: Plan, columns: int) -> None:
+def check_base(op: str, base, plan: Plan, columns: int) -> None:
     if base is None:
         return
     if base.shape != (plan.num_rows, columns):
         raise LoRAError(f"{op}: base must be [M, N] = [{plan.num_rows}, {columns}], got {base.shape}")
-    _check_float(op, "base", base)
+    check_float(op, "base", base)
 
 
-def _check_ranks(op: str, ranks, shape: tuple[int, ...]):
+def check_ranks(op: str, ranks, shape: tuple[int, ...]):
     if ranks is None:
         return None
     if ranks.shape != shape or not jnp.issubdtype(ranks.dtype, jnp.integer):
@@ -253,6 +268,6 @@ def _check_ranks(op: str, ranks, shape: tuple[int, ...]):
     return ranks.astype(jnp.int32)
 
 
-def _check_float(op: str, name: str, array) -> None:
+def check_float(op: str, name: str, array) -> None:
     if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise LoRAError(f"{op}: {name} must be bfloat16, float16 or float32, got {array.dtype}")

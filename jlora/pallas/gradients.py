@@ -15,9 +15,9 @@ from jlora.pallas.plan import Plan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def shrink(run, x, a, plan: Plan, ranks):
-    """`run(x, a, plan, ranks=ranks)`, differentiable in x and a."""
-    return run(x, a, plan, ranks=ranks)
+def shrink(run, x, a, plan: Plan, ranks, x_rows):
+    """`run(x, a, plan, ...)`, differentiable in x and a."""
+    return run(x, a, plan, ranks=ranks, x_rows=x_rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -27,19 +27,19 @@ def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks):
+def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows):
     """`run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks)
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
-def _shrink_forward(run, x, a, plan, ranks):
-    return run(x, a, plan, ranks=ranks), (x, a, plan, ranks)
+def _shrink_forward(run, x, a, plan, ranks, x_rows):
+    return run(x, a, plan, ranks=ranks, x_rows=x_rows), (x, a, plan, ranks, x_rows)
 
 
 def _shrink_backward(run, residuals, dh):
     del run
-    x, a, plan, ranks = residuals
-    return *_shrink_grads(x, a, plan, ranks, dh), None, None
+    x, a, plan, ranks, x_rows = residuals
+    return *_shrink_grads(x, a, plan, ranks, x_rows, dh), None, None, None
 
 
 def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
@@ -53,23 +53,26 @@ def _expand_backward(run, slice_sizes, residuals, dout):
     return *_expand_grads(h, b, plan, ranks, slice_sizes, dout), None, None if no_base else dout, None
 
 
-def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, ranks):
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks), (x, a, b, plan, ranks)
+def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, ranks, x_rows):
+    out = run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
+    return out, (x, a, b, plan, ranks, x_rows)
 
 
 def _add_lora_backward(run, slice_sizes, residuals, dout):
     del run
-    x, a, b, plan, ranks = residuals
-    dh, db = _expand_grads(xla.shrink(x, a, plan, ranks=ranks), b, plan, ranks, slice_sizes, dout)
-    return dout, *_shrink_grads(x, a, plan, ranks, dh), db, None, None
+    x, a, b, plan, ranks, x_rows = residuals
+    h = xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
+    dh, db = _expand_grads(h, b, plan, ranks, slice_sizes, dout)
+    return dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None
 
 
-def _shrink_grads(x, a, plan: Plan, ranks, dh):
-    x_tiles = xla.to_tiles(x, plan).astype(jnp.float32)
+def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
+    x_tiles = xla.to_tiles(x, plan, x_rows).astype(jnp.float32)
     dh_tiles = xla.mask_ranks(xla.to_slice_tiles(dh, plan), plan, ranks)
     dx = _dot("tnmr,tnrk->tmk", dh_tiles, xla.take_a(a, plan, ranks).astype(jnp.float32))
     da = _sum_by_group(lambda dh, x: _dot("nmr,mk->nrk", dh, x), a.shape, plan, dh_tiles, x_tiles)
-    return xla.to_rows(dx, plan).astype(x.dtype), da.astype(a.dtype)
+    dx = xla.to_rows(dx, plan) if x_rows is None else _sum_by_source(dx, x_rows, plan, len(x))
+    return dx.astype(x.dtype), da.astype(a.dtype)
 
 
 def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
@@ -84,6 +87,21 @@ def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
         return jnp.concatenate([_dot("mr,mn->rn", h[i], dout[:, c]) for i, c in enumerate(columns)], axis=1)
 
     return dh.astype(h.dtype), _sum_by_group(tile_db, b.shape, plan, h_tiles, dout_tiles).astype(b.dtype)
+
+
+def _sum_by_source(tiles, x_rows, plan: Plan, sources: int):
+    """[T, tile_m, K] -> [sources, K]: row m's part goes to row x_rows[m], one tile after the other.
+
+    A tile holds rows of one group, and no row of x is in a group twice, so that no sum is made in an order of chance.
+    """
+    rows = jnp.where(plan.tile_rows < plan.num_rows, x_rows[jnp.minimum(plan.tile_rows, plan.num_rows - 1)], sources)
+
+    def step(total, tile):
+        rows, added = tile
+        return total.at[rows].add(added, mode="drop"), None
+
+    zeros = jnp.zeros((sources, tiles.shape[-1]), jnp.float32)
+    return jax.lax.scan(step, zeros, (rows.reshape(plan.num_tiles, plan.tile_m), tiles))[0]
 
 
 def _sum_by_group(per_tile, shape, plan: Plan, *tiles):

@@ -27,13 +27,14 @@ _SMEM_BYTES = 640 << 10  # of 1 MiB
 
 def add_lora(
     base: Float[jax.Array, "M N"],
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. The result takes the place of `base` when `base` may be overwritten.
@@ -43,6 +44,7 @@ def add_lora(
     Raises:
       LoRAError: with `unsupported_reason`.
     """
+    x = x if x_rows is None else x[x_rows]
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes)
     if reason is not None:
         raise LoRAError(f"add_lora: backend 'mosaic_tpu' {reason}")
@@ -60,18 +62,19 @@ def add_lora(
 
 
 def shrink(
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
     ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "n M R"]:
     """See `jlora.ops.shrink`. The fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
-    zeros = jnp.zeros((x.shape[0], n * rank))
-    h = add_lora(zeros, x, a, identity, plan, slice_sizes=(rank,) * n, ranks=ranks, interpret=interpret)
+    zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
+    h = add_lora(zeros, x, a, identity, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, interpret=interpret)
     return jnp.moveaxis(h.reshape(-1, n, rank), 1, 0)
 
 
@@ -123,7 +126,7 @@ def _row_groups(plan: Plan) -> Int[jax.Array, "M"]:
 
 def _sizes(base, x, a, b, slice_sizes) -> Sizes | None:
     itemsizes = tuple(jnp.dtype(v.dtype).itemsize for v in (base, x, a, b))
-    return _choose(*x.shape, *b.shape, tuple(slice_sizes), itemsizes)
+    return _choose(base.shape[0], x.shape[1], *b.shape, tuple(slice_sizes), itemsizes)
 
 
 @lru_cache

@@ -53,6 +53,7 @@ class Plan:
         return self.tile_group.shape[0]
 
 
+_COMPARED_AT_ONCE = 1 << 22  # pairs of a search: every dense plan, of 8192 rows and 512 tiles, say
 _LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
 
 
@@ -183,6 +184,10 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
 
 
 def _interval(ends, values):
-    """Index of the interval that holds each value, given the intervals' rising ends, and whether there is one."""
-    index = jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
+    """Index of the interval that holds each value, given the intervals' rising ends, and whether there is one.
+
+    Where all pairs are few they are compared at once, which is one pass; a binary search is a chain of gathers.
+    """
+    method = "compare_all" if len(ends) * len(values) <= _COMPARED_AT_ONCE else "scan_unrolled"
+    index = jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)
     return jnp.minimum(index, len(ends) - 1), index < len(ends)

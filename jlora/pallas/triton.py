@@ -33,14 +33,15 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
             return f"takes bfloat16, float16 and float32, but {name} is {array.dtype}; cast it"
     if a.shape[2] > MAX_RANK:
         return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
-    return too_large(_problem(x, a, b, len(slice_sizes), 16), gpu) if x.shape[0] else None
+    rows = base.shape[0]
+    return too_large(_problem(rows, x, a, b, len(slice_sizes), 16), gpu) if rows else None
 
 
-def _problem(x, a, b, slices: int, tile_m: int) -> GPUProblem:
+def _problem(rows: int, x, a, b, slices: int, tile_m: int) -> GPUProblem:
     """The sizes of an `add_lora`."""
     h = jnp.bfloat16 if _dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
-    (rows, k), (_, rank, n) = x.shape, b.shape
+    k, (_, rank, n) = x.shape[1], b.shape
     return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes)
 
 
@@ -49,11 +50,12 @@ def _dot_dtype(x, a, b):
 
 
 def shrink(
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
     ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
@@ -61,9 +63,9 @@ def shrink(
     """See `jlora.ops.shrink`."""
     groups, n, rank, k = a.shape
     b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # as if it led back to K columns
-    tiles = tiles or gpu_tiles(_problem(x, a, b, n, plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
     ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
-    h = _shrink(x, a, plan, ranks, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
+    h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
     rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group].T, 0)  # [n, M]
@@ -88,20 +90,21 @@ def expand(
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # as if h came of N columns
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
-    tiles = tiles or gpu_tiles(_problem(x, a, b, len(slice_sizes), plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, len(slice_sizes), plan.tile_m), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
 
 
 def add_lora(
     base: Float[jax.Array, "M N"],
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
@@ -109,12 +112,12 @@ def add_lora(
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
     groups, n, rank, _ = a.shape
     ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
-    tiles = tiles or gpu_tiles(_problem(x, a, b, n, plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
     dtype = _dot_dtype(x, a, b)
     # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
     # range that h may have.
     h_dtype = jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
-    h = _shrink(x, a, plan, ranks, tiles, h_dtype, interpret)
+    h = _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype, interpret)
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dtype, interpret)
 
 
@@ -122,17 +125,18 @@ def _all_ranks(groups: int, n: int, rank: int):
     return jnp.full((groups, n), rank, jnp.int32)
 
 
-def _shrink(x, a, plan: Plan, ranks, tiles: GPUTiles, h_dtype, interpret: bool):
+def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret: bool):
     """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
     groups, n, rank, k = a.shape
+    indexed = () if x_rows is None else (x_rows,)
     return pl.pallas_call(
         partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
         grid=(tiles.shrink_programs,),
-        out_shape=jax.ShapeDtypeStruct((tiles.split_k, x.shape[0], n * rank), h_dtype),
+        out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), h_dtype),
         compiler_params=plt.CompilerParams(num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages),
         interpret=interpret,
         name="lora_shrink",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k))
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k), *indexed)
 
 
 def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
@@ -149,17 +153,19 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
 
 
 def _shrink_kernel(
-    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref, *, rank: int, tile_m: int, tiles: GPUTiles
+    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles
 ):
     """h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ
 
     The ranks of all slices stand side by side, and a block may span slices, so that x is read once for all of them.
+    refs: h alone, or before it an index, by which row m of the plan is x[index[m]].
 
     units (one an iteration; program p takes p, p + programs, ...), innermost last:
     tiles in use x blocks of ranks x parts of K
              K part 0   K part 1
     tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, added in order by whoever reads h
     """
+    *index_refs, h_ref = refs
     _, width, k_size = a_ref.shape
     block_r, block_k, parts = tiles.block_r, tiles.block_k, tiles.split_k
     per_tile = pl.cdiv(width, block_r) * parts
@@ -174,12 +180,14 @@ def _shrink_kernel(
         r0, part = u % per_tile // parts * block_r, u % parts
         cuts = [(r0 + first, size) for first, size in _dots(min(block_r, width))]
         columns, read, busy = zip(*(_columns(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
-        live = (rows < x_ref.shape[0])[:, None]
+        present = rows < h_ref.shape[1]
+        live = present[:, None]
+        sources = plt.load(index_refs[0].at[rows], mask=present, other=0) if index_refs else rows
 
         def step(j, sums):
             k = (j * parts + part) * block_k + jnp.arange(block_k, dtype=jnp.int32)
             inside = None if parts * steps * block_k == k_size else (k < k_size)[None, :]
-            x = _load(x_ref, (rows[:, None], k[None, :]), _both(live, inside))
+            x = _load(x_ref, (sources[:, None], k[None, :]), _both(live, inside))
             loaded = [
                 _load(a_ref, (group, r[:, None], k[None, :]), _both(m[:, None], inside))
                 for r, m in zip(columns, read, strict=True)

@@ -12,10 +12,15 @@ from jlora.pallas.plan import Plan
 
 
 def shrink(
-    x: Float[jax.Array, "M K"], a: Float[jax.Array, "G n R K"], plan: Plan, *, ranks: Int[jax.Array, "G n"] | None
+    x: Float[jax.Array, "T K"],
+    a: Float[jax.Array, "G n R K"],
+    plan: Plan,
+    *,
+    ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "n M R"]:
     """See `jlora.ops.shrink`."""
-    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
+    h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
     return jnp.moveaxis(to_rows(jnp.moveaxis(h, 1, 2), plan), 1, 0)
 
 
@@ -35,24 +40,53 @@ def expand(
 
 def add_lora(
     base: Float[jax.Array, "M N"],
-    x: Float[jax.Array, "M K"],
+    x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     ranks: Int[jax.Array, "G n"] | None,
+    x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. The rank-R intermediate never leaves tile space."""
-    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
+    h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
     delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
     return _add(base, delta, plan, slice_sizes, ranks)
 
 
-def to_tiles(rows, plan: Plan):
-    """[M, ...] -> [T, tile_m, ...]; places that no row fills are zero, so that a NaN elsewhere cannot reach them."""
+def combine_lora(
+    base: Float[jax.Array, "T N"],
+    x: Float[jax.Array, "M K"],
+    a: Float[jax.Array, "G 1 R K"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    rows: Int[jax.Array, "T k"],
+    weights: Float[jax.Array, "T k"] | None,
+    ranks: Int[jax.Array, "G 1"] | None,
+) -> Float[jax.Array, "T N"]:
+    """See `jlora.ops.combine_lora`. A token's rows are summed in the order of `rows`."""
+    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
+    delta = to_rows(_expand_tiles(h, b, plan, (b.shape[2],), ranks), plan)
+    present = _present(plan, ranks, 1)[:, 0]
+    total, touched = jnp.zeros(base.shape, jnp.float32), jnp.zeros(len(base), bool)
+    for j in range(rows.shape[1]):
+        row = jnp.clip(rows[:, j], 0, plan.num_rows - 1)
+        here = (rows[:, j] == row) & present[row]
+        part = delta[row] if weights is None else delta[row] * weights[:, j, None].astype(jnp.float32)
+        total, touched = total + jnp.where(here[:, None], part, 0), touched | here
+    return jnp.where(touched[:, None], (base.astype(jnp.float32) + total).astype(base.dtype), base)
+
+
+def to_tiles(rows, plan: Plan, sources=None):
+    """[M, ...] -> [T, tile_m, ...]; places that no row fills are zero, so that a NaN elsewhere cannot reach them.
+
+    Where `sources` [M] is given, row m is rows[sources[m]].
+    """
     filled = plan.tile_rows < plan.num_rows
-    taken = rows[jnp.minimum(plan.tile_rows, plan.num_rows - 1)]
+    taken = jnp.minimum(plan.tile_rows, plan.num_rows - 1)
+    taken = rows[taken if sources is None else sources[taken]]
     tiles = jnp.where(filled.reshape(-1, *(1,) * (rows.ndim - 1)), taken, 0)
     return tiles.reshape(plan.num_tiles, plan.tile_m, *rows.shape[1:])
 
@@ -127,10 +161,15 @@ def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
 def _add(base, delta, plan: Plan, slice_sizes, ranks):
     """Adds in float32 and rounds once. Untouched values are selected, not added to: -0.0 + 0.0 is +0.0."""
     total = (base.astype(jnp.float32) + delta).astype(base.dtype)
-    touched = _has_group(plan)[:, None]
-    if ranks is not None:
-        slot = jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
-        present = ranks[plan.tile_group[slot]] > 0  # [M, n]
-        columns = [jnp.broadcast_to(present[:, i, None], (len(base), size)) for i, size in enumerate(slice_sizes)]
-        touched &= jnp.concatenate(columns, axis=1)
-    return jnp.where(touched, total, base)
+    present = _present(plan, ranks, len(slice_sizes))
+    columns = [jnp.broadcast_to(present[:, i, None], (len(base), size)) for i, size in enumerate(slice_sizes)]
+    return jnp.where(jnp.concatenate(columns, axis=1), total, base)
+
+
+def _present(plan: Plan, ranks, slices: int):
+    """[M, n]: whether a row has a group, and that a rank above 0 in the slice."""
+    grouped = jnp.broadcast_to(_has_group(plan)[:, None], (plan.num_rows, slices))
+    if ranks is None:
+        return grouped
+    tile = jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
+    return grouped & (ranks[plan.tile_group[tile]] > 0)

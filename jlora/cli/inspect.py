@@ -4,18 +4,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jlora.adapters import Adapter
-from jlora.adapters.adapter import ModuleLoRA
 from jlora.cli.generate import check_rank
 from jlora.cli.text import shown, size
 from jlora.errors import AdapterMismatchError
-
-if TYPE_CHECKING:
-    from jlora.models import Decoder
 
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
@@ -56,8 +51,12 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
     if model is not None:
         modules = {name: module for name, module in adapter.modules.items() if name not in passed}
         base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in patterns)}
-        slot_bytes = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
-        print(f"fits         {shown(model)}: yes; {size(slot_bytes)} per slot at rank {adapter.rank}, float32")
+        slots = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
+        kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
+        print(
+            f"fits         {shown(model)}: yes; {size(sum(slots.values()))} per slot at rank {adapter.rank}, float32 "
+            f"({kinds})"
+        )
     return 0
 
 
@@ -80,92 +79,42 @@ def _print_modules(adapter: Adapter) -> None:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
 
 
-class Target(NamedTuple):
-    """What a module of the model takes: A [r, inputs] and B [outputs, r]; an embedding's inputs are its rows.
+def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
+    """Checks an adapter against the shapes of a checkpoint's model, as the manager does.
 
-    `fills` are the places it is written to: those of a merged projection are its parts.
-    """
-
-    kind: str
-    inputs: int
-    outputs: int
-    fills: tuple[str, ...]
-
-
-def fit(adapter: Adapter, folder: Path) -> int:
-    """Checks an adapter against the shapes of a checkpoint's model. Returns the bytes of one float32 slot of its rank.
+    Returns:
+      Bytes of one float32 slot of the adapter's rank, in "dense" layers and in "experts".
 
     Raises:
       AdapterMismatchError: a module that the model lacks, or of another size; base weights that differ from the
         model's; a rank above what the command line makes slots for.
       LoRAError: the folder holds no model that is served.
     """
+    from jlora.config import LoRAConfig
+    from jlora.layers.wrap import survey
+    from jlora.manager.fit import place
+    from jlora.manager.names import SiteIndex
     from jlora.models.checkpoint import read_skeleton
 
     check_rank(adapter)
-    targets, slot_values = _targets(read_skeleton(folder))
-    taken: dict[tuple[str, str], str] = {}
-    problems = [
-        f"{name}: {why}" for name, module in adapter.modules.items() if (why := _misfit(targets, taken, name, module))
+    wrapped = survey(read_skeleton(folder), LoRAConfig(max_loras=1, max_lora_rank=adapter.rank, dtype=np.float32))
+    index = SiteIndex(wrapped, ())
+    place(f"adapter {adapter.name!r}", adapter.modules, index)
+    problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]
+    problems += [
+        f"{name}: its scaling must be a finite float32, found {module.scaling}"
+        for name, module in adapter.modules.items()
+        if not abs(module.scaling) <= _LARGEST  # NaN is not
     ]
-    problems += [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]
     if problems:
         more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
         raise AdapterMismatchError(
             f"adapter {adapter.name!r} does not fit {folder}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
         )
-    return 4 * adapter.rank * slot_values
-
-
-def _targets(model: "Decoder") -> tuple[dict[tuple[str, str], Target], int]:
-    """(kind, checkpoint name) -> what it takes, and the values that one slot holds for each unit of its rank."""
-    from flax import nnx
-
-    targets: dict[tuple[str, str], Target] = {}
-    slot_values = 0
-
-    def add(name: str, target: Target) -> None:
-        targets[target.kind, name] = target
-
-    for path, layer in nnx.iter_modules(model):
-        name = ".".join(map(str, path))
-        parent, _, last = name.rpartition(".")
-        if isinstance(layer, nnx.Linear):
-            sizes: tuple[int, ...] = getattr(layer, "output_sizes", (layer.out_features,))
-            slot_values += len(sizes) * layer.in_features + layer.out_features
-            parts = tuple(f"{parent}.{part}" for part in model.packed_modules.get(last, ()))
-            add(name, Target("linear", layer.in_features, layer.out_features, parts or (name,)))
-            for part, outputs in zip(parts, sizes, strict=False):
-                add(part, Target("linear", layer.in_features, outputs, (part,)))
-        elif isinstance(layer, nnx.Embed):
-            rows, features = layer.num_embeddings, layer.features
-            slot_values += rows + features
-            add(name, Target("embedding", rows, features, (name,)))
-            if model.config.tie_word_embeddings:
-                slot_values += rows + features
-                for alias in ("lm_head", name, f"{name}.attend"):
-                    add(alias, Target("linear", features, rows, ("lm_head",)))
-    return targets, slot_values
-
-
-def _misfit(
-    targets: dict[tuple[str, str], Target], taken: dict[tuple[str, str], str], name: str, module: ModuleLoRA
-) -> str | None:
-    target = targets.get((module.kind, name))
-    if target is None:
-        other = "embedding" if module.kind == "linear" else "linear"
-        if (other, name) in targets:
-            return f"takes {other} weights, and these are {module.kind} weights"
-        return "the model has no such module"
-    expected = ((module.rank, target.inputs), (target.outputs, module.rank))
-    if (module.a.shape, module.b.shape) != expected:
-        return f"A and B have shapes {module.a.shape} and {module.b.shape}, expected {expected[0]} and {expected[1]}"
-    if not abs(module.scaling) <= _LARGEST:  # NaN is not
-        return f"its scaling must be a finite float32, found {module.scaling}"
-    for place in target.fills:
-        if (other := taken.setdefault((target.kind, place), name)) != name:
-            return f"fills {place}, which {other} fills too"
-    return None
+    sizes = {"dense": 0, "experts": 0}
+    for site in wrapped.modules:
+        sizes["experts" if site.spec.experts else "dense"] += site.slot_nbytes
+    return sizes
 
 
 def _base_differs(adapter: Adapter, name: str, folder: Path) -> str | None:

@@ -187,6 +187,14 @@ def wrap_model(
         raise
 
 
+def survey(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModules | None = None) -> WrappedModel:
+    """What `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
+    wrapped = WrappedModel(model)
+    plans = _choose(wrapped, config, packed_modules)
+    wrapped.modules = {site: found.module for found, sites in plans for site in sites}
+    return wrapped
+
+
 def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
     """Undo what wrapping did to a layer for one of its sites; what is undone already is left alone."""
     _set_class(layer, cls)
@@ -264,7 +272,8 @@ def _choose(
             if reason is None:
                 chosen.append(site)
             else:
-                wrapped.unwrapped.update((name, reason) for name in site.aliases)
+                names = (*site.aliases, *site.parts) if site.spec.experts else site.aliases
+                wrapped.unwrapped.update(dict.fromkeys(names, reason))
                 others.append(site.path)
         if chosen:
             plans.append((found, chosen))
@@ -294,7 +303,7 @@ def _sites(
         products = [_product_site(found, spec, name, config, max_rank) for name in spec.products]
         sites = [site for site in products if isinstance(site, Site)]
         return sites or next(reason for reason in products if isinstance(reason, str))
-    param: jax.Array = vars(found.module)[spec.param].get_value()
+    param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[spec.param].get_value()
     axes = 2 if isinstance(spec, EmbedSpec) else len(spec.in_axes) + len(spec.out_axes)
     stored = _stored(param, axes, config)
     if isinstance(stored, str):
@@ -324,7 +333,7 @@ def _sites(
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
 
 
-def _stored(param: jax.Array, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
+def _stored(param: jax.Array | jax.ShapeDtypeStruct, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
     """Layers of the stack that a parameter is, and the dtype of its slots; or why it has none."""
     stack = param.ndim - axes
     if stack > 1:

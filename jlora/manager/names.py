@@ -78,7 +78,7 @@ class SiteIndex:
         return self._reason(kind, mapped)
 
     def _reason(self, kind: str, name: str) -> str:
-        for alias in (name, f"{name}.attend"):
+        for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
             if alias in self._wrapped.unwrapped:
                 return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
         other = "embedding" if kind == "linear" else "linear"

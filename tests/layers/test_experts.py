@@ -1,5 +1,7 @@
 """LoRA on experts, in models of several styles, against a NumPy loop that merges expert by expert."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from tests.layers.expert_models import (
     Model,
     OneHot,
     Ragged,
+    Roomy,
     Scanned,
     Seams,
     reference,
@@ -28,6 +31,7 @@ STYLES = {
     "methods": lambda rngs: Model(Seams, rngs),
     "interleaved": lambda rngs: Model(Interleaved, rngs),
     "bare ragged_dot": lambda rngs: Model(Ragged, rngs),
+    "one-hot": lambda rngs: Model(Roomy, rngs),
     "one-hot with capacity": lambda rngs: Model(OneHot, rngs),
     "scanned": lambda rngs: Scanned(Seams, rngs),
     "scanned ragged_dot": lambda rngs: Scanned(Ragged, rngs),
@@ -64,6 +68,7 @@ NAMES = ["all", None, "some", "down", "all", "one", None]
 
 class World:
     def __init__(self, style):
+        self.style = style
         self.model = STYLES[style](nnx.Rngs(0))
         self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(max_loras=4, max_lora_rank=4))
         for adapter in ADAPTERS.values():
@@ -87,9 +92,26 @@ class World:
         return reference(self.model, np.asarray(x).reshape(-1, HIDDEN), owners).reshape(x.shape)
 
 
-@pytest.fixture(scope="module", params=STYLES)
+@functools.cache
+def world_of(style):
+    return World(style)
+
+
+@pytest.fixture(params=[style for style in STYLES if style != "one-hot with capacity"])
 def world(request):
-    return World(request.param)
+    return world_of(request.param)
+
+
+def test_tokens_that_find_no_place_are_dropped_with_their_adapters():
+    world = world_of("one-hot with capacity")
+    found = world.serve(NAMES)
+    assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
+    world.model.layers[0].experts.capacity = 99
+    try:
+        roomy = world.expected([name for name in NAMES for _ in range(3)], world.x)
+    finally:
+        del world.model.layers[0].experts.capacity
+    assert np.abs(found - roomy).max() > 1e-2
 
 
 def assert_close(found, expected):
@@ -119,21 +141,18 @@ def test_other_adapters_in_other_slots_are_no_retrace(world):
     assert world.manager.stats().compilations == 1
 
 
-def test_a_slot_that_held_all_experts_and_now_some(world):
-    """What an adapter leaves out is not what its slot held before."""
-    manager = jlora.LoRAManager(
-        STYLES["methods"](nnx.Rngs(3)), jlora.LoRAConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=4)
-    )
-    x = world.x[:2]
-    for name in ("all", "some", "one", "down", "some"):
-        if name not in manager.list_adapters():
-            manager.add_adapter(ADAPTERS[name])
-        with manager.prepare([name, None]) as batch, jlora.use(batch):
-            found = np.asarray(manager.model(x))
-        expected = reference(manager.model, np.asarray(x).reshape(-1, HIDDEN), [ADAPTERS[name]] * 3 + [None] * 3)
-        assert_close(found, expected.reshape(x.shape))
+def test_what_an_adapter_leaves_out_is_not_what_its_slot_held_before(world):
+    """One slot after the other, in every order that four adapters and four slots give."""
+    for first in ("all", "some", "one", "down"):
+        for name in ("all", "some", "one", "down"):
+            world.manager.remove_adapter(name)
+        for name in (first, *(other for other in ADAPTERS if other != first)):
+            world.manager.add_adapter(ADAPTERS[name])
+            world.manager.prepare([name]).close()
+        assert_close(world.serve(NAMES), world.expected([name for name in NAMES for _ in range(3)], world.x))
 
 
+@pytest.mark.parametrize("world", ["methods", "bare ragged_dot", "one-hot"], indirect=True)
 def test_packed_rows(world):
     counts = [1, 4, 0, 2, 3, 1, 2]
     x = jax.random.normal(jax.random.key(2), (sum(counts) + 2, HIDDEN))  # and two rows of padding
@@ -143,31 +162,20 @@ def test_packed_rows(world):
 
 
 def test_the_order_of_sequences_changes_no_bit(world):
-    if "OneHot" in str(
-        type(
-            getattr(world.model.layers, "experts", world.model.layers[0].experts)
-            if not isinstance(world.model, Scanned)
-            else ""
-        )
-    ):
-        pytest.skip("with capacity, who is dropped depends on the order")
     order = np.random.default_rng(0).permutation(len(NAMES))
     found = world.serve([NAMES[i] for i in order], world.x[order])
     np.testing.assert_array_equal(found, world.serve(NAMES)[order])
 
 
 def test_verify_agrees(world):
+    @jax.jit
     def forward(model, x, batch):
-        return jax.jit(lambda model, x, batch: run(model, x, batch))(model, x, batch)
-
-    def run(model, x, batch):
-        if batch is None:
-            return model(x)
         with jlora.use(batch):
             return model(x)
 
     report = world.manager.verify(forward, world.x)
-    assert len(report.checked) == len(world.manager.layers()) and not report.unserved
+    assert len(report.checked) == len(world.manager.layers())
+    assert not report.unserved
 
 
 def test_exported_as_it_came(world):
@@ -177,3 +185,216 @@ def test_exported_as_it_came(world):
     for name, module in ADAPTERS["some"].modules.items():
         np.testing.assert_allclose(found.modules[name].a, module.a, rtol=1e-6)
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def small(cls=Seams, **config):
+    model = Model(cls, nnx.Rngs(0))
+    return jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, **config))
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return small()
+
+
+@pytest.fixture
+def ragged():
+    return small(Ragged)
+
+
+def adapter_of(modules):
+    arrays = {name: (np.ones(a, np.float32), np.ones(b, np.float32)) for name, (a, b) in modules.items()}
+    return jlora.Adapter.from_arrays("bad", arrays, alpha=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "message"),
+    [
+        ("layers.0.experts.5.gate_proj", ((2, 8), (6, 2)), "5 experts, and the name has no expert index below that"),
+        ("layers.0.experts.gate_proj", ((2, 8), (6, 2)), "5 experts, and the name has no expert index below that"),
+        ("layers.0.experts.01.gate_proj", ((2, 8), (6, 2)), "the model has no module"),
+        ("layers.0.experts.1.gate_proj", ((2, 6), (8, 2)), "A and B have shapes"),
+        ("layers.0.experts.1.gate_proj", ((3, 8), (6, 3)), "rank 3 is above max_lora_rank=2"),
+        ("layers.0.experts.1.w9", ((2, 8), (6, 2)), "the model has no module"),
+        ("layers.0.router", ((2, 8), (5, 2)), "the model has no module"),
+    ],
+)
+def test_modules_that_no_expert_takes(manager, name, shapes, message):
+    with pytest.raises(AdapterMismatchError, match=message):
+        manager.add_adapter(adapter_of({"layers.0.gate": ((2, 8), (5, 2)), name: shapes}))
+    assert not manager.list_adapters()
+
+
+def test_an_adapter_of_experts_for_a_dense_model():
+    class Dense(nnx.Module):
+        def __init__(self):
+            self.experts = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
+
+    dense = jlora.LoRAManager(Dense(), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    with pytest.raises(AdapterMismatchError, match=r"experts\.0\.gate_proj"):
+        dense.add_adapter(adapter_of({"experts.0.gate_proj": ((2, 8), (6, 2))}))
+
+
+def test_a_product_that_is_left_out():
+    manager = small(Ragged, target_modules=["down_proj"])
+    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.0.experts.w2", "layers.1.experts.w2"]
+    with pytest.raises(AdapterMismatchError, match="not among the configured target_modules"):
+        manager.add_adapter(adapter_of({"layers.0.experts.0.gate_proj": ((2, 8), (6, 2))}))
+    manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), router=False))
+    x = jax.random.normal(jax.random.key(0), (2, 3, HIDDEN))
+    with manager.prepare(["down", None]) as batch, jlora.use(batch):
+        found = np.asarray(manager.model(x))
+    down = make_adapter("down", 0, projections=("down_proj",), router=False)
+    assert_close(found, reference(manager.model, x.reshape(-1, HIDDEN), [down] * 3 + [None] * 3).reshape(x.shape))
+
+
+def test_ranks_of_experts_are_their_own():
+    model = Model(Seams, nnx.Rngs(0))
+    manager = jlora.LoRAManager(
+        model, jlora.LoRAConfig(max_loras=2, max_lora_rank={"*": 8, "experts": 2, "experts.wo": 3})
+    )
+    ranks = {site.path.partition(".")[2]: site.spec.max_rank for site in manager._pool.sites}
+    assert ranks == {f"{i}.{name}": r for i in "01" for name, r in (("gate", 8), ("experts.wi", 2), ("experts.wo", 3))}
+    with pytest.raises(AdapterMismatchError, match="rank 3 is above max_lora_rank=2"):
+        manager.add_adapter(make_adapter("x", 0, rank=3))
+    with pytest.raises(LoRAUsageError, match=r"max_lora_rank \['expert'\] match no layer"):
+        jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
+
+
+# --- what a class says of itself --------------------------------------------------------------------------------------
+
+
+class Own(Ragged):
+    """Registered anew by each test."""
+
+
+@pytest.fixture
+def register():
+    yield functools.partial(jlora.register_layer, Own)
+    _describe.pop(Own, None)
+
+
+def linear(k=HIDDEN, n=2 * INNER, param="w13"):
+    return jlora.LinearSpec(k, n, param=param)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (lambda: jlora.ExpertsSpec(0, {"gate_up": linear()}), "experts must be a positive int"),
+        (lambda: jlora.ExpertsSpec(5, {}), "products must map"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": "w13"}), "products must map"),
+        (lambda: jlora.ExpertsSpec(5, {"middle": linear()}), "names must say what checkpoints call"),
+        (lambda: jlora.ExpertsSpec(4, {"gate_up": linear()}), "says 4 experts before its axes"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(n=INNER)}), "has 8 features in and 12 out"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(param="w")}), "names the parameter 'w'"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, names={"gate_up": [["a"], ["b"], ["c"], ["d"], ["e"]]}),
+         "no 5 slices of one size"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("unchecked_calls")
+def test_specs_that_their_class_contradicts(register, spec, message):
+    register(lambda layer: spec())
+    with pytest.raises(LoRAUsageError, match=message):
+        small(Own)
+
+
+def test_a_method_needs_rows(register):
+    class Methods(Seams):
+        grouped_products = None
+
+    jlora.register_layer(Methods, lambda layer: jlora.ExpertsSpec(5, {"gate_up": linear(param="wi")}))
+    try:
+        manager = small(Methods)
+        with manager.prepare([None]) as batch, jlora.use(batch), pytest.raises(LoRAError, match="has no `rows`"):
+            manager.model(jnp.ones((1, 2, HIDDEN)))
+    finally:
+        _describe.pop(Methods)
+
+
+def test_a_subclass_that_overrides_a_product():
+    class Louder(OneHot):
+        def down(self, x, token):
+            return 2 * super().down(x, token)
+
+    with pytest.raises(LoRAUsageError, match="Louder overrides the down of OneHot"):
+        small(Louder)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda source, expert: jlora.RowMap(source, of="tokens", length=2), "RowMap with `expert`"),
+        (lambda source, expert: None, "RowMap with `expert`"),
+        (
+            lambda source, expert: jlora.RowMap(source[1:], of="tokens", length=2, expert=expert[1:]),
+            "a RowMap of 3 rows",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
+    layer = ragged.model.layers[0].experts
+    source, expert = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
+    with ragged.prepare([None]) as batch, jlora.use(batch, partial=True), pytest.raises(LoRAUsageError, match=message):
+        jlora.expert_delta(layer, "gate_up", jnp.ones((4, 8)), jnp.ones((4, 12)), rows(source, expert))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (jnp.ones((4, 7)), jnp.ones((4, 12)), r"takes \[..., 8\] floats, found float32\[4, 7\]"),
+        (jnp.ones((4, 8)), jnp.ones((4, 6)), r"returned \[..., 12\] floats, found float32\[4, 6\]"),
+        (jnp.ones((4, 8)), jnp.ones((5, 12)), "expected as many rows"),
+        (jnp.ones((4, 8), jnp.int32), jnp.ones((4, 12)), "floats, found int32"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
+    rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
+    with ragged.prepare([None]) as batch, jlora.use(batch, partial=True), pytest.raises(LoRAError, match=message):
+        jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
+
+
+def test_expert_delta_without_a_manager_or_a_scope(ragged):
+    y = jnp.ones((4, 12))
+    rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
+    assert jlora.expert_delta(Ragged(nnx.Rngs(0)), "gate_up", jnp.ones((4, 8)), y, rows) is y
+    with pytest.raises(LoRAError, match=r"called outside `jlora\.use`"):
+        jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", jnp.ones((4, 8)), y, rows)
+
+
+def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
+    """Another shard's experts, and places that no token has, keep the product's own rows, bit by bit."""
+    ragged.add_adapter(make_adapter("all", 0))
+    layer = ragged.model.layers[0].experts
+    x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
+    rows = jlora.RowMap(jnp.array([0, -1, 1, 4]), of="tokens", length=2, expert=jnp.array([5, 0, -1, 1]))
+    with ragged.prepare(["all", "all"]) as batch, jlora.use(batch, partial=True):
+        np.testing.assert_array_equal(jlora.expert_delta(layer, "gate_up", x, y, rows), y)
+        served = jlora.expert_delta(
+            layer,
+            "gate_up",
+            x,
+            y,
+            jlora.RowMap(rows.source.clip(0, 3), of="tokens", length=2, expert=rows.expert.clip(0, 4)),
+        )
+    assert (np.asarray(served) != np.asarray(y)).all()
+
+
+def test_a_row_map_of_experts_for_a_dense_layer(manager):
+    x = jnp.ones((1, 2, HIDDEN))
+    rows = jlora.RowMap(jnp.zeros(2, jnp.int32), expert=jnp.zeros(2, jnp.int32))
+    refused = pytest.raises(LoRAUsageError, match="for the products of experts")
+    with manager.prepare([None]) as batch, jlora.use(batch, partial=True), refused, jlora.rows(rows):
+        manager.model.layers[0].gate(x)
+
+
+@pytest.mark.parametrize("expert", [jnp.zeros(3, jnp.int32), jnp.zeros(2), jnp.zeros((2, 1), jnp.int32)])
+@pytest.mark.usefixtures("unchecked_calls")
+def test_row_maps_with_wrong_experts(expert):
+    with pytest.raises(LoRAUsageError, match=r"RowMap.expert must be integers \[2\]"):
+        jlora.RowMap(jnp.zeros(2, jnp.int32), expert=expert)

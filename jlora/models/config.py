@@ -235,6 +235,8 @@ def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
     raw = fields.values
     field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     params = raw.get(field)
+    if params is None and raw["model_type"] == "gpt_oss":  # whose default is no plain rotation
+        raise fields.fail("rope_parameters", "is missing")
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise fields.fail(field, f"must be an object, got {params!r:.80}")

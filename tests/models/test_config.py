@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from jlora.models import DecoderConfig, ModelError, RopeConfig, rope
+from jlora.models import DecoderConfig, ModelError, MoEConfig, RopeConfig, rope
 from jlora.models.config import parse_config
 
 LLAMA = {
@@ -19,6 +19,12 @@ LLAMA = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
 MISTRAL = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+
+MIXTRAL = {**QWEN2, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {**QWEN2, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+QWEN2_MOE = {**QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 10}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4, "truncate": False}
+GPT_OSS = {**MIXTRAL, "model_type": "gpt_oss", "rope_scaling": YARN}
 
 
 def test_llama_defaults():
@@ -60,6 +66,104 @@ def test_families():
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
 
 
+def test_mixtral():
+    config = parse_config(MIXTRAL)
+    assert config.moe == MoEConfig(
+        num_experts=8, experts_per_token=2, intermediate_size=24, layers=(True,) * 3, renormalize=True
+    )
+    assert (config.rms_norm_eps, config.rope, config.sliding_windows) == (1e-5, RopeConfig(theta=1e6), None)
+    assert parse_config({**MIXTRAL, "sliding_window": 8}).sliding_windows == (8,) * 3
+
+
+@pytest.mark.parametrize("base", [QWEN2_MOE, QWEN3_MOE], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, (True, True, True)),
+        ({"mlp_only_layers": [0, 2]}, (False, True, False)),
+        ({"decoder_sparse_step": 2}, (False, True, False)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (False, False, True)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False)),
+    ],
+)
+def test_qwen_mixes_layers(base, fields, layers):
+    config = parse_config({**base, **fields})
+    shared = 10 if base is QWEN2_MOE else 0
+    assert config.moe == MoEConfig(
+        num_experts=8, experts_per_token=2, intermediate_size=6, layers=layers, renormalize=False, shared_size=shared
+    )
+    assert config.intermediate_size == 24
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (base is QWEN2_MOE, False, base is QWEN3_MOE)
+    assert parse_config({**base, "norm_topk_prob": True}).moe.renormalize
+
+
+def test_experts_under_either_name():
+    renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"} | {"num_local_experts": 8}
+    assert parse_config(renamed) == parse_config(QWEN3_MOE) == parse_config({**QWEN3_MOE, "num_local_experts": 8})
+
+
+def test_gpt_oss():
+    config = parse_config(GPT_OSS)
+    assert config.moe == MoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=24,
+        layers=(True,) * 3,
+        router="chosen_softmax",
+        router_name="router",
+        router_bias=True,
+        expert_bias=True,
+        interleaved=True,
+        stored_in_first=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+    )
+    assert (config.qkv_bias, config.o_bias, config.sinks, config.head_dim, config.rms_norm_eps) == (
+        True,
+        True,
+        True,
+        64,
+        1e-5,
+    )
+    assert (config.rope.theta, config.rope.truncate, config.rope.factor) == (150000.0, False, 32.0)
+    assert config.sliding_windows == (128, None, 128)
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    assert parse_config({**GPT_OSS, **quantized}) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts is missing"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts must be a positive integer"),
+        (MIXTRAL | {"num_experts": 9}, "num_experts must equal num_local_experts, got 9"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) must be at most .* \(8\)"),
+        (MIXTRAL | {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        (MIXTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
+        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is set"),
+        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
+        (GPT_OSS | {"quantization_config": "mxfp4"}, "quantization_config is set"),
+        (GPT_OSS | {"rope_scaling": None}, "rope_parameters is missing"),
+        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit must be a positive finite number"),
+        (GPT_OSS | {"swiglu_alpha": "x"}, "swiglu_alpha must be a positive finite number"),
+        (GPT_OSS | {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers must be a list of layer numbers, got 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [True]}, "mlp_only_layers must be a list"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers must be 0 or absent"),
+        (QWEN2_MOE | {"use_sliding_window": True}, "layer_types is missing"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+        (QWEN2_MOE | {"qkv_bias": None}, "qkv_bias must be true or false"),
+    ],
+)
+def test_what_is_not_served_of_experts_is_refused_by_name(fields, message):
+    with pytest.raises(ModelError, match=message):
+        parse_config(fields)
+
+
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
@@ -70,6 +174,10 @@ def test_families():
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, None),
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
         (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, None),
+        (QWEN3_MOE | {"sliding_window": 8, "max_window_layers": 2}, None),
+        (QWEN3_MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, 8, 8)),
+        (GPT_OSS | {"sliding_window": 8}, (8, None, 8)),
+        (GPT_OSS | {"layer_types": ["full_attention"] * 3}, None),
         (
             QWEN2
             | {

@@ -1,5 +1,7 @@
 """The expert block against plain NumPy loops over tokens and experts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jlora.models import moe, routing
+from jlora.models.config import MoEConfig
 from jlora.models.grouped import grouped_matmul
 from tests.models import goldens
 
@@ -123,3 +126,179 @@ def test_grouped_matmul_equals_the_loop(counts):
     group = np.repeat(np.arange(len(counts)), counts)
     want = np.stack([row @ w[g].astype(np.float64) for row, g in zip(x.astype(np.float64), group, strict=True)])
     assert goldens.relative_error(grouped_matmul(x, w, np.array(counts, np.int32)), want) < 1e-6
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_softmax_router(rng, renormalize):
+    logits = rng.normal(size=(9, 6)).astype(np.float32)
+    experts, weights = routing.softmax_top_k(logits, 3, renormalize=renormalize)
+    for t, row in enumerate(logits.astype(np.float64)):
+        scores = softmax(row)
+        assert experts[t].tolist() == best(scores, 3)
+        want = scores[experts[t]] / (scores[experts[t]].sum() if renormalize else 1)
+        np.testing.assert_allclose(weights[t], want, rtol=1e-5)
+
+
+def test_softmax_of_the_chosen(rng):
+    logits = rng.normal(size=(9, 6)).astype(np.float32)
+    experts, weights = routing.top_k_softmax(logits, 3)
+    for t, row in enumerate(logits.astype(np.float64)):
+        assert experts[t].tolist() == best(row, 3)
+        np.testing.assert_allclose(weights[t], softmax(row[experts[t]]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "corrected"),
+    [(None, False), (None, True), (routing.Groups(4, 2, 1), False), (routing.Groups(4, 2, 2), True)],
+)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_sigmoid_and_grouped_routers(rng, groups, corrected, renormalize):
+    logits = rng.normal(size=(20, 12)).astype(np.float32)
+    correction = rng.normal(size=12).astype(np.float32) if corrected else None
+    experts, weights = routing.sigmoid_top_k(
+        logits, 3, renormalize=renormalize, groups=groups, scale=2.5, correction=correction
+    )
+    differs_without_groups = 0
+    for t, row in enumerate(logits.astype(np.float64)):
+        scores = sigmoid(row)
+        ranked = scores + (correction if corrected else 0)
+        allowed = list(range(12))
+        if groups is not None:
+            worth = [sum(sorted(ranked[3 * g : 3 * g + 3])[::-1][: groups.best]) for g in range(4)]
+            allowed = [e for e in allowed if e // 3 in best(worth, groups.kept)]
+        want = sorted(allowed, key=lambda e: -ranked[e])[:3]
+        differs_without_groups += want != best(ranked, 3)
+        assert experts[t].tolist() == want
+        share = scores[want].sum() if renormalize else 1
+        np.testing.assert_allclose(weights[t], 2.5 * scores[want] / share, rtol=1e-5)
+    assert (differs_without_groups > 0) == (groups is not None)
+
+
+def test_grouped_softmax_router(rng):
+    logits = rng.normal(size=(20, 12)).astype(np.float32)
+    experts, weights = routing.softmax_top_k(logits, 3, renormalize=False, groups=routing.Groups(4, 2, 1), scale=16.0)
+    for t, row in enumerate(logits.astype(np.float64)):
+        scores = softmax(row)
+        kept = best([scores[3 * g : 3 * g + 3].max() for g in range(4)], 2)
+        want = sorted((e for e in range(12) if e // 3 in kept), key=lambda e: -scores[e])[:3]
+        assert experts[t].tolist() == want
+        np.testing.assert_allclose(weights[t], 16 * scores[want], rtol=1e-5)
+
+
+def test_ties_go_to_the_lower_expert():
+    for route in (routing.top_k_softmax, lambda x, k: routing.softmax_top_k(x, k, renormalize=True)):
+        assert route(np.zeros((1, 5), np.float32), 2).experts.tolist() == [[0, 1]]
+
+
+def test_sigmoids_that_are_all_zero_give_no_nan():
+    _, weights = routing.sigmoid_top_k(np.full((1, 4), -200, np.float32), 2, renormalize=True)
+    assert np.isfinite(weights).all()
+
+
+QWEN = MoEConfig(num_experts=5, experts_per_token=2, intermediate_size=10, layers=(True,), shared_size=7)
+GPT_OSS = MoEConfig(
+    num_experts=5,
+    experts_per_token=2,
+    intermediate_size=12,
+    layers=(True,),
+    router="chosen_softmax",
+    router_name="router",
+    router_bias=True,
+    expert_bias=True,
+    interleaved=True,
+    swiglu_limit=7.0,
+)
+
+
+def block_oracle(block, x):
+    """A whole block, token by token."""
+    config = block.config
+    router = getattr(block, config.router_name)
+    logits = x @ np.asarray(router.kernel[...], np.float64)
+    if config.router_bias:
+        logits += np.asarray(router.bias[...], np.float64)
+    chosen = np.array([best(row, config.experts_per_token) for row in logits])
+    if config.router == "chosen_softmax" or config.renormalize:
+        weights = np.array([softmax(row[c]) for row, c in zip(logits, chosen, strict=True)])
+    else:
+        weights = np.array([softmax(row)[c] for row, c in zip(logits, chosen, strict=True)])
+    out = oracle(block.experts, x, chosen, weights)
+    if config.shared_size:
+        gate, up, down, share = wide(
+            *np.split(np.asarray(block.shared_expert.gate_up_proj.kernel[...]), 2, axis=1),
+            block.shared_expert.down_proj.kernel[...],
+            block.shared_expert_gate.kernel[...],
+        )
+        out += sigmoid(x @ share) * (((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down)
+    return out
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN, dataclasses.replace(QWEN, renormalize=False), GPT_OSS], ids=lambda c: c.router
+)
+def test_block_equals_the_loop(rng, config):
+    block = fill(moe.MoE(12, config, dtype=jnp.float32, rngs=nnx.Rngs(0)), rng)
+    x = rng.normal(size=(3, 4, 12)).astype(np.float32)
+    got = jax.jit(lambda block, x: block(x))(block, x)
+    want = block_oracle(block, x.reshape(-1, 12).astype(np.float64))
+    assert goldens.relative_error(np.asarray(got).reshape(-1, 12), want) < 1e-5
+    packed = jax.jit(lambda block, x: block(x))(block, x.reshape(-1, 12))
+    np.testing.assert_array_equal(packed, np.asarray(got).reshape(-1, 12))
+
+
+class Recording(moe.Experts):
+    """What a wrapper does: the two products, overridden, and the rows they are told of."""
+
+    def gate_up(self, x, rows):
+        self.seen = nnx.data([(x, rows)])
+        return super().gate_up(x, rows)
+
+    def down(self, h, rows):
+        self.seen.append((h, rows))
+        return super().down(h, rows)
+
+
+@pytest.mark.parametrize(("shape", "length"), [((2, 3), 3), ((6,), None)])
+def test_the_seams_are_told_their_rows(rng, shape, length):
+    layer = fill(Recording(4, 3, 5, dtype=jnp.float32, rngs=nnx.Rngs(0)), rng)
+    x = rng.normal(size=(*shape, 4)).astype(np.float32)
+    experts = np.stack([rng.permutation(5)[:2] for _ in range(6)]).astype(np.int32)
+    layer(x, routing.Routing(experts, np.ones((6, 2), np.float32)))
+    (gathered, rows), (hidden, same) = layer.seen
+    assert same is rows
+    assert rows.length == length
+    assert hidden.shape == (12, 3)
+    np.testing.assert_array_equal(gathered, x.reshape(-1, 4)[rows.token])
+    assert sorted(zip(rows.token.tolist(), rows.expert.tolist(), strict=True)) == sorted(
+        (t, e) for t in range(6) for e in experts[t].tolist()
+    )
+    assert rows.counts.tolist() == [experts.flatten().tolist().count(e) for e in range(5)]
+    products = {name: getattr(layer, parameter).shape for name, parameter in layer.grouped_products.items()}
+    assert products == {"gate_up": (5, 4, 6), "down": (5, 3, 4)}
+    assert (layer.gated, layer.interleaved) == (True, False)
+
+
+def test_a_token_is_summed_alone(rng):
+    """The weighted sum of a token's rows has the same bits whatever the batch around it."""
+    rows = jnp.asarray(rng.normal(size=(40, 8)), jnp.float32)
+    places = np.stack([rng.permutation(40)[:4] for _ in range(9)])
+    weights = rng.random((9, 4)).astype(np.float32)
+    whole = jax.jit(moe.combine)(rows, places, weights)
+    for t in range(9):
+        np.testing.assert_array_equal(jax.jit(moe.combine)(rows, places[t : t + 1], weights[t : t + 1])[0], whole[t])
+
+
+def test_no_token_traces_again(rng):
+    """Whatever the router chooses, the program is the same; models of equal configurations share it, too."""
+    traces = []
+
+    @jax.jit
+    def forward(block, x):
+        traces.append(None)
+        return block(x)
+
+    for seed in range(3):
+        block = fill(moe.MoE(12, GPT_OSS, dtype=jnp.float32, rngs=nnx.Rngs(seed)), rng)
+        for _ in range(3):
+            forward(block, rng.normal(size=(2, 5, 12)).astype(np.float32))
+    assert len(traces) == 1

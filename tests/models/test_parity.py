@@ -3,10 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jlora.models import from_pretrained, generate
 from tests.models import goldens
-from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, build
+from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
+from tests.models.test_checkpoint import edit
+from tests.models.test_layouts import configure, pack
 
 pytestmark = pytest.mark.parity
 
@@ -35,6 +38,25 @@ VARIANTS = [
     ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE, "rms_norm_eps": 1e-2}),
+    ("mixtral", MOE["mixtral"]),
+    ("mixtral", {**MOE["mixtral"], "num_local_experts": 9, "num_experts_per_tok": 1, "head_dim": 20}),
+    ("qwen2_moe", {**MOE["qwen2_moe"], "norm_topk_prob": True, "qkv_bias": False}),
+    (
+        "qwen2_moe",
+        {
+            **MOE["qwen2_moe"],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen3_moe", MOE["qwen3_moe"]),
+    ("qwen3_moe", {**MOE["qwen3_moe"], "norm_topk_prob": False, "attention_bias": True}),
+    ("qwen3_moe", {**MOE["qwen3_moe"], "use_sliding_window": True, "sliding_window": 5, "decoder_sparse_step": 2}),
+    ("gpt_oss", MOE["gpt_oss"]),
+    ("gpt_oss", {**MOE["gpt_oss"], "intermediate_size": 32, "num_experts_per_tok": 4}),
+    ("gpt_oss", {**MOE["gpt_oss"], "attention_bias": False, "swiglu_alpha": 0.7, "tie_word_embeddings": True}),
+    ("gpt_oss", {**MOE["gpt_oss"], "rope_parameters": None, "layer_types": ["full_attention", "sliding_attention"]}),
 ]
 
 
@@ -47,7 +69,39 @@ def test_logits_and_greedy_answers(tmp_path, seed, variant):
     theirs = build(torch, transformers, model_type, 100 + seed, **fields)
     theirs.save_pretrained(tmp_path, max_shard_size="30KB" if seed % 2 else "1GB")
     ours = from_pretrained(tmp_path)
+    compare(torch, ours, theirs, seed)
 
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_experts_as_transformers_5_has_them(tmp_path, model_type):
+    """Its own layout, all experts in one tensor, is what it writes when asked not to restore the older one."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    theirs = build(torch, transformers, model_type, 7, **MOE[model_type])
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in file.keys()  # noqa: SIM118 - it is no mapping
+    compare(torch, from_pretrained(tmp_path), theirs, 7)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mxfp4_as_transformers_reads_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    build(torch, transformers, "gpt_oss", 8, **MOE["gpt_oss"], **sizes).save_pretrained(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    rng = np.random.default_rng(0)
+    edit(tmp_path, lambda tensors: pack(tensors, rng) and None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert theirs.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
+    compare(torch, from_pretrained(tmp_path), theirs.eval(), 8)
+
+
+def compare(torch, ours, theirs, seed):
+    """All logits, and greedy answers."""
     tokens = np.random.default_rng(seed).integers(0, 64, (3, 70))
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens)).logits.numpy()

@@ -1,0 +1,718 @@
+"""Experts' LoRA: each format written by a plain loop over experts from known factors, and each value compared."""
+
+import itertools
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from tests.adapters.conftest import PREFIX
+
+MLP = "model.layers.0.mlp"
+EXPERTS = f"{MLP}.experts"
+MIXTRAL = "model.layers.0.block_sparse_moe"
+H, INNER, E, R = 5, 3, 4, 2  # no two alike, and the fused width 2 * INNER neither
+SIZES = {
+    "gate_up_proj": (H, 2 * INNER),
+    "up_proj": (H, INNER),
+    "down_proj": (INNER, H),
+    "gate_proj": (H, INNER),
+    "w1": (H, INNER),
+    "w2": (INNER, H),
+    "w3": (H, INNER),
+}
+FUSED = ("gate_up_proj", "down_proj")
+
+
+# ---- the oracle: factors of each expert, and loops that lay them into the tensors of a format
+
+
+def factors(name, e=E, r=R, sizes=SIZES, dtype=np.float32):
+    """[(A of expert 0 [r, in], B of expert 0 [out, r]), ...] of seeded values."""
+    rng = np.random.default_rng([*map(ord, name), e, r])
+    k, n = sizes[name]
+    return [(rng.normal(size=(r, k)).astype(dtype), rng.normal(size=(n, r)).astype(dtype)) for _ in range(e)]
+
+
+def flat(pairs, *, grouped=False, exchanged=False):
+    """A (E * r, in) and B (out, r * E), number by number."""
+    if exchanged:  # the delta B A of each expert, transposed: the factors change places
+        pairs = [(b.T, a.T) for a, b in pairs]
+    e, (r, k), n = len(pairs), pairs[0][0].shape, len(pairs[0][1])
+    a, b = np.full((e * r, k), np.nan, pairs[0][0].dtype), np.full((n, e * r), np.nan, pairs[0][1].dtype)
+    for expert, (own_a, own_b) in enumerate(pairs):
+        for j in range(r):
+            for i in range(k):
+                a[expert * r + j, i] = own_a[j, i]
+            for o in range(n):
+                b[o, expert * r + j if grouped else j * e + expert] = own_b[o, j]
+    return a, b
+
+
+def three_axes(pairs, *, shared_a=False, shared_b=False):
+    """A [E or 1, r, in] and B [E or 1, out, r]; a shared factor is expert 0's."""
+    a = [own_a for own_a, _ in (pairs[:1] if shared_a else pairs)]
+    b = [own_b for _, own_b in (pairs[:1] if shared_b else pairs)]
+    return np.array(a), np.array(b)
+
+
+def tensors(modules, prefix=PREFIX):
+    """{module: (A, B)} -> the file's tensors."""
+    return {
+        f"{prefix}{module}.lora_{half}.weight": np.ascontiguousarray(array)
+        for module, pair in modules.items()
+        for half, array in zip("AB", pair, strict=True)
+    }
+
+
+def fused_file(experts=EXPERTS, names=FUSED, **how):
+    """What PEFT writes of `target_parameters`: the first parameter under base_layer, the last under the module."""
+    places = [f"{experts}.base_layer", experts][-len(names) :]
+    return tensors({place: flat(factors(name), **how) for place, name in zip(places, names, strict=True)})
+
+
+@pytest.fixture
+def load_of(folder_of):
+    """load_of(tensors, **config fields) -> the adapter; target_modules is [] unless given."""
+
+    def load(found, *, load_options=None, **fields):
+        fields = {"r": R, "target_modules": []} | fields
+        return Adapter.from_pretrained(folder_of(found, **fields), **(load_options or {}))
+
+    return load
+
+
+def assert_delta(module, pairs):
+    """Expert by expert, in the orientation that the module says it has."""
+    assert isinstance(module, ExpertsLoRA)
+    assert len(pairs) == module.experts
+    for e, (a, b) in enumerate(pairs):
+        got_a, got_b = module.a[e % len(module.a)], module.b[e % len(module.b)]
+        want = (b.T, a.T) if module.exchanged else (a, b)
+        np.testing.assert_array_equal(got_a, want[0])
+        np.testing.assert_array_equal(got_b, want[1])
+
+
+def parameters(*names):
+    return {"target_parameters": [f"mlp.experts.{name}" for name in names]}
+
+
+# ---- read
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("marker", [None, "rank_major", "grouped_by_expert"])
+def test_fused(load_of, exchanged, marker):
+    fields = {} if marker is None else {"lora_B_layout": marker}
+    how = {"exchanged": exchanged, "grouped": marker == "grouped_by_expert"}
+    adapter = load_of(fused_file(**how), **parameters(*FUSED), **fields, peft_version="0.19.1")
+    assert list(adapter.modules) == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
+    for name in FUSED:
+        module = adapter.modules[f"{EXPERTS}.{name}"]
+        assert (module.kind, module.rank, module.alpha, module.scaling) == ("experts", R, 8.0, 4.0)
+        assert (module.exchanged, module.own_order, module.peft_version) == (exchanged, True, "0.19.1")
+        assert_delta(module, factors(name))
+
+
+def test_the_layouts_of_b_differ(load_of):
+    """Or the test above would not tell them apart."""
+    modules = [load_of(fused_file(), **parameters(*FUSED), lora_B_layout=m).modules for m in ("rank_major", None)]
+    other = load_of(fused_file(), **parameters(*FUSED), lora_B_layout="grouped_by_expert").modules
+    name = f"{EXPERTS}.down_proj"
+    np.testing.assert_array_equal(modules[0][name].b, modules[1][name].b)
+    assert not np.array_equal(modules[0][name].b, other[name].b)
+
+
+@pytest.mark.parametrize("marker", ["rank_major", "grouped_by_expert"])
+def test_layouts_of_each_parameter(load_of, marker):
+    """As Unsloth writes them beside the flat marker, and without it where they differ."""
+    grouped = marker == "grouped_by_expert"
+    detail = {
+        "lora_A_layout": "grouped_by_expert",
+        "parameters": {
+            "gate_up_proj": {"lora_B_layout": marker, "num_experts": E},
+            "down_proj": {"lora_B_layout": "rank_major", "num_experts": E},
+        },
+    }
+    found = fused_file() | tensors({f"{EXPERTS}.base_layer": flat(factors("gate_up_proj"), grouped=grouped)})
+    adapter = load_of(found, **parameters(*FUSED), unsloth_fused_expert_lora=detail)
+    for name in FUSED:
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_one_parameter_alone(load_of, name, exchanged):
+    """Nothing in the file says whether in and out are exchanged; the arrays are as they are stored."""
+    adapter = load_of(fused_file(names=[name], exchanged=exchanged), **parameters(name), peft_version="0.18.1")
+    (found, module), *rest = adapter.modules.items()
+    assert not rest
+    assert found == f"{EXPERTS}.{name}"
+    assert (module.exchanged, module.peft_version) == (None, "0.18.1")
+    for e, (a, b) in enumerate(factors(name)):
+        np.testing.assert_array_equal(module.a[e], b.T if exchanged else a)
+        np.testing.assert_array_equal(module.b[e], a.T if exchanged else b)
+    sizes = (module.a.shape[2], module.b.shape[1])
+    assert decide_exchanged(sizes, SIZES[name], None, "here") is exchanged
+
+
+@pytest.mark.parametrize(
+    "entries", [["gate_up_proj", "down_proj"], [f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"]]
+)
+def test_ways_to_name_parameters(load_of, entries):
+    adapter = load_of(fused_file(), target_parameters=entries)
+    for name in FUSED:
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
+
+
+def test_parameters_of_some_layers(load_of):
+    """A full name targets one layer: what `experts` holds differs from layer to layer."""
+    other = EXPERTS.replace("layers.0", "layers.1")
+    found = fused_file() | fused_file(other, names=["gate_up_proj"])
+    entries = [f"{EXPERTS}.down_proj", "experts.gate_up_proj"]
+    modules = load_of(found, target_parameters=entries).modules
+    assert set(modules) == {f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj", f"{other}.gate_up_proj"}
+    assert_delta(modules[f"{EXPERTS}.gate_up_proj"], factors("gate_up_proj"))
+    assert modules[f"{other}.gate_up_proj"].exchanged is None
+
+
+@pytest.mark.parametrize(
+    ("path", "entry"), list(itertools.product((f"{MIXTRAL}.experts", EXPERTS), ("block_sparse_moe", "mlp")))
+)
+def test_mixtrals_paths_pass_through(load_of, path, entry):
+    found = load_of(fused_file(path), target_parameters=[f"{entry}.experts.{name}" for name in FUSED]).modules
+    assert list(found) == [f"{path}.gate_up_proj", f"{path}.down_proj"]
+
+
+def test_non_gated(load_of):
+    """The sizes of a pair without a gate are the same straight and exchanged."""
+    names = ("up_proj", "down_proj")
+    adapter = load_of(fused_file(names=names), **parameters(*names))
+    for name in names:
+        module = adapter.modules[f"{EXPERTS}.{name}"]
+        assert module.exchanged is None
+        assert_delta(module, factors(name))
+        assert decide_exchanged((module.a.shape[2], module.b.shape[1]), SIZES[name], None, "here") is False
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_square_down_projection_is_told_by_the_other_parameter(load_of, exchanged):
+    """gpt-oss has as many features within an expert as without."""
+    sizes = {"gate_up_proj": (H, 2 * H), "down_proj": (H, H)}
+    places = {f"{EXPERTS}.base_layer": "gate_up_proj", EXPERTS: "down_proj"}
+    pairs = {place: flat(factors(name, sizes=sizes), exchanged=exchanged) for place, name in places.items()}
+    adapter = load_of(tensors(pairs), **parameters(*FUSED))
+    for name in FUSED:
+        assert adapter.modules[f"{EXPERTS}.{name}"].exchanged is exchanged
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name, sizes=sizes))
+
+
+def test_what_vllm_is_given(load_of):
+    """Converters write PEFT's two names without `target_parameters`: there base_layer is always gate and up."""
+    adapter = load_of(fused_file(), target_modules=["q_proj", "experts"])
+    for name in FUSED:
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
+
+
+def test_flat_pairs_under_their_parameters_names(load_of):
+    found = tensors({f"{EXPERTS}.{name}": flat(factors(name)) for name in FUSED})
+    adapter = load_of(found, target_modules=list(FUSED))
+    for name in FUSED:
+        assert adapter.modules[f"{EXPERTS}.{name}"].own_order
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["gate_proj", "up_proj", "down_proj"], ["experts"], ["w1", "w2", "w3"]]
+)
+def test_three_axes(load_of, targets, shared):
+    """Tinker's: with `shared`, one A of w1 and of w3 and one B of w2 are for all experts."""
+    found = {
+        f"{EXPERTS}.{name}": three_axes(
+            factors(name), shared_a=shared and name != "w2", shared_b=shared and name == "w2"
+        )
+        for name in ("w1", "w2", "w3")
+    }
+    adapter = load_of(tensors(found), target_modules=targets)
+    assert list(adapter.modules) == [f"{EXPERTS}.{name}" for name in ("w1", "w2", "w3")]
+    for name in ("w1", "w2", "w3"):
+        pairs, module = factors(name), adapter.modules[f"{EXPERTS}.{name}"]
+        assert (module.exchanged, module.own_order, module.experts) == (False, False, E)
+        want = ((E, 1) if name == "w2" else (1, E)) if shared else (E, E)
+        assert (len(module.a), len(module.b)) == want
+        pairs = [(pairs[0][0], b) if shared and name != "w2" else (a, b) for a, b in pairs]
+        pairs = [(a, pairs[0][1]) if shared and name == "w2" else (a, b) for a, b in pairs]
+        assert_delta(module, pairs)
+
+
+def test_the_placeholder_of_a_projection_that_is_not_there(load_of):
+    """Tinker writes an empty w3 for experts without a gate."""
+    found = tensors({f"{EXPERTS}.{name}": three_axes(factors(name)) for name in ("w1", "w2")})
+    found |= tensors({f"{EXPERTS}.w3": (np.zeros((E, R, 0), np.float32), np.zeros((E, 0, R), np.float32))})
+    assert list(load_of(found, target_modules="all-linear").modules) == [f"{EXPERTS}.w1", f"{EXPERTS}.w2"]
+
+
+def test_three_axes_of_gate_and_up_in_one_are_gate_then_up(load_of):
+    adapter = load_of(
+        tensors({f"{EXPERTS}.gate_up_proj": three_axes(factors("gate_up_proj"))}), target_modules=["experts"]
+    )
+    assert not adapter.modules[f"{EXPERTS}.gate_up_proj"].own_order
+
+
+def test_one_expert_at_a_time(load_of):
+    """PEFT's oldest format needs no more than names; ranks may differ from expert to expert."""
+    ranks = {f"{EXPERTS}.{e}.{name}": R + (e == 3) for e in (0, 3) for name in ("gate_proj", "down_proj")}
+    ranks |= {f"{MIXTRAL}.experts.1.w1": R}
+    found = {}
+    for module, r in ranks.items():
+        found[module] = factors(module.rpartition(".")[2], 1, r)[0]
+    targets = ["gate_proj", "down_proj", "w1"]
+    adapter = load_of(tensors(found), target_modules=targets, rank_pattern={r"experts\.3\..*": R + 1})
+    assert set(adapter.modules) == set(ranks)
+    for module, (a, b) in found.items():
+        lora = adapter.modules[module]
+        assert isinstance(lora, ModuleLoRA)
+        assert lora.scaling == 8 / ranks[module]
+        np.testing.assert_array_equal(lora.a, a)
+        np.testing.assert_array_equal(lora.b, b)
+
+
+def test_ranks_and_alphas_are_those_of_the_parameter(load_of):
+    """PEFT looks patterns up by the parameter's name, which the file's tensors do not have."""
+    pairs = {f"{EXPERTS}.base_layer": factors("gate_up_proj", r=2 * R), EXPERTS: factors("down_proj", r=R)}
+    fields = {"rank_pattern": {r".*\.gate_up_proj": 2 * R}, "alpha_pattern": {r".*\.gate_up_proj": 16}}
+    found = tensors({module: flat(pair) for module, pair in pairs.items()})
+    modules = load_of(found, **parameters(*FUSED), **fields, use_rslora=True).modules
+    up, down = modules[f"{EXPERTS}.gate_up_proj"], modules[f"{EXPERTS}.down_proj"]
+    assert (up.rank, up.alpha, up.scaling) == (2 * R, 16.0, 16 / (2 * R) ** 0.5)
+    assert (down.rank, down.alpha, down.scaling) == (R, 8.0, 8 / R**0.5)
+    assert_delta(up, pairs[f"{EXPERTS}.base_layer"])
+    assert_delta(down, pairs[EXPERTS])
+
+
+def test_a_router_targeted_as_a_parameter(load_of):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, H)).astype(np.float32), rng.normal(size=(E, 3)).astype(np.float32)
+    found = fused_file() | tensors({f"{MLP}.gate": (a, b)})
+    fields = {"target_parameters": ["gate.weight", *FUSED], "rank_pattern": {"gate.weight": 3}, "target_modules": None}
+    lora = load_of(found, **fields).modules[f"{MLP}.gate"]
+    assert (type(lora), lora.kind, lora.rank) == (ModuleLoRA, "linear", 3)
+    np.testing.assert_array_equal(lora.a, a)
+    np.testing.assert_array_equal(lora.b, b)
+
+
+def test_formats_side_by_side(load_of):
+    """Each block, and each projection of a block, in a format of its own."""
+    path = "model.layers.{}.mlp.experts"
+    found = fused_file(path.format(0)) | tensors(
+        {
+            f"{path.format(1)}.w1": three_axes(factors("w1"), shared_a=True),
+            f"{path.format(1)}.2.down_proj": factors("down_proj")[0],
+            "model.layers.0.self_attn.q_proj": factors("w1", 1)[0],
+        }
+    )
+    modules = load_of(found, **parameters(*FUSED), target_modules=["q_proj", "gate_proj", "down_proj"]).modules
+    kinds = {name: module.kind for name, module in modules.items()}
+    assert kinds == {
+        f"{path.format(0)}.gate_up_proj": "experts",
+        f"{path.format(0)}.down_proj": "experts",
+        f"{path.format(1)}.w1": "experts",
+        f"{path.format(1)}.2.down_proj": "linear",
+        "model.layers.0.self_attn.q_proj": "linear",
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_arrays_are_views_of_what_was_read(load_of, dtype):
+    found = fused_file()
+    adapter = load_of(found, **parameters(*FUSED), load_options={"dtype": dtype})
+    for name in FUSED:
+        module = adapter.modules[f"{EXPERTS}.{name}"]
+        assert module.a.dtype == module.b.dtype == np.dtype(ml_dtypes.bfloat16 if dtype else np.float32)
+        assert not module.a.flags.writeable
+        assert not module.b.flags.writeable
+        assert module.a.base is not None
+        assert module.b.base is module.a.base  # one array holds the file's neighbours
+        want = [(a.astype(module.a.dtype), b.astype(module.b.dtype)) for a, b in factors(name)]
+        assert_delta(module, want)
+    assert adapter.nbytes == sum(t.size for t in found.values()) * (2 if dtype else 4)
+
+
+def test_the_header_says_what_the_adapter_will_be(load_of):
+    seen = []
+    found = fused_file() | tensors({f"{MIXTRAL}.experts.w1": three_axes(factors("w1"), shared_a=True)})
+    options = {"check": seen.append, "dtype": "float16"}
+    adapter = load_of(found, **parameters(*FUSED), target_modules=["w1"], load_options=options, peft_version="0.18.0")
+    (shapes,) = seen
+    assert shapes.nbytes == adapter.nbytes
+    assert list(shapes.modules) == list(adapter.modules)
+    for name, module in adapter.modules.items():
+        said = shapes.modules[name]
+        for fact in (
+            "kind",
+            "a_shape",
+            "b_shape",
+            "rank",
+            "experts",
+            "scaling",
+            "exchanged",
+            "own_order",
+            "peft_version",
+        ):
+            assert getattr(said, fact) == getattr(module, fact), (name, fact)
+        assert (said.a_dtype, said.b_dtype) == (module.a.dtype, module.b.dtype)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_nan_and_infinity_of_one_expert(load_of, value):
+    found = fused_file()
+    found[f"{PREFIX}{EXPERTS}.lora_B.weight"][1, 5] = value
+    with pytest.raises(AdapterFormatError, match=r"experts.lora_B.weight' holds NaN or infinity"):
+        load_of(found, **parameters(*FUSED))
+
+
+@given(
+    st.integers(2, 6),
+    st.integers(1, 5),
+    st.tuples(*[st.integers(1, 7)] * 2),
+    st.booleans(),
+    st.sampled_from(["rank_major", "grouped_by_expert"]),
+    st.booleans(),
+    st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
+)
+def test_any_sizes(tmp_path_factory, e, r, sizes, exchanged, layout, gated, dtype):
+    """And back: what is saved reads as what was saved, bitwise."""
+    hidden, inner = sizes
+    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    sizes = {names[0]: (hidden, (1 + gated) * inner), "down_proj": (inner, hidden)}
+    pairs = {name: factors(name, e, r, sizes, dtype) for name in names}
+    grouped = layout == "grouped_by_expert"
+    found = tensors(
+        {
+            f"{EXPERTS}.base_layer": flat(pairs[names[0]], exchanged=exchanged, grouped=grouped),
+            EXPERTS: flat(pairs["down_proj"], exchanged=exchanged, grouped=grouped),
+        }
+    )
+    folder = tmp_path_factory.mktemp("any")
+    save_file(found, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 8, "lora_B_layout": layout, **parameters(*names)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    adapter = Adapter.from_pretrained(folder)
+    adapter.save_pretrained(folder / "again")
+    again = Adapter.from_pretrained(folder / "again")
+    for name in names:
+        module, saved = adapter.modules[f"{EXPERTS}.{name}"], again.modules[f"{EXPERTS}.{name}"]
+        # Without a gate, the sizes are the same both ways.
+        assert module.exchanged is (exchanged if gated else None)
+        assert_delta(module, [(b.T, a.T) for a, b in pairs[name]] if not gated and exchanged else pairs[name])
+        assert_same(module, saved)
+
+
+# ---- refused
+
+
+def refused(load_of, found, error, match, **fields):
+    with pytest.raises(error, match=match):
+        load_of(found, **fields)
+
+
+def changed(module, change):
+    """`fused_file` with the pair of one module changed by `change(a, b)`."""
+    found = fused_file()
+    a, b = (found[f"{PREFIX}{module}.lora_{half}.weight"] for half in "AB")
+    return found | tensors({module: change(a, b)})
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        (changed(EXPERTS, lambda a, b: (a[:-R], b)), r"'.*experts' has A \(6, 3\) and B \(5, 8\); expected \(experts"),
+        (changed(EXPERTS, lambda a, b: (a[:-R], b[:, :-R])), "is of 4 experts and .* of 3; expected as many"),
+        (changed(EXPERTS, lambda a, b: (a[:-1], b[:, :-1])), r"A \(7, 3\) and B \(5, 7\); expected rank \* experts"),
+        (changed(EXPERTS, lambda a, b: (a[:R], b[:, :R])), "two experts or more, and rank 2"),
+        (changed(EXPERTS, lambda a, b: (a[:, :2], b)), "takes 5 and gives 6, .* 2 and 5; expected the one"),
+        (changed(EXPERTS, lambda a, b: (b.T, a.T)), "takes 5 and gives 6, .* 5 and 3; expected the one"),
+        (changed(EXPERTS, lambda a, b: (a[None], b[None])), r"expected \(experts \* rank, in\)"),
+        (changed(EXPERTS, lambda a, b: (a[:0], b[:, :1])), "none empty"),
+        (changed(EXPERTS, lambda a, b: (a[0], b)), "both of two or of three axes"),
+    ],
+)
+def test_flat_pairs_that_are_none(load_of, found, match):
+    refused(load_of, found, AdapterFormatError, match, **parameters(*FUSED))
+
+
+@pytest.mark.parametrize(
+    ("pair", "match"),
+    [
+        (lambda a, b: (a[:3], b), r"A \(3, 2, 5\) and B \(4, 3, 2\); expected as many experts in both"),
+        (lambda a, b: (a[:, :1], b), r"expected \(experts, 2, in\) and \(experts, out, 2\)"),
+        (lambda a, b: (a.transpose(0, 2, 1), b.transpose(0, 2, 1)), r"expected \(experts, 2, in\)"),
+        (lambda a, b: (a[0], b), "both of two or of three axes"),
+        (lambda a, b: (a[..., :0], b), "none empty"),
+    ],
+)
+def test_pairs_of_three_axes_that_are_none(load_of, pair, match):
+    found = tensors({f"{EXPERTS}.w1": pair(*three_axes(factors("w1")))})
+    refused(load_of, found, AdapterFormatError, match, target_modules=["w1"])
+
+
+def test_projections_of_different_experts(load_of):
+    found = tensors({f"{EXPERTS}.w1": three_axes(factors("w1")), f"{EXPERTS}.w2": three_axes(factors("w2", 3))})
+    refused(load_of, found, AdapterFormatError, "is of 4 experts and .* of 3", target_modules=["experts"])
+
+
+@pytest.mark.parametrize("missing", [f"{EXPERTS}.lora_A", f"{EXPERTS}.base_layer.lora_B"])
+def test_missing_halves(load_of, missing):
+    found = {key: array for key, array in fused_file().items() if missing not in key}
+    refused(load_of, found, AdapterFormatError, "expected one A and one B", **parameters(*FUSED))
+
+
+def test_missing_parameters(load_of):
+    alone, first = fused_file(names=["down_proj"]), tensors({f"{EXPERTS}.base_layer": flat(factors("gate_up_proj"))})
+    both = parameters(*FUSED)
+    refused(load_of, alone, AdapterFormatError, "names gate_up_proj, down_proj; expected base_layer and", **both)
+    refused(load_of, fused_file(), AdapterFormatError, "names down_proj; expected", **parameters("down_proj"))
+    refused(load_of, first, AdapterFormatError, "is the first of two parameters, and the second", **both)
+    refused(load_of, alone, AdapterFormatError, "of one parameter, and nothing says which", target_modules=["experts"])
+    third = fused_file() | tensors({f"{EXPERTS}.base_layer.base_layer": flat(factors("w1"))})
+    refused(load_of, third, AdapterMismatchError, "is of a third parameter", **both)
+
+
+@pytest.mark.parametrize(
+    ("other", "pair", "match"),
+    [
+        (f"{EXPERTS}.1.gate_proj", factors("gate_proj")[0], "holds all experts and .*experts.1.gate_proj' one"),
+        (f"{EXPERTS}.1.w2", factors("w2")[0], "holds all experts and .*experts.1.w2' one"),
+        (f"{EXPERTS}.w3", three_axes(factors("w3")), "'.*base_layer'.* are of the same projection"),
+        (f"{EXPERTS}.down_proj", three_axes(factors("down_proj")), "are of the same projection"),
+    ],
+)
+def test_two_formats_of_one_projection(load_of, other, pair, match):
+    found = fused_file() | tensors({other: pair})
+    refused(load_of, found, AdapterFormatError, match, **parameters(*FUSED), target_modules=".*")
+
+
+@pytest.mark.parametrize("value", ["expert_major", "", 1, ["rank_major"], {}])
+def test_unknown_layouts(load_of, value):
+    refused(load_of, fused_file(), AdapterMismatchError, "'lora_B_layout' is .*not a known layout", lora_B_layout=value)
+
+
+@pytest.mark.parametrize(
+    ("detail", "error", "match"),
+    [
+        (
+            {"lora_B_layout": "mixed", "num_experts": E},
+            AdapterMismatchError,
+            "'gate_up_proj', lora_B_layout is 'mixed'",
+        ),
+        ({"lora_B_layout": "rank_major", "num_experts": E}, AdapterFormatError, "expected the same"),
+        ({"lora_B_layout": "grouped_by_expert", "num_experts": E + 1}, AdapterFormatError, "of 4 experts .* has 5"),
+        ({"lora_B_layout": "grouped_by_expert"}, AdapterFormatError, "must have num_experts"),
+        ([], AdapterFormatError, "must be an object"),
+    ],
+)
+def test_details_that_are_not_served(load_of, detail, error, match):
+    fields = {
+        "lora_B_layout": "grouped_by_expert",
+        "unsloth_fused_expert_lora": {"parameters": {"gate_up_proj": detail}},
+    }
+    refused(load_of, fused_file(), error, match, **parameters(*FUSED), **fields)
+    fields["unsloth_fused_expert_lora"] = {"parameters": {}, "lora_A_layout": "rank_major"}
+    refused(load_of, fused_file(), AdapterMismatchError, "lora_A_layout is 'rank_major'", **fields)
+    fields["unsloth_fused_expert_lora"] = []
+    refused(load_of, fused_file(), AdapterFormatError, "must be an object with parameters", **fields)
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["q_proj.weight"], AdapterMismatchError),
+        (["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"], AdapterMismatchError),
+        (["my_gate.weight"], AdapterMismatchError),
+        ("gate_up_proj", AdapterFormatError),
+        ([1], AdapterFormatError),
+        ({"a": 1}, AdapterFormatError),
+    ],
+)
+def test_parameters_that_are_not_served(load_of, names, error):
+    refused(load_of, fused_file(), error, "field 'target_parameters'", target_parameters=names)
+
+
+@pytest.mark.parametrize(
+    ("found", "fields"),
+    [
+        (fused_file(), {}),
+        (fused_file(), {"target_modules": ["q_proj"]}),
+        (fused_file(), {"target_parameters": ["layers.1.mlp.experts.gate_up_proj"]}),
+        (fused_file(), {"target_modules": ["experts"], "layers_to_transform": [1]}),
+        (fused_file(), {"target_modules": ".*", "exclude_modules": r".*experts.*"}),
+        (tensors({f"{EXPERTS}.w1": three_axes(factors("w1"))}), {"target_modules": ["down_proj"]}),
+        (tensors({f"{MLP}.gate": factors("w1")[0]}), {"target_parameters": ["router.weight"]}),
+    ],
+)
+def test_not_targeted(load_of, found, fields):
+    refused(load_of, found, AdapterMismatchError, "does not target", **fields)
+
+
+def test_all_of_it_is_said_before_a_tensor_is_read(load_of, monkeypatch):
+    monkeypatch.setattr("jlora.adapters.checkpoint.read_tensors", lambda *a, **k: pytest.fail("read"))
+    refused(load_of, changed(EXPERTS, lambda a, b: (a[:-R], b)), AdapterFormatError, "expected", **parameters(*FUSED))
+    with pytest.raises(ZeroDivisionError):
+        load_of(fused_file(), **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
+
+
+# ---- in and out exchanged, where the file cannot tell
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [((5, 6), False), ((6, 5), True), ((5, 5), None), ((6, 6), None), ((5, 7), None)]
+)
+def test_the_models_sizes_decide(sizes, expected):
+    if expected is None:
+        with pytest.raises(
+            AdapterMismatchError, match=r"here: A takes . and B gives .; expected 5 and 6, or exchanged"
+        ):
+            decide_exchanged(sizes, (5, 6), "0.21.0", "here")
+    else:
+        assert decide_exchanged(sizes, (5, 6), None, "here") is expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "version", "expected"),
+    [
+        ("out_in", "0.18.1", True),
+        ("out_in", "0.19.0", True),
+        ("out_in", "0.19.1", False),
+        ("out_in", "0.21.2", False),
+        ("out_in", "1.0.0.post1", False),
+        ("in_out", "0.18.1", False),
+        ("in_out", "0.19.0", None),  # transformers 4 straight, 5 exchanged
+        ("in_out", "0.19.1", None),  # and the reverse
+        ("out_in", None, None),
+        ("out_in", "0.19.1.dev0", None),  # before or after the change
+        ("out_in", "new", None),
+        (None, "0.21.2", None),
+    ],
+)
+def test_the_writer_decides_a_square(stored, version, expected):
+    if expected is None:
+        with pytest.raises(AdapterFormatError, match="here: in and out are both 5, and nothing tells"):
+            decide_exchanged((5, 5), (5, 5), version, "here", stored=stored)
+    else:
+        assert decide_exchanged((5, 5), (5, 5), version, "here", stored=stored) is expected
+
+
+# ---- saved
+
+
+def assert_same(module, saved):
+    assert type(module) is type(saved)
+    for fact in ("kind", "rank", "alpha", "scaling", "exchanged", "own_order", "peft_version"):
+        if hasattr(module, fact):
+            assert getattr(module, fact) == getattr(saved, fact), fact
+    for got, want in ((saved.a, module.a), (saved.b, module.b)):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_round_trip(load_of, tmp_path, exchanged):
+    """All formats at once; what PEFT knows is written as PEFT has it."""
+    other = EXPERTS.replace("layers.0", "layers.1")
+    pairs = {
+        f"{other}.w1": three_axes(factors("w1", r=3), shared_a=True),
+        f"{other}.w2": three_axes(factors("w2"), shared_b=True),
+        f"{other}.3.up_proj": factors("up_proj")[0],
+        f"{MLP}.gate": factors("w1")[0],
+    }
+    found = fused_file(exchanged=exchanged, grouped=True) | tensors(pairs)
+    fields = {
+        **parameters(*FUSED),
+        "target_modules": ["experts", "up_proj", "gate"],
+        "lora_B_layout": "grouped_by_expert",
+        "rank_pattern": {"w1": 3},
+        "alpha_pattern": {"experts.down_proj": 5},
+        "peft_version": "0.18.1",
+        "use_rslora": True,
+    }
+    adapter = load_of(found, **fields)
+    adapter.save_pretrained(tmp_path / "saved")
+    again = Adapter.from_pretrained(tmp_path / "saved")
+    assert set(again.modules) == set(adapter.modules)
+    assert len(again.modules) == 6
+    for name, module in adapter.modules.items():
+        assert_same(module, again.modules[name])
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert set(config["target_parameters"]) == {f"{EXPERTS}.{name}" for name in FUSED}
+    assert set(config["target_modules"]) == set(pairs)
+    written = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    for place, name in zip((f"{EXPERTS}.base_layer", EXPERTS), FUSED, strict=True):
+        for half, want in zip("AB", flat(factors(name), exchanged=exchanged), strict=True):
+            np.testing.assert_array_equal(written[f"{PREFIX}{place}.lora_{half}.weight"], want)
+
+
+def test_one_parameter_is_saved_as_one(load_of, tmp_path):
+    adapter = load_of(fused_file(names=["gate_up_proj"]), **parameters("gate_up_proj"))
+    adapter.save_pretrained(tmp_path / "saved")
+    ((name, module),) = Adapter.from_pretrained(tmp_path / "saved").modules.items()
+    assert name == f"{EXPERTS}.gate_up_proj"
+    assert_same(adapter.modules[name], module)
+
+
+def in_memory(names, **facts):
+    arrays = {name: three_axes(factors(name.rpartition(".")[2])) for name in names}
+    modules = {
+        name: ExpertsLoRA(a=a, b=b, alpha=8.0, scaling=4.0, **{"exchanged": False} | facts)
+        for name, (a, b) in arrays.items()
+    }
+    return Adapter(name="mine", modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "match"),
+    [
+        (in_memory([f"{EXPERTS}.w1"], exchanged=True), "has exchanged=True, and would be read as False"),
+        (in_memory([f"{EXPERTS}.w1"], exchanged=None), "has exchanged=None, and would be read as False"),
+        (in_memory([f"{EXPERTS}.down_proj"], own_order=True), "has exchanged=False, and would be read as None"),
+        (in_memory([f"{EXPERTS}.w1"], own_order=True), "cannot be saved as PEFT's target_parameters"),
+        (in_memory([f"{MLP}.gate_up_proj"], own_order=True), "cannot be saved as PEFT's target_parameters"),
+        (
+            in_memory([f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.up_proj"], own_order=True, exchanged=None),
+            "PEFT's files hold one or two",
+        ),
+    ],
+)
+def test_what_no_file_could_say_is_not_saved(adapter, tmp_path, match):
+    with pytest.raises(LoRAError, match=match):
+        adapter.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+def test_shared_factors_in_own_order_are_not_saved(tmp_path):
+    a, b = three_axes(factors("gate_up_proj"), shared_a=True)
+    module = ExpertsLoRA(a=a, b=b, alpha=8.0, scaling=4.0, own_order=True, exchanged=None)
+    with pytest.raises(LoRAError, match="must have both factors of each expert"):
+        Adapter(name="mine", modules={f"{EXPERTS}.gate_up_proj": module}).save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.ones((2, 3)), np.ones((2, 4, 3))),
+        (np.ones((2, 3, 5)), np.ones((2, 4, 2))),
+        (np.ones((2, 3, 5)), np.ones((3, 4, 3))),
+        (np.ones((2, 3, 5), np.int32), np.ones((2, 4, 3))),
+        (np.ones((2, 3, 0)), np.ones((2, 4, 3))),
+        ([[[1.0]]], np.ones((1, 1, 1))),
+    ],
+)
+def test_arrays_that_are_no_pair(a, b):
+    with pytest.raises(AdapterFormatError, match="ExpertsLoRA"):
+        ExpertsLoRA(a=a, b=b, alpha=1.0, scaling=1.0)

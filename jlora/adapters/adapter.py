@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import read_checkpoint
-from jlora.adapters.expert_formats import flat_names, flat_orientation, flattened
+from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, ModuleLoRA
 from jlora.adapters.messages import printable, shown, shown_path, shown_value
@@ -233,29 +233,29 @@ class Adapter:
 
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors: dict[str, np.ndarray] = {}
-        flat = self._flat()
+        stored = self._experts()
         for name, module in self.modules.items():
-            a, b = flattened(module.a, module.b) if name in flat else (module.a, module.b)
+            flat = isinstance(module, ExpertsLoRA) and module.own_order
+            a, b = flattened(module.a, module.b) if flat else (module.a, module.b)
             for half, array in (("A", a), ("B", b)):
                 part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"
-                tensors[f"base_model.model.{flat.get(name, name)}.{part}"] = np.ascontiguousarray(array)
+                tensors[f"base_model.model.{stored.get(name, name)}.{part}"] = np.ascontiguousarray(array)
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
         return tensors
 
-    def _flat(self) -> dict[str, str]:
-        """Names of experts' LoRA that is written flat -> the module of its tensors; what cannot be read back raises."""
+    def _experts(self) -> dict[str, str]:
+        """Name of experts' LoRA -> the module that its tensors are written under; what cannot be read back raises."""
         where = f"adapter {shown(self.name)}"
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
         flat = {name: module for name, module in experts.items() if module.own_order}
-        stored = flat_names(flat, where)
-        for name, module in flat.items():
-            if len(module.a) != len(module.b) or len(module.a) < 2:
+        stored = stored_names(experts, flat, where)
+        for name, module in experts.items():
+            if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
                 raise LoRAError(
                     f"{where}: {shown(name)} is in its own order, and must have both factors of each expert"
                 )
-        for name, module in experts.items():
             read = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
             if read is not module.exchanged:
                 raise LoRAError(f"{where}: {shown(name)} has exchanged={module.exchanged}, and would be read as {read}")
@@ -277,7 +277,7 @@ class Adapter:
                     f"compute {expected} from alpha {module.alpha}, rank {module.rank} and "
                     f"use_rslora={self.use_rslora}; change alpha, or fold the difference into b"
                 )
-        parameters = list(self._flat())
+        parameters = [name for name, module in self._experts().items() if name != module]
         rank = _commonest(module.rank for module in self.modules.values())
         alpha = _commonest(module.alpha for module in self.modules.values())
         return {

@@ -13,7 +13,7 @@ are modules like any other, or stacked: one A and one B of all experts E. Stacke
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -233,28 +233,30 @@ def flattened(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return a.reshape(experts * rank, -1), b.transpose(1, 2, 0).reshape(b.shape[1], rank * experts)
 
 
-def flat_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """name in `Adapter.modules` -> the module that PEFT writes its tensors under.
+def stored_names(names: Iterable[str], flat: Collection[str], where: str) -> dict[str, str]:
+    """name in `Adapter.modules` -> the module that its tensors are written under.
+
+    Flat pairs are where PEFT has them if it has a place for all of a block: two parameters, or one. Others have their
+    own names.
 
     Raises:
-      AdapterFormatError: a name that PEFT has no place for, or a block with two of one place.
+      AdapterFormatError: a name that no reader would take for that of all experts.
     """
-    blocks: dict[str, list[str]] = {}
+    blocks: dict[str, set[str]] = {}
     for name in names:
         block, _, last = name.rpartition(".")
-        if not _is_block(block) or last not in PARAMETERS:
+        if not _is_block(block) or last not in _PARTS:
             raise AdapterFormatError(
-                f"{where}: {shown(name)} cannot be saved as PEFT's target_parameters; expected "
-                f"{' or '.join(PARAMETERS)} of a module named experts"
+                f"{where}: {shown(name)} cannot be saved; expected one of {', '.join(_PARTS)} of a module named experts"
             )
-        blocks.setdefault(block, []).append(last)
-    found: dict[str, str] = {}
+        if name in flat:
+            blocks.setdefault(block, set()).add(last)
+    found = {name: name for name in names}
     for block, lasts in blocks.items():
-        if len(lasts) > 2 or (len(lasts) == 2 and "down_proj" not in lasts):
-            raise AdapterFormatError(f"{where}: {shown(block)} has {', '.join(lasts)}; PEFT's files hold one or two")
-        for last in lasts:
-            first = len(lasts) == 2 and last != "down_proj"
-            found[f"{block}.{last}"] = f"{block}.base_layer" if first else block
+        if len(lasts) == 1 and lasts <= set(PARAMETERS):
+            found |= {f"{block}.{last}": block for last in lasts}
+        elif lasts in ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"}):
+            found |= {f"{block}.{last}": block if last == "down_proj" else f"{block}.base_layer" for last in lasts}
     return found
 
 

@@ -1,8 +1,9 @@
 """The product of an expert block: each row times the matrix of its own group, by what is fastest where it runs.
 
-    NVIDIA Hopper and Blackwell, 16-bit    tokamax's Mosaic kernel, if the extra `moe` is installed
-    TPU                                    JAX's megablox
-    else                                   `jax.lax.ragged_dot`
+    NVIDIA Hopper and Blackwell    tokamax's Mosaic kernel, if the extra `moe` is installed: 16 bits, sizes that
+                                   are multiples of 64, as every model's are
+    TPU                            JAX's megablox, in bfloat16 and float32
+    else                           `jax.lax.ragged_dot`
 
 Which one is decided while a program is traced, by platform, dtype, sizes and what is installed: none is tried and
 given up.
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jlora._compat import abstract_device, default_device, gpu_compute_capability
 
 _TPU_ROWS = 128  # megablox takes whole tiles of rows only
+_GPU_TILE = 64  # of tokamax's kernel, in rows and columns
 
 
 def grouped_matmul(x: Float[Array, "M K"], w: Float[Array, "E K N"], counts: Int[Array, "E"]) -> Float[Array, "M N"]:
@@ -42,8 +44,7 @@ def _choose(x: jax.Array, w: jax.Array) -> Callable[[jax.Array, jax.Array, jax.A
         return _megablox
     if where not in ("gpu", "cuda") or capability not in (90, 100, 103):
         return _ragged_dot
-    # The kernel is for 16 bits, and the copies that feed it move 16 bytes at a time.
-    if x.dtype == jnp.float32 or any(size % 8 for size in w.shape[1:]):
+    if x.dtype == jnp.float32 or any(size % _GPU_TILE for size in w.shape[1:]):
         return _ragged_dot
     if importlib.util.find_spec("tokamax") is None:
         _tell_once(
@@ -72,7 +73,10 @@ def _ragged_dot(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
 def _tokamax(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]  # an extra, for Python 3.12 and newer
 
-    return tokamax.ragged_dot(x, w, counts, preferred_element_type=x.dtype, implementation="mosaic")
+    rows = x.shape[0]
+    x = jnp.pad(x, ((0, max(0, _GPU_TILE - rows)), (0, 0)))
+    # Naming the kernel keeps it from falling back on another.
+    return tokamax.ragged_dot(x, w, counts, preferred_element_type=x.dtype, implementation="mosaic")[:rows]
 
 
 def _megablox(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -36,7 +36,7 @@ FUSED = ("gate_up_proj", "down_proj")
 def factors(name, e=E, r=R, sizes=SIZES, dtype=np.float32):
     """[(A of expert 0 [r, in], B of expert 0 [out, r]), ...] of seeded values."""
     rng = np.random.default_rng([*map(ord, name), e, r])
-    k, n = sizes[name]
+    k, n = sizes.get(name, (H, INNER))
     return [(rng.normal(size=(r, k)).astype(dtype), rng.normal(size=(n, r)).astype(dtype)) for _ in range(e)]
 
 
@@ -658,6 +658,18 @@ def test_round_trip(load_of, tmp_path, exchanged):
             np.testing.assert_array_equal(written[f"{PREFIX}{place}.lora_{half}.weight"], want)
 
 
+@pytest.mark.parametrize("names", [("w1",), ("w1", "w2"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "w2")])
+def test_flat_pairs_that_peft_has_no_place_for(load_of, tmp_path, names):
+    found = tensors({f"{EXPERTS}.{name}": flat(factors(name)) for name in names})
+    adapter = load_of(found, target_modules=["experts"])
+    adapter.save_pretrained(tmp_path / "saved")
+    again = Adapter.from_pretrained(tmp_path / "saved")
+    assert list(adapter.modules) == [f"{EXPERTS}.{name}" for name in sorted(names)]
+    for name in names:
+        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
+        assert_same(adapter.modules[f"{EXPERTS}.{name}"], again.modules[f"{EXPERTS}.{name}"])
+
+
 def test_one_parameter_is_saved_as_one(load_of, tmp_path):
     adapter = load_of(fused_file(names=["gate_up_proj"]), **parameters("gate_up_proj"))
     adapter.save_pretrained(tmp_path / "saved")
@@ -681,12 +693,9 @@ def in_memory(names, **facts):
         (in_memory([f"{EXPERTS}.w1"], exchanged=True), "has exchanged=True, and would be read as False"),
         (in_memory([f"{EXPERTS}.w1"], exchanged=None), "has exchanged=None, and would be read as False"),
         (in_memory([f"{EXPERTS}.down_proj"], own_order=True), "has exchanged=False, and would be read as None"),
-        (in_memory([f"{EXPERTS}.w1"], own_order=True), "cannot be saved as PEFT's target_parameters"),
-        (in_memory([f"{MLP}.gate_up_proj"], own_order=True), "cannot be saved as PEFT's target_parameters"),
-        (
-            in_memory([f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.up_proj"], own_order=True, exchanged=None),
-            "PEFT's files hold one or two",
-        ),
+        (in_memory([f"{EXPERTS}.w1"], own_order=True), "has exchanged=False, and would be read as None"),
+        (in_memory([f"{MLP}.gate_up_proj"]), "cannot be saved; expected one of gate_up_proj"),
+        (in_memory([f"{EXPERTS}.q_proj"]), "cannot be saved; expected one of gate_up_proj"),
     ],
 )
 def test_what_no_file_could_say_is_not_saved(adapter, tmp_path, match):
@@ -716,3 +725,70 @@ def test_shared_factors_in_own_order_are_not_saved(tmp_path):
 def test_arrays_that_are_no_pair(a, b):
     with pytest.raises(AdapterFormatError, match="ExpertsLoRA"):
         ExpertsLoRA(a=a, b=b, alpha=1.0, scaling=1.0)
+
+
+# ---- anything
+
+# What follows the experts' name -> kinds, and what the pair takes and gives.
+SUFFIXES = {
+    "": (["flat"], (4, 3)),
+    ".base_layer": (["flat"], (3, 8)),
+    ".base_layer.base_layer": (["flat"], (3, 4)),
+    ".w1": (["flat", "axes"], (3, 4)),
+    ".w2": (["flat", "axes"], (4, 3)),
+    ".gate_up_proj": (["flat", "axes"], (3, 8)),
+    ".down_proj": (["axes"], (4, 3)),
+    ".1.w1": (["one"], (3, 4)),
+}
+
+
+@st.composite
+def files(draw):
+    """{(suffix, half): shape}, sound but for what is drawn to be wrong."""
+    e, r, shapes = draw(st.sampled_from([2, 3])), 2, {}
+    names = (
+        ["", ".base_layer"] if draw(st.booleans()) else draw(st.lists(st.sampled_from(sorted(SUFFIXES)), max_size=3))
+    )
+    for suffix in names:
+        kinds, (k, n) = SUFFIXES[suffix]
+        kind = draw(st.sampled_from(kinds))
+        e_a, e_b = draw(st.sampled_from([(e, e), (e, e), (1, e), (e, 1)]))
+        shapes[suffix, "A"] = {"flat": (e * r, k), "axes": (e_a, r, k), "one": (r, k)}[kind]
+        shapes[suffix, "B"] = {"flat": (n, r * e), "axes": (e_b, n, r), "one": (n, r)}[kind]
+    if shapes and draw(st.integers(0, 3)) == 0:
+        which = draw(st.sampled_from(sorted(shapes)))
+        shape = draw(st.none() | st.lists(st.sampled_from([0, 1, 2, 4, 6]), max_size=4))
+        shapes = {key: (shape if key == which else kept) for key, kept in shapes.items()}
+    return {key: shape for key, shape in shapes.items() if shape is not None}
+
+
+@given(
+    files(),
+    st.sampled_from([[], [], ["gate_up_proj", "down_proj"], ["experts.down_proj"], ["gate.weight"], ["x"]]),
+    st.sampled_from([".*", ".*", "all-linear", ["experts"], ["w1", "down_proj"], None]),
+    st.sampled_from([None, None, None, "rank_major", "grouped_by_expert", "other"]),
+)
+def test_any_file_loads_or_is_refused(tmp_path_factory, shapes, entries, targets, layout):
+    found = {
+        f"{PREFIX}{EXPERTS}{suffix}.lora_{half}.weight": np.ones(shape, np.float32)
+        for (suffix, half), shape in shapes.items()
+    }
+    folder = tmp_path_factory.mktemp("any")
+    save_file(found, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "target_parameters": entries, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_B_layout": layout}))
+    try:
+        adapter = Adapter.from_pretrained(folder)
+    except LoRAError:
+        event("refused")
+        return
+    event(f"loaded {len(adapter.modules)}")
+    # No number is lost or made up, and the same comes back.
+    assert adapter.nbytes == sum(array.nbytes for array in found.values())
+    if not adapter.modules:
+        return
+    adapter.save_pretrained(folder / "again")
+    again = Adapter.from_pretrained(folder / "again")
+    assert again.modules.keys() == adapter.modules.keys()
+    for name, module in adapter.modules.items():
+        assert_same(module, again.modules[name])

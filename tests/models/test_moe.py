@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jlora.models import moe, routing
 from jlora.models.config import MoEConfig
-from jlora.models.grouped import grouped_matmul
 from tests.models import goldens
 
 
@@ -116,16 +115,6 @@ def test_dispatch_sorts_stably(case):
     assert rows.length == 7
     for m, (_, t, i) in enumerate(want):
         assert places[t, i] == m
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(sum))
-def test_grouped_matmul_equals_the_loop(counts):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(sum(counts), 5)).astype(np.float32)
-    w = rng.normal(size=(len(counts), 5, 3)).astype(np.float32)
-    group = np.repeat(np.arange(len(counts)), counts)
-    want = np.stack([row @ w[g].astype(np.float64) for row, g in zip(x.astype(np.float64), group, strict=True)])
-    assert goldens.relative_error(grouped_matmul(x, w, np.array(counts, np.int32)), want) < 1e-6
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

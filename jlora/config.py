@@ -40,7 +40,7 @@ class LoRAConfig:
         matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
       exclude_modules: layers to leave alone, named as in `target_modules`, or modules to leave alone with all that is
         in them. It wins over `target_modules`; a name that matches nothing raises `LoRAUsageError`.
-      max_cpu_bytes: bytes of the host cache; None sets no limit beside `max_cpu_loras`.
+      max_cpu_bytes: bytes of the host cache; None: half of the machine's memory.
       max_pinned_bytes: how much of the host cache lies in page-locked memory where the device has it (GPUs, TPUs);
         0 for none. Adapters beyond that lie in ordinary memory, from where they move several times as slowly.
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
@@ -119,6 +119,8 @@ class LoRARequest:
       load_inplace: replace an adapter of the same name that is already loaded, also in its slot.
       revision: branch, tag or commit of a Hugging Face repo.
       local_only: never ask the network for it; what Hugging Face's cache holds is still found.
+      is_3d_lora_weight: whether it has the weights of all experts of a layer in one tensor. The file shows that; where
+        this is given and differs, the load is refused. None: whatever it is.
     """
 
     name: str
@@ -127,6 +129,7 @@ class LoRARequest:
     load_inplace: bool = False
     revision: str | None = None
     local_only: bool = False
+    is_3d_lora_weight: bool | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -135,4 +138,8 @@ class LoRARequest:
             raise LoRAUsageError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
         if not isinstance(self.local_only, bool):
             raise LoRAUsageError(f"LoRARequest({self.name!r}): local_only must be a bool, got {self.local_only!r}")
+        if self.is_3d_lora_weight is not None and not isinstance(self.is_3d_lora_weight, bool):
+            raise LoRAUsageError(
+                f"LoRARequest({self.name!r}): is_3d_lora_weight must be a bool or None, got {self.is_3d_lora_weight!r}"
+            )
         object.__setattr__(self, "path", str(self.path))

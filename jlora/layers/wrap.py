@@ -38,6 +38,7 @@ class LayerInfo:
       kind: "linear", "embedding", "experts" (one grouped product of them), "other" (a module that holds parameters and
         is none of these), "skipped".
       in_features, out_features: sizes an adapter must have; None where the layer is not wrapped.
+      slot_bytes: bytes that one slot takes there; 0 where the layer is not wrapped.
       wrapped: whether it serves LoRA.
       reason: why it is not wrapped, or takes no adapter yet; None where it serves.
     """
@@ -47,6 +48,7 @@ class LayerInfo:
     kind: str
     in_features: int | None
     out_features: int | None
+    slot_bytes: int
     wrapped: bool
     reason: str | None
 
@@ -96,6 +98,7 @@ class WrappedModel:
                 "experts" if site.spec.experts else site.kind,
                 site.spec.in_features,
                 site.spec.out_features,
+                site.slot_nbytes,
                 True,
                 provisional.get(site),
             )
@@ -103,12 +106,12 @@ class WrappedModel:
         ]
         shown = {alias for site in self.modules for alias in site.aliases}
         other = [
-            LayerInfo(path, (), "other", None, None, False, self.unwrapped[path])
+            LayerInfo(path, (), "other", None, None, 0, False, self.unwrapped[path])
             for path in self.others
             if path not in shown
         ]
         skipped = [
-            LayerInfo(name, (), "skipped", None, None, False, f"passed over by skip={pattern!r}")
+            LayerInfo(name, (), "skipped", None, None, 0, False, f"passed over by skip={pattern!r}")
             for name, pattern in sorted(self.skipped.items())
         ]
         return (*wrapped, *other, *skipped)

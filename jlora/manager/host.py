@@ -163,6 +163,12 @@ class Host:
                     f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
                     f"{request.base_model_name!r}"
                 )
+            stacked = [name for name, module in shapes.modules.items() if module.kind == "experts"]
+            if request.is_3d_lora_weight is not None and request.is_3d_lora_weight != bool(stacked):
+                found = f"all experts of {stacked[0]} in one tensor" if stacked else "no tensor of all experts"
+                raise AdapterMismatchError(
+                    f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
+                )
             place(where, shapes.modules, self._index)
             check_base_shapes(where, shapes.base_weights, self._index)
 

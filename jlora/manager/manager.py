@@ -34,7 +34,7 @@ from jlora.manager.locks import Lock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
-from jlora.manager.registry import Registry
+from jlora.manager.registry import Registry, memory_bytes
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.slots import Slots
 from jlora.manager.verify import Forward, VerifyReport, verify
@@ -112,7 +112,7 @@ class LoRAManager:
         self._dispatch, self._books = locks = Lock(), Lock()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
-        self._registry = Registry(config.max_cpu_loras or config.max_loras, config.max_cpu_bytes)
+        self._registry = Registry(config.max_cpu_loras or config.max_loras, config.max_cpu_bytes or memory_bytes() // 2)
         self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
         self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
         self._host = Host(

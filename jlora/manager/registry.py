@@ -1,11 +1,17 @@
 """The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
 
+import os
 from collections.abc import Callable, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.manager.content import Content
 from jlora.manager.lru import LRU
+
+
+def memory_bytes() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Registry:
@@ -16,7 +22,7 @@ class Registry:
       known: name -> the request it was added from, of names that were evicted since.
     """
 
-    def __init__(self, max_count: int, max_bytes: int | None):
+    def __init__(self, max_count: int, max_bytes: int):
         self.contents: LRU[Content] = LRU()
         self.known: dict[str, LoRARequest] = {}
         self._last: dict[str, tuple[int, Hashable]] = {}
@@ -64,10 +70,8 @@ class Registry:
         name = None if new is None else new.name
         replaced = None if name is None else self.contents.get(name)
         count = len(self.contents) + (new is not None and replaced is None) - self._max_count
-        size = 0
-        if self._max_bytes is not None:
-            size = sum(self.contents[n].nbytes for n in self.contents) - self._max_bytes
-            size += (0 if new is None else new.nbytes) - (0 if replaced is None else replaced.nbytes)
+        size = sum(self.contents[n].nbytes for n in self.contents) - self._max_bytes
+        size += (0 if new is None else new.nbytes) - (0 if replaced is None else replaced.nbytes)
         victims: list[str] = []
         if count > 0 or size > 0:
             for candidate in self.contents.evictable(lambda n: n == name or busy(self.contents[n])):

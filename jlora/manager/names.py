@@ -129,6 +129,8 @@ def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:
     sizes += [] if spec.experts is None else [f"{spec.experts} experts"]
     indices = [] if spec.layers is None else ["layer"]
     indices += [] if spec.experts is None or all_experts else ["expert"]
+    if not indices:
+        return f"{name!r} names one of {spec.experts} experts, and these are weights of all of them"
     return f"{name!r} is {' of '.join(sizes)}, and the name has no {' and '.join(indices)} index below that"
 
 

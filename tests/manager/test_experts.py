@@ -1,0 +1,264 @@
+"""Adapters of experts through the manager: from files of each kind into slots, updated, exported, refused."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.adapters import ExpertsLoRA
+from jlora.errors import AdapterMismatchError, LoRAUsageError
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Interleaved, Model, Seams, reference
+
+SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
+NAMES = ["x", None, "y", "x"]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 0.5
+
+
+def pair(e, part, rank=2):
+    k, n = SIZES[part]
+    return normal([e, *map(ord, part)], rank, k), normal([e, 1, *map(ord, part)], n, rank)
+
+
+def each(name, experts=range(EXPERTS), parts=tuple(SIZES)):
+    """An adapter of 2D modules."""
+    arrays = {
+        f"layers.{layer}.experts.{e}.{part}": pair(e + 10 * layer, part)
+        for layer in range(LAYERS)
+        for e in experts
+        for part in parts
+    }
+    return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+
+
+def stacked(name, parts=tuple(SIZES), *, experts=EXPERTS, shared=False):
+    """The same weights with all experts in one module each; `shared`: one A of gate and up, one B of down."""
+    modules = {}
+    for layer in range(LAYERS):
+        for part in parts:
+            pairs = [pair(e + 10 * layer, part) for e in range(experts)]
+            a, b = np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])
+            if shared:
+                a, b = (a, b[:1]) if part == "down_proj" else (a[:1], b)
+            modules[f"layers.{layer}.experts.{part}"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5)
+    return jlora.Adapter(name=name, modules=modules)
+
+
+def one_by_one(adapter):
+    """The 2D adapter that is meant by one of all experts."""
+    arrays = {}
+    for name, module in adapter.modules.items():
+        block, _, part = name.rpartition(".")
+        for e in range(EXPERTS):
+            arrays[f"{block}.{e}.{part}"] = module.a[e % len(module.a)], module.b[e % len(module.b)]
+    return jlora.Adapter.from_arrays(adapter.name, arrays, alpha=3)
+
+
+class World:
+    def __init__(self, cls):
+        self.model = Model(cls, nnx.Rngs(0))
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4, max_cpu_loras=8))
+        self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
+
+        @jax.jit
+        @chex.assert_max_traces(n=1)
+        def forward(model, x, batch):
+            with jlora.use(batch):
+                return model(x)
+
+        self.forward = forward
+
+    def check(self, adapters):
+        """A mixed batch of x and y against merged weights; `adapters` as 2D ones."""
+        with self.manager.prepare(NAMES) as batch:
+            found = np.asarray(self.forward(self.model, self.x, batch))
+        owners = [adapters.get(name) for name in NAMES for _ in range(2)]
+        expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@functools.cache
+def world_of(cls):
+    return World(cls)
+
+
+@pytest.fixture
+def world():
+    world = world_of(Seams)
+    world.manager.remove_all_adapters()
+    return world
+
+
+KINDS = {
+    "2D": each("x"),
+    "3D": stacked("x"),
+    "some experts": each("x", experts=(1,)),
+    "most experts": each("x", experts=(0, 1, 4), parts=("gate_proj", "down_proj")),
+    "one projection of all": stacked("x", parts=("down_proj",)),
+    "shared": stacked("x", shared=True),
+    "dense": jlora.Adapter.from_arrays("x", {"layers.1.gate": (normal(8, 2, HIDDEN), normal(9, EXPERTS, 2))}, alpha=3),
+}
+
+
+def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
+    """What one leaves out is not what another left there."""
+    plain = {
+        kind: one_by_one(a) if any(m.kind == "experts" for m in a.modules.values()) else a for kind, a in KINDS.items()
+    }
+    world.manager.add_adapter(each("y"))
+    for kinds in (KINDS, reversed(KINDS)):
+        for kind in kinds:
+            world.manager.remove_adapter("x")
+            world.manager.add_adapter(KINDS[kind])
+            world.check({"x": plain[kind], "y": each("y")})
+    assert world.manager.stats().compilations == 1
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("cls", [Seams, Interleaved])
+def test_gate_and_up_in_one_lie_as_in_the_layer(cls, exchanged):
+    """One A for both, B in the order of the layer's own columns, told from its sizes where the file says nothing."""
+    world = world_of(cls)
+    world.manager.remove_all_adapters()
+    modules, arrays = {}, {}
+    for layer in range(LAYERS):
+        a, b = normal([layer, 1], EXPERTS, 3, HIDDEN), normal([layer, 2], EXPERTS, 2 * INNER, 3)
+        own = b
+        if cls is Interleaved:
+            own = np.stack(np.split(b, 2, axis=1), axis=2).reshape(b.shape)
+        halves = (own.transpose(0, 2, 1), a.transpose(0, 2, 1)) if exchanged else (a, own)
+        modules[f"layers.{layer}.experts.gate_up_proj"] = ExpertsLoRA(
+            a=halves[0], b=halves[1], alpha=3.0, scaling=1.0, exchanged=None, own_order=True
+        )
+        for e in range(EXPERTS):
+            arrays[f"layers.{layer}.experts.{e}.gate_proj"] = a[e], b[e, :INNER]
+            arrays[f"layers.{layer}.experts.{e}.up_proj"] = a[e], b[e, INNER:]
+    world.manager.add_adapter(jlora.Adapter(name="x", modules=modules))
+    world.manager.add_adapter(each("y"))
+    world.check({"x": jlora.Adapter.from_arrays("x", arrays, alpha=3), "y": each("y")})
+
+
+def test_files_of_both_kinds_and_what_a_request_says(world, tmp_path):
+    each("x").save_pretrained(tmp_path / "2d")
+    fused = {
+        f"layers.{layer}.experts.{part}": ExpertsLoRA(
+            a=normal([layer, k], EXPERTS, 2, k),
+            b=normal([layer, n], EXPERTS, n, 2),
+            alpha=3.0,
+            scaling=1.5,
+            own_order=True,
+        )
+        for layer in range(LAYERS)
+        for part, (k, n) in {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}.items()
+    }
+    jlora.Adapter(name="y", modules=fused).save_pretrained(tmp_path / "3d")
+    for path, said, found in (("2d", True, "no tensor of all experts"), ("3d", False, "all experts of")):
+        request = jlora.LoRARequest("x", str(tmp_path / path), is_3d_lora_weight=said)
+        with pytest.raises(AdapterMismatchError, match=f"is_3d_lora_weight={said}, and the file has {found}"):
+            world.manager.add_adapter(request)
+        assert not world.manager.list_adapters()
+    world.manager.add_adapter(jlora.LoRARequest("x", str(tmp_path / "2d"), is_3d_lora_weight=False))
+    world.manager.add_adapter(jlora.LoRARequest("y", str(tmp_path / "3d"), is_3d_lora_weight=True))
+    arrays = {}
+    for name, module in fused.items():
+        block, _, part = name.rpartition(".")
+        for e in range(EXPERTS):
+            parts = (
+                {"gate_proj": slice(INNER), "up_proj": slice(INNER, None)}
+                if part == "gate_up_proj"
+                else {part: slice(None)}
+            )
+            arrays |= {f"{block}.{e}.{p}": (module.a[e], module.b[e, rows]) for p, rows in parts.items()}
+    world.check({"x": each("x"), "y": jlora.Adapter.from_arrays("y", arrays, alpha=3)})
+
+
+def test_a_request_says_a_bool():
+    with pytest.raises(LoRAUsageError, match="is_3d_lora_weight must be a bool or None, got 1"):
+        jlora.LoRARequest("x", "y", is_3d_lora_weight=1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_of_one_expert_are_updated(world, on_device):
+    world.manager.add_adapter(stacked("x"))
+    world.manager.add_adapter(each("y"))
+    plain = one_by_one(stacked("x"))
+    world.check({"x": plain, "y": each("y")})
+    name = "layers.1.experts.3.up_proj"
+    new = {f"{name}.lora_A.weight": normal(50, 2, HIDDEN), f"{name}.lora_B.weight": normal(51, INNER, 2)}
+    world.manager.update_adapter("x", {key: jnp.asarray(a) if on_device else a for key, a in new.items()})
+    arrays = {key: (module.a, module.b) for key, module in plain.modules.items()} | {name: tuple(new.values())}
+    world.check({"x": jlora.Adapter.from_arrays("x", arrays, alpha=3), "y": each("y")})
+    assert world.manager.stats().compilations == 1
+
+
+def test_exported_expert_by_expert(world):
+    world.manager.add_adapter(stacked("x", shared=True))
+    world.manager.prepare(["x"]).close()
+    found, expected = world.manager.export_adapter("x"), one_by_one(stacked("x", shared=True))
+    assert found.modules.keys() == expected.modules.keys()
+    for name, module in expected.modules.items():
+        np.testing.assert_array_equal(found.modules[name].a, module.a)
+        np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
+
+
+def changed(adapter, name, **fields):
+    """The adapter with other arrays in one module."""
+    modules = dict(adapter.modules)
+    old = modules[name]
+    modules[name] = ExpertsLoRA(**{"a": old.a, "b": old.b, "alpha": 3.0, "scaling": 1.5, **fields})
+    return jlora.Adapter(name=adapter.name, modules=modules)
+
+
+GATE = "layers.0.experts.gate_proj"
+
+
+def gate(a, b, **fields):
+    return changed(stacked("x"), GATE, a=normal(0, *a), b=normal(0, *b), **fields)
+
+
+def only(name):
+    return jlora.Adapter(name="x", modules={name: stacked("x").modules[GATE]})
+
+
+BOTH = {**stacked("x").modules, **each("x", experts=(2,), parts=("up_proj",)).modules}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (stacked("x", experts=4), "A is of 4 experts, and 'layers.0.experts.wi' has 5"),
+        (gate((4, 2, HIDDEN), (1, INNER, 2)), "A is of 4 experts"),
+        (gate((1, 2, HIDDEN), (6, INNER, 2)), "B is of 6 experts"),
+        (gate((5, 9, HIDDEN), (5, INNER, 9)), "rank 9 is above max_lora_rank=4"),
+        (gate((5, 2, 7), (5, INNER, 2)), "A takes 7 and B gives 6"),
+        (gate((5, 2, HIDDEN), (5, INNER, 2), exchanged=True), "A takes 8 and B gives 6"),
+        (gate((5, 2, 7), (5, INNER, 2), exchanged=None), "expected 8 and 6, or exchanged"),
+        (
+            jlora.Adapter(name="x", modules=BOTH),
+            "fills slice 1 of 'layers.0.experts.wi' for expert 2, which layers.0.experts.up_proj fills too",
+        ),
+        (only("layers.0.gate"), "takes linear weights, and these are experts weights"),
+        (only("layers.0.experts.0.gate_proj"), "names one of 5 experts, and these are weights of all of them"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(world, adapter, message):
+    world.manager.add_adapter(each("y"))
+    with pytest.raises(AdapterMismatchError, match=message):
+        world.manager.add_adapter(adapter)
+    assert list(world.manager.list_adapters()) == ["y"]
+    assert world.manager.slot_names.count("y") <= 1
+
+
+def test_bytes_of_slots_are_those_of_the_arrays(world):
+    infos = world.manager.layers()
+    assert {info.kind for info in infos} == {"linear", "experts"}
+    arrays = jax.tree.leaves(world.manager.slots)
+    assert 2 * sum(info.slot_bytes for info in infos) == sum(array.nbytes for array in arrays)
+    assert sum(info.slot_bytes for info in infos) == world.manager.stats().slot_bytes

@@ -33,6 +33,8 @@ class LoRAConfig:
       max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated. Or a
         mapping of names, of layers or of modules that they are in, to ranks: the longest name that matches a layer
         decides, and "*", which is needed, does for all others ({"*": 64, "experts": 8}).
+      max_expert_loras: how many of the slots hold weights of experts, the first ones; None: all. An adapter that brings
+        such weights takes one of these, and every other takes one of the others while there is room.
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
       dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
@@ -52,6 +54,7 @@ class LoRAConfig:
 
     max_loras: int
     max_lora_rank: int | Mapping[str, int]
+    max_expert_loras: int | None = None
     max_cpu_loras: int | None = None
     dtype: DType | None = None
     target_modules: Sequence[str] | None = None
@@ -82,6 +85,11 @@ class LoRAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAUsageError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
+        experts = self.max_expert_loras
+        if experts is not None and (isinstance(experts, bool) or not _positive(experts) or experts > self.max_loras):
+            raise LoRAUsageError(
+                f"LoRAConfig.max_expert_loras must be an int from 1 to max_loras ({self.max_loras}), got {experts!r}"
+            )
         pinned = self.max_pinned_bytes
         if isinstance(pinned, bool) or not isinstance(pinned, int) or pinned < 0:
             raise LoRAUsageError(f"LoRAConfig.max_pinned_bytes must be an int, and 0 for none, got {pinned!r}")

@@ -289,9 +289,12 @@ def _choose(
 
 
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
-    """Let one site have the stamps: the first one that is no stack of layers, for stacks are served in parts."""
+    """Let one site have the stamps: the first that has all slots and is no stack of layers, for those come in parts."""
     every = [(sites, i) for _, sites in plans for i in range(len(sites))]
-    sites, i = next(((sites, i) for sites, i in every if sites[i].spec.layers is None), every[0])
+    whole = [(sites, i) for sites, i in every if not sites[i].spec.rows] or [
+        (sites, i) for sites, i in every if sites[i].spec.experts is None
+    ]
+    sites, i = (whole or every)[0]
     sites[i] = replace(sites[i], stamped=True)
 
 
@@ -361,7 +364,8 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
     for i, called in enumerate(names):
         parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
     rank = max_rank((*aliases, *parts))
-    slots = SlotSpec(layers, config.max_loras, linear.real_in, sizes, rank, dtype, spec.experts)
+    num_slots = config.max_expert_loras or config.max_loras
+    slots = SlotSpec(layers, num_slots, linear.real_in, sizes, rank, dtype, spec.experts)
     return Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
 
 
@@ -375,7 +379,7 @@ def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
             raise
         one = sum(site.spec.slot_nbytes for site in sites)
         ranks = " and ".join(map(str, sorted({site.spec.max_rank for site in sites})))
-        slots = sites[0].spec.num_slots
+        slots = max(site.spec.num_slots for site in sites)
         raise LoRAError(
             f"the slot arrays do not fit on the device: {slots * one:,} bytes are needed, {one:,} for each of "
             f"max_loras={slots} slots of max_lora_rank={ranks} over {len(sites)} layers. Lower those, "

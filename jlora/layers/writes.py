@@ -49,12 +49,16 @@ def write_block(
 def write_ranks(
     specs: Sequence[SlotSpec], arrays: Sequence[Int[Array, "..."]], ranks: Int[Array, "ranks"], slot: Int[Array, ""]
 ) -> tuple[Int[Array, "..."], ...]:
-    """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other."""
+    """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other.
+
+    Sites that have fewer slots, and not this one, stay as they are.
+    """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
         shape = (*spec.rows, spec.slices)
         size = int(np.prod(shape))
         block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
-        written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))
+        new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack)))
+        written.append(jnp.where(slot < spec.num_slots, new, array))
         start += size
     return tuple(written)

@@ -73,6 +73,11 @@ class Content:
         self.sites = frozenset(placement.site for placement in self.placements)
 
     @property
+    def experts(self) -> bool:
+        """Whether it brings weights of experts."""
+        return any(site.spec.experts is not None for site in self.sites)
+
+    @property
     def pinned(self) -> bool:
         """Whether its blocks lie in page-locked memory."""
         return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)

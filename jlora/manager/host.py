@@ -239,12 +239,12 @@ class Host:
         with self._books():
             old = self.newest(name)
         pool = self._slots.pool
-        # Started early, while there is time, and before there is anything to copy: what nobody copies back would never
-        # be evictable.
-        committed, to_copy = threading.Event(), list[Content]()
-        try:
+        # The thread that copies back is started early, while there is time, and before there is anything to copy: what
+        # nobody copies back would never be evictable. It waits for this lock, which no interrupt leaves held.
+        under_way, to_copy = Lock(), list[Content]()
+        with under_way():
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
-                args = (committed, to_copy)
+                args = (under_way, to_copy)
                 threading.Thread(target=self._copy_back, args=args, name="jlora-copy-back", daemon=True).start()
             content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
             pool.compile()
@@ -265,14 +265,13 @@ class Host:
                         self._slots.replace(old, content, written)
                         break
                 self.wait_for(old, "updating", patience)
-        finally:
-            committed.set()
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
-    def _copy_back(self, committed: threading.Event, to_copy: list[Content]) -> None:
+    def _copy_back(self, under_way: Lock, to_copy: list[Content]) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
-        committed.wait()
+        with under_way():
+            pass
         time.sleep(POLL)  # whoever woke this thread goes on first
         for content in to_copy:
             blocks = self.pinned(to_host(content.blocks))

@@ -52,6 +52,7 @@ class Pool:
       writes: for each slot the number of the write that brought what it holds. The stamps say the same of the arrays.
       chunks: how the rows of a slot are cut into blocks.
       pins: whether the host cache is page-locked memory that the device reads by itself.
+      expert_slots: how many slots, the first ones, can hold weights of experts.
       compilations: how often the programs that write slots were made: once.
     """
 
@@ -62,13 +63,15 @@ class Pool:
         self.sites = tuple(modules)
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
+        self.expert_slots = min((site.spec.num_slots for site in self.sites if site.spec.experts), default=num_slots)
         self.compilations = 0
         device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         self._max_bytes = max_staging_bytes
         variables = {site: [vars(modules[site])[name] for name in site.attributes] for site in self.sites}
         stamped = next(site for site in self.sites if site.stamped)
-        stamps, self._stack = vars(modules[stamped])[stamped.stamps], stamped.spec.stack
+        stamps = vars(modules[stamped])[stamped.stamps]
+        self._stamps = tuple(raw_value(stamps).shape)
         self._variables = [*(v for site in self.sites for v in variables[site]), stamps]
         self._known = [raw_value(v) for v in self._variables]
         self._number = 0  # of the last write
@@ -97,13 +100,14 @@ class Pool:
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
-        """A block of zeros for every chunk."""
+        """A block of zeros for every chunk without experts, whose zeros would be gigabytes."""
         rows = {
             row: (
                 np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
                 np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
             )
             for chunk in self.chunks
+            if chunk.spec.experts is None
             for row in chunk.rows
         }
         return pack(self.chunks, rows)
@@ -328,8 +332,8 @@ class Pool:
         if found is not None:
             return found
         if key == ("ranks",):
-            return _compiled_ranks(tuple(site.spec for site in self.sites), self._stack, lie)
-        return _compiled_write(*key, self._stack, lie)
+            return _compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, lie)
+        return _compiled_write(*key, self._stamps, lie)
 
 
 _is_deleted = operator.methodcaller("is_deleted")
@@ -363,7 +367,7 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 
 @lru_cache(maxsize=256)
-def _compiled_write(spec: SlotSpec, rows: int, stack: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
     """`write(arrays, a, b, [slot, row, rank], number)`: the arrays (donated) with a block and the number written.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
@@ -379,18 +383,18 @@ def _compiled_write(spec: SlotSpec, rows: int, stack: tuple[int, ...], lie: tupl
     arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
     blocks = [(rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)]
     operands = [*((shape, spec.dtype) for shape in blocks), ((3,), "int32"), ((), "int32")]
-    return _compile(write, [*arrays, ((*stack, spec.num_slots), "int32")], lie, operands)
+    return _compile(write, [*arrays, (stamps, "int32")], lie, operands)
 
 
 @lru_cache(maxsize=32)
-def _compiled_ranks(specs: tuple[SlotSpec, ...], stack: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
     """`write(arrays, ranks, [slot, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
-    arrays = [*((spec.shapes[2], "int32") for spec in specs), ((*stack, specs[0].num_slots), "int32")]
+    arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
     return _compile(write, arrays, lie, [((total,), "int32"), ((3,), "int32"), ((), "int32")])
 
 

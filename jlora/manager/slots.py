@@ -104,14 +104,10 @@ class Slots:
         written: list[Content] = []
         if missing:
             places = self._places(missing, wanted)
+            if None in places and self.pool.expert_slots < len(table):
+                missing, places = self._make_room(missing, places, wanted)
             if None in places and not partly:
-                free, evictable = self._free(), self._evictable(wanted)
-                raise NoFreeSlotError(
-                    f"{len(missing)} adapters need a slot ({', '.join(repr(c.name) for c in missing[:8])}), but of "
-                    f"{len(table)} slots {len(free)} are free and {len(evictable)} can be evicted; the others are "
-                    "pinned, held by an open batch or part of this one. Raise max_loras, close batches, or wait for "
-                    "them with prepare(..., timeout=)"
-                )
+                raise NoFreeSlotError(self._no_room(missing, wanted))
             for content, slot in zip(missing, places, strict=True):
                 if slot is not None:
                     self.write(slot, content)
@@ -122,12 +118,51 @@ class Slots:
         return written
 
     def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
-        """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used."""
-        alive = self.alive()
+        """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used.
+
+        Those that bring weights of experts choose first, among the slots that can hold them; the others leave these
+        free while they can.
+        """
+        alive, with_experts = self.alive(), self.pool.expert_slots
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
-        own = [stale.pop(c.name, None) if self._registry.newest(c) else None for c in missing]
-        rest = iter(self._free() + self._evictable(wanted))
-        return [next(rest, None) if slot is None else slot for slot in own]
+        places: dict[Content, int | None] = {}
+        for content in missing:
+            slot = stale.get(content.name) if self._registry.newest(content) else None
+            if slot is not None and (slot < with_experts or not content.experts):
+                places[content] = stale.pop(content.name)
+        fewer = with_experts < len(self.pool.table)
+        rest = sorted(self._free(), key=lambda slot: fewer and slot < with_experts) + self._evictable(wanted)
+        for content in sorted(missing, key=lambda c: not c.experts):
+            if content not in places:
+                slot = next((s for s in rest if s < with_experts or not content.experts), None)
+                places[content] = slot
+                if slot is not None:
+                    rest.remove(slot)
+        return [places[content] for content in missing]
+
+    def _make_room(
+        self, missing: list[Content], places: list[int | None], wanted: Sequence[Content]
+    ) -> tuple[list[Content], list[int | None]]:
+        """The same with adapters without experts moved out of the slots that can hold them, if that helps."""
+        table, leased = self.pool.table[: self.pool.expert_slots], self._leases.leased()
+        movable = [c for c in wanted if c in table and not c.experts and c not in leased]
+        more = [*missing, *movable]
+        others = self._places(more, [c for c in wanted if c not in movable])
+        return (missing, places) if others.count(None) >= places.count(None) else (more, others)
+
+    def _no_room(self, missing: Sequence[Content], wanted: Sequence[Content]) -> str:
+        total, with_experts = len(self.pool.table), self.pool.expert_slots
+        free, evictable = self._free(), self._evictable(wanted)
+        names = ", ".join(repr(c.name) for c in missing[:8])
+        these, limits = ",", "max_loras"
+        if with_experts < total:
+            these = f", {sum(c.experts for c in missing)} of them one of the {with_experts} for experts,"
+            limits = "max_loras or max_expert_loras"
+        return (
+            f"{len(missing)} adapters need a slot ({names}){these or ','} but of {total} slots {len(free)} are free and "
+            f"{len(evictable)} can be evicted; the others are pinned, held by an open batch or part of this one. Raise "
+            f"{limits}, close batches, or wait for them with prepare(..., timeout=)"
+        )
 
     def _free(self) -> list[int]:
         return [slot for slot, content in enumerate(self.pool.table) if content is None]

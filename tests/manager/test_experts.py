@@ -262,3 +262,96 @@ def test_bytes_of_slots_are_those_of_the_arrays(world):
     arrays = jax.tree.leaves(world.manager.slots)
     assert 2 * sum(info.slot_bytes for info in infos) == sum(array.nbytes for array in arrays)
     assert sum(info.slot_bytes for info in infos) == world.manager.stats().slot_bytes
+
+
+# --- fewer slots for experts ------------------------------------------------------------------------------------------
+
+
+class Few:
+    """Four slots, of which the first two hold weights of experts."""
+
+    def __init__(self):
+        self.model = Model(Seams, nnx.Rngs(0))
+        config = jlora.LoRAConfig(max_loras=4, max_expert_loras=2, max_lora_rank=4, max_cpu_loras=12)
+        self.manager = jlora.LoRAManager(self.model, config)
+        self.x = jax.random.normal(jax.random.key(1), (6, 2, HIDDEN))
+        self.forward = jax.jit(self._forward)
+
+    @staticmethod
+    def _forward(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    def check(self, names, adapters):
+        with self.manager.prepare(names) as batch:
+            found = np.asarray(self.forward(self.model, self.x, batch))
+        owners = [adapters.get(name) for name in names for _ in range(2)]
+        expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@functools.cache
+def few_made():
+    return Few()
+
+
+def router(name, seed):
+    pairs = {
+        f"layers.{i}.gate": (normal([seed, i], 2, HIDDEN), normal([seed, i, 1], EXPERTS, 2)) for i in range(LAYERS)
+    }
+    return jlora.Adapter.from_arrays(name, pairs, alpha=3)
+
+
+def varied(name, seed):
+    """`each` of other values."""
+    adapter = each(name)
+    arrays = {key: (m.a * (1 + seed / 5), m.b) for key, m in adapter.modules.items()}
+    return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+
+
+@pytest.fixture
+def few():
+    few = few_made()
+    few.manager.remove_all_adapters()
+    few.adapters = {f"e{i}": varied(f"e{i}", i) for i in range(4)} | {f"d{i}": router(f"d{i}", i) for i in range(4)}
+    for adapter in few.adapters.values():
+        few.manager.add_adapter(adapter)
+    return few
+
+
+def test_experts_take_the_first_slots_and_others_leave_them_free(few):
+    few.check(["d0", "d1", None, "e0", "d0", "e1"], few.adapters)
+    assert [name[0] for name in few.manager.slot_names] == ["e", "e", "d", "d"]
+    few.check(["e2", "d2", "e0", None, "d1", "e2"], few.adapters)  # e2 takes the place of e1, d2 that of d0
+    assert set(few.manager.slot_names) == {"e0", "e2", "d1", "d2"}
+
+
+def test_others_take_slots_of_experts_where_they_must_and_go_again(few):
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)
+    few.check(["e3", "d3", "e1", "d2", None, "e3"], few.adapters)
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)  # the ranks of experts are not those that e3 left
+    assert few.manager.stats().compilations == 1
+
+
+def test_no_room_for_experts(few):
+    with pytest.raises(jlora.NoFreeSlotError, match="3 of them one of the 2 for experts, but of 4 slots 4 are free"):
+        few.manager.prepare(["e0", "e1", "e2"])
+    with few.manager.prepare(["e0", "e1"]), few.manager.prepare(["d0"]):
+        with pytest.raises(jlora.NoFreeSlotError, match="Raise max_loras or max_expert_loras"):
+            few.manager.prepare(["e2"])
+        few.manager.prepare(["d1"]).close()
+
+
+def test_slots_of_experts_cost_nothing_beyond_their_number(few):
+    slots = {site.path: site.spec.num_slots for site in few.manager._pool.sites}
+    assert slots == {path: 2 if "experts" in path else 4 for path in slots}
+    few.manager.remove_all_adapters()
+    few.manager.warmup(lambda batch: few.forward(few.model, few.x, batch), num_sequences=6)
+    report = few.manager.verify(few.forward, few.x)
+    assert len(report.checked) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("value", [0, 5, True, "2"])
+def test_how_many_slots_of_experts_there_can_be(value):
+    with pytest.raises(LoRAUsageError, match=r"max_expert_loras must be an int from 1 to max_loras \(4\)"):
+        jlora.LoRAConfig(max_loras=4, max_lora_rank=4, max_expert_loras=value)

@@ -159,7 +159,7 @@ class Slots:
             these = f", {sum(c.experts for c in missing)} of them one of the {with_experts} for experts,"
             limits = "max_loras or max_expert_loras"
         return (
-            f"{len(missing)} adapters need a slot ({names}){these or ','} but of {total} slots {len(free)} are free and "
+            f"{len(missing)} adapters need a slot ({names}){these} but of {total} slots {len(free)} are free and "
             f"{len(evictable)} can be evicted; the others are pinned, held by an open batch or part of this one. Raise "
             f"{limits}, close batches, or wait for them with prepare(..., timeout=)"
         )

@@ -250,15 +250,21 @@ class Adapter:
         where = f"adapter {shown(self.name)}"
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
         flat = {name: module for name, module in experts.items() if module.own_order}
-        stored = stored_names(experts, flat, where)
+        stored = stored_names(experts, self.modules.keys() - experts.keys(), flat, where)
+        version = self.peft_fields.get("peft_version")
         for name, module in experts.items():
             if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
                 raise LoRAError(
                     f"{where}: {shown(name)} is in its own order, and must have both factors of each expert"
                 )
-            read = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
-            if read is not module.exchanged:
-                raise LoRAError(f"{where}: {shown(name)} has exchanged={module.exchanged}, and would be read as {read}")
+            exchanged = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
+            written = version if name in flat and isinstance(version, str) else None
+            for fact, ours, read in (
+                ("exchanged", module.exchanged, exchanged),
+                ("peft_version", module.peft_version, written),
+            ):
+                if ours != read:
+                    raise LoRAError(f"{where}: {shown(name)} has {fact}={ours}, and would be read as {read}")
         return stored
 
     def _peft_config(self) -> dict[str, Any]:

@@ -233,14 +233,20 @@ def flattened(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return a.reshape(experts * rank, -1), b.transpose(1, 2, 0).reshape(b.shape[1], rank * experts)
 
 
-def stored_names(names: Iterable[str], flat: Collection[str], where: str) -> dict[str, str]:
+def stored_names(names: Collection[str], others: Iterable[str], flat: Collection[str], where: str) -> dict[str, str]:
     """name in `Adapter.modules` -> the module that its tensors are written under.
 
     Flat pairs are where PEFT has them if it has a place for all of a block: two parameters, or one. Others have their
     own names.
 
+    Args:
+      names: of the LoRA of all experts.
+      others: of the adapter's other modules.
+      flat: those of `names` that are written flat.
+      where: adapter, for messages.
+
     Raises:
-      AdapterFormatError: a name that no reader would take for that of all experts.
+      AdapterFormatError: a name that no reader would take for that of all experts; a projection that is there twice.
     """
     blocks: dict[str, set[str]] = {}
     for name in names:
@@ -252,6 +258,7 @@ def stored_names(names: Iterable[str], flat: Collection[str], where: str) -> dic
         if name in flat:
             blocks.setdefault(block, set()).add(last)
     found = {name: name for name in names}
+    _refuse_two_formats(found, others, where)
     for block, lasts in blocks.items():
         if len(lasts) == 1 and lasts <= set(PARAMETERS):
             found |= {f"{block}.{last}": block for last in lasts}

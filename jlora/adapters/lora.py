@@ -62,11 +62,11 @@ class ExpertsLoRA:
     """The LoRA of all experts of one grouped product: expert e's output gains `scaling * (x @ a[e].T) @ b[e].T`.
 
     Attributes:
-      a: [E, r, in], or [1, r, in] where all experts share it.
-      b: [E, out, r], or [1, out, r] where all experts share it.
+      a: [E, r, K], or [1, r, K] where all experts share it.
+      b: [E, N, r], or [1, N, r] where all experts share it.
       alpha, scaling: as of `ModuleLoRA`.
       exchanged: whether the file has in and out exchanged, as some that PEFT wrote of `target_parameters`: then `a` is
-        [E, r, out] and `b` [E, in, r], and e's output gains `scaling * (x @ b[e]) @ a[e]`. None if the file cannot
+        [E, r, N] and `b` [E, K, r], and e's output gains `scaling * (x @ b[e]) @ a[e]`. None if the file cannot
         tell: the model's sizes do, or `peft_version` (`decide_exchanged`).
       own_order: whether the outputs of gate and up in one lie as in the base layer (PEFT's `target_parameters`), which
         may have them alternate; else all of gate come before all of up.
@@ -76,8 +76,8 @@ class ExpertsLoRA:
       AdapterFormatError: `a` or `b` is no float array of three axes, or their ranks or experts differ.
     """
 
-    a: Float[np.ndarray, "#E r in"]
-    b: Float[np.ndarray, "#E out r"]
+    a: Float[np.ndarray, "#E r K"]
+    b: Float[np.ndarray, "#E N r"]
     alpha: float
     scaling: float
     exchanged: bool | None = False
@@ -91,7 +91,7 @@ class ExpertsLoRA:
         if self.a.shape[1] != self.b.shape[2] or not {len(self.a), len(self.b)} <= {1, self.experts}:
             raise AdapterFormatError(
                 f"ExpertsLoRA: a {self.a.shape} and b {self.b.shape} must share the rank and the experts: a is "
-                "[experts or 1, r, in], b is [experts or 1, out, r]"
+                "[experts or 1, r, K], b is [experts or 1, N, r]"
             )
 
     @property

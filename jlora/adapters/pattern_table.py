@@ -86,8 +86,10 @@ class PatternTable(Generic[T]):
         Raises:
           AdapterMismatchError: an expression whose classes are not served for one of the names, or too much to match.
         """
-        if not self.keys:
-            return dict.fromkeys(modules, default)
+        if len(self.plain) == len(self.keys) and not any("." in key for key in self.keys):
+            # Most files: keys without a dot can match the last part of a name alone.
+            of_last = dict(zip(self.keys, self.values, strict=True))
+            return {module: of_last.get(module.rpartition(".")[2], default) for module in modules}
         until = time.monotonic() + _MAX_SECONDS
         values = [*self.values, default]
         suffixes = {module: _suffixes(module) for module in modules}

@@ -10,7 +10,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged, values
+from jlora.adapters.files import StableFile
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
 
@@ -370,6 +371,24 @@ def test_the_header_says_what_the_adapter_will_be(load_of):
         assert (said.a_dtype, said.b_dtype) == (module.a.dtype, module.b.dtype)
 
 
+def test_no_byte_is_read_twice(folder_of, monkeypatch):
+    """Of the configuration first, and then of the weights: length, header, tensors."""
+    reads, original = [], StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        reads.append((offset, len(buffer)))
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    monkeypatch.setattr(values, "_PIECE", 64)
+    folder = folder_of(fused_file(), **parameters(*FUSED), target_modules=None, r=R)
+    Adapter.from_pretrained(folder)
+    ends = list(itertools.accumulate(size for _, size in reads[1:]))
+    assert [offset for offset, _ in reads[1:]] == [0, *ends[:-1]]
+    assert ends[-1] == (folder / "adapter_model.safetensors").stat().st_size
+    assert len(ends) > 5
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_nan_and_infinity_of_one_expert(load_of, value):
     found = fused_file()
@@ -696,6 +715,8 @@ def in_memory(names, **facts):
         (in_memory([f"{EXPERTS}.w1"], own_order=True), "has exchanged=False, and would be read as None"),
         (in_memory([f"{MLP}.gate_up_proj"]), "cannot be saved; expected one of gate_up_proj"),
         (in_memory([f"{EXPERTS}.q_proj"]), "cannot be saved; expected one of gate_up_proj"),
+        (in_memory([f"{EXPERTS}.w1"], peft_version="0.18.0"), "has peft_version=0.18.0, and would be read as None"),
+        (in_memory([f"{EXPERTS}.w1", f"{EXPERTS}.gate_up_proj"]), "are of the same projection"),
     ],
 )
 def test_what_no_file_could_say_is_not_saved(adapter, tmp_path, match):

@@ -49,6 +49,14 @@ def test_agrees_with_peft(keys, modules):
     assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
 
 
+@given(
+    st.lists(st.text("ab-_", max_size=3), max_size=5, unique=True),
+    st.lists(NAMES, min_size=1, max_size=6, unique=True),
+)
+def test_agrees_with_peft_on_keys_without_a_dot(keys, modules):
+    assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_agrees_with_peft_when_joined_by_few(data):

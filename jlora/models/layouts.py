@@ -138,7 +138,8 @@ def _dequantize(
     """
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _BLOCK)
     values = jnp.array(_E2M1, jnp.float32)[codes]
-    # The exponent of a float32 has the same bias; 2**-127 is below its normal numbers.
-    bits = jnp.where(scales == 0, 1 << 22, scales.astype(jnp.int32) << 23)
-    scaled = values * jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+    # The exponent of a float32 has the same bias; but 2**-127 is below its normal numbers, which may count as 0.
+    bits = jnp.maximum(scales, 1).astype(jnp.int32) << 23
+    scaled = values * jnp.where(scales == 0, 0.5, 1.0)[..., None]
+    scaled = scaled * jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
     return scaled.reshape(*scales.shape[:-1], -1).astype(dtype).mT

@@ -124,13 +124,15 @@ def test_mxfp4_smallest_and_largest_scales(packed):
 
     def change(tensors):
         tensors[blocks][0, 0] = 2  # 1.0 and 0.0
-        tensors[scales][0, 0], tensors[scales][0, 1] = 1, 254
+        tensors[scales][0, 0], tensors[scales][0, 1], tensors[scales][0, 2] = 1, 254, 0
         tensors[blocks][0, 1] = 0x21  # 0.5 and 1.0
+        tensors[blocks][0, 2] = 0xF5  # 3.0 and -6.0
 
     edit(folder, change)
     got = params(from_pretrained(folder))["model.layers.0.mlp.experts.down_proj"][0].astype(np.float64)
     assert (got[0, 0], got[1, 0]) == (2.0**-126, 0)
     assert (got[0, 1], got[1, 1]) == (2.0**126, 2.0**127)
+    assert (got[0, 2], got[1, 2]) == (3 * 2.0**-127, -6 * 2.0**-127)
 
 
 GPT = "model.layers.0.mlp.experts"

@@ -99,6 +99,16 @@ def test_experts_equal_the_loop(rng, options, shape):
     assert goldens.relative_error(np.asarray(got).reshape(-1, 12), want) < 1e-5
 
 
+def test_clamped_swiglu():
+    """The gate is clamped from above alone: where -4 stays, its sigmoid is smaller than where it becomes -1."""
+    gate, up = np.meshgrid(*[np.array([-4, -1.5, -0.5, 0, 0.5, 1.5, 4], np.float32)] * 2)
+    want = np.zeros_like(gate)
+    for i in np.ndindex(gate.shape):
+        g, u = min(gate[i], 1), max(-1, min(up[i], 1))
+        want[i] = (u + 1) * g / (1 + np.exp(-1.702 * g))
+    np.testing.assert_allclose(moe.ClampedSwiGLU(1.702, 1.0)(gate, up), want, rtol=1e-5, atol=1e-7)
+
+
 @given(
     st.integers(1, 7).flatmap(
         lambda e: st.tuples(st.just(e), st.lists(st.lists(st.integers(0, e - 1), min_size=2, max_size=2), min_size=1))

@@ -114,16 +114,22 @@ def add_lora(
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
-    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
+    return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)
 
 
 def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
-    """Partial sums [split_k, M, n * R] for an expand by b; rows without a group and entries past the rank: anything."""
+    """Partial sums [split_k, M, n * R] for `expand_parts`; rows without a group and entries past the rank: anything."""
     tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, a.shape[1], plan.tile_m))
     # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
     # range that h may have.
     h_dtype = jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
     return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype, interpret)
+
+
+def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
+    """base + the delta of `shrink_parts`, in its place."""
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, len(slice_sizes), plan.tile_m))
+    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
 
 
 def all_ranks(groups: int, n: int, rank: int):
@@ -234,15 +240,20 @@ def _expand_kernel(
         tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
         tile 1   ...
 
-    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
+    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b, except where
+    `stages` is 1: then b is read with base, before h is there, and the next tile is looked up meanwhile.
     """
-    rank, block_n = b_ref.shape[1], tiles.block_n
+    rank, block_n, by_hand = b_ref.shape[1], tiles.block_n, tiles.stages == 1
     used = tiles_used(used_ref, group_ref)
     counts = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
     per_tile = sum(counts[1:], counts[0])
 
-    def unit(u, carry):
-        group, rows = find_tile(u // per_tile, group_ref, rows_ref, tile_m)
+    def look_up(u):
+        return find_tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
+
+    def unit(u, found):
+        group, rows = found if by_hand else look_up(u)
+        following = look_up(u + pl.num_programs(0)) if by_hand else found
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
@@ -254,22 +265,28 @@ def _expand_kernel(
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
             return col, (col < end)[None, :]
 
-        def read_base(j):
+        def read_b(j, within=True):
             col, inside = columns(j)
-            return load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
+            return [
+                load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside & within) for r in blocks
+            ]
+
+        def read_ahead(j):
+            col, inside = columns(j)
+            base = load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
+            return (base, *(read_b(j, j < steps) if by_hand else ()))
 
         def column_block(j, ahead, h):
-            base, *ahead = *ahead, read_base(j + tiles.ahead)
+            (base, *factors), *ahead = *ahead, read_ahead(j + tiles.ahead)
             col, inside = columns(j)
             total = base.astype(jnp.float32)
-            for r, h_block in zip(blocks, h, strict=True):
-                b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
+            for h_block, b in zip(h, factors or read_b(j), strict=True):
                 total += dot(h_block, b, dtype, 0)
             store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
         def all_blocks():
-            ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
+            ahead = tuple(read_ahead(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
             h = tuple(_sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
@@ -277,9 +294,9 @@ def _expand_kernel(
             pl.when(read > 0)(all_blocks)
         else:  # few rows: to wait for the rank takes longer than to read what the store's mask then drops
             all_blocks()
-        return carry
+        return following
 
-    share_out(used * per_tile, unit, jnp.int32(0))
+    share_out(used * per_tile, unit, look_up(pl.program_id(0)) if by_hand else jnp.int32(0))
 
 
 def tiles_used(used_ref, group_ref):

@@ -20,14 +20,15 @@ PAIRWISE = 2048  # rows up to which all pairs are compared
 MOST_ROWS = 1 << 18  # beyond, each program's look at all blocks' counts would grow too long
 _BLOCK = 256  # rows a program sorts
 _BITS = 7  # of the ids, a pass
+_SAMPLES = 512  # that a search looks at first
 _TILES = 32  # that a program cuts
 
 
 def order(
     ids: Int[jax.Array, "M"], num_groups: int, *, pairwise: int = PAIRWISE, interpret: bool = False
 ) -> Int[jax.Array, "M"]:
-    """Stable argsort of ids in [0, num_groups]."""
-    return _sort(ids, num_groups, pairwise, interpret)[0]
+    """Stable argsort of ids in [0, num_groups)."""
+    return _sort(ids, num_groups - 1, pairwise, interpret)[0]
 
 
 def plan(
@@ -46,7 +47,7 @@ def plan(
     else:
         blocks = pl.cdiv(rows, _BLOCK)
         counts, flags = call(
-            partial(_flag_kernel, groups=num_groups, tile_m=tile_m), blocks, 4,
+            partial(_flag_kernel, groups=num_groups, tile_m=tile_m), blocks, 8,
             [jax.ShapeDtypeStruct((blocks,), jnp.int32), _like(ids)], "lora_plan_flag", sorted_ids,
         )  # fmt: skip
         starts, used = call(_start_kernel, blocks, 4, [vector, one], "lora_plan_start", counts, flags)
@@ -77,14 +78,14 @@ def _call(kernel, programs: int, warps: int, outs, name: str, *args, interpret: 
     )(*args)
 
 
-def _sort(ids, num_groups: int, pairwise: int, interpret: bool):
+def _sort(ids, largest: int, pairwise: int, interpret: bool):
     """Rows in order, their ids, and, if all pairs were compared, where each one's group begins."""
     like = _like(ids)
     if len(ids) <= pairwise:
         programs = pl.cdiv(len(ids), _TILES)
         return _call(_rank_kernel, programs, 4, [like, like, like], "lora_sort_rank", ids, interpret=interpret)
-    passes = pl.cdiv(num_groups.bit_length(), _BITS)
-    bits = pl.cdiv(num_groups.bit_length(), passes)
+    passes = max(1, pl.cdiv(largest.bit_length(), _BITS))
+    bits = max(4, pl.cdiv(largest.bit_length(), passes))
     blocks = pl.cdiv(len(ids), _BLOCK)
     rows = None
     for shift in range(0, passes * bits, bits):
@@ -150,29 +151,28 @@ def _move_kernel(counts_ref, ids_ref, *refs, digit):
     here = pl.program_id(0)
     bins = jnp.arange(width, dtype=jnp.int32)
 
+    step = min(_power(blocks), (1 << 14) // width)
+
     def chunk(c, found):
-        q = c * 32 + jnp.arange(32, dtype=jnp.int32)
+        q = c * step + jnp.arange(step, dtype=jnp.int32)
         counts = load(counts_ref, (q[:, None], bins[None, :]), (q < blocks)[:, None])
         return found[0] + jnp.sum(counts, axis=0), found[1] + jnp.sum(jnp.where((q < here)[:, None], counts, 0), axis=0)
 
     zeros = jnp.zeros(width, jnp.int32)
-    total, before = jax.lax.fori_loop(0, pl.cdiv(blocks, 32), chunk, (zeros, zeros))
+    total, before = jax.lax.fori_loop(0, pl.cdiv(blocks, step), chunk, (zeros, zeros))
     begin = jnp.cumsum(total) - total + before
     i = here * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
     ids = load(ids_ref, (i,), i < rows)
     mine = digit(ids)
-
-    def earlier(c, found):
-        j = here * _BLOCK + c * 32 + jnp.arange(32, dtype=jnp.int32)
+    place = jnp.zeros(_BLOCK, jnp.int32)
+    for first in range(0, _BLOCK, 64):  # rows before it in this block
+        j = here * _BLOCK + first + jnp.arange(64, dtype=jnp.int32)
         other = digit(load(ids_ref, (j,), j < rows))
-        return found + _sum((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]), 1)
-
-    place = jax.lax.fori_loop(0, _BLOCK // 32, earlier, jnp.zeros(_BLOCK, jnp.int32))
-    for first in range(0, width, 32):
-        some = first + jnp.arange(min(32, width), dtype=jnp.int32)
-        mask = mine[:, None] == some[None, :]
+        place += _sum((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]), 1)
+    for first in range(0, width, 16):  # begin[mine]
+        some = first + jnp.arange(16, dtype=jnp.int32)
         at = jnp.sum(jnp.where((bins[None, :] == some[:, None]), begin[None, :], 0), axis=1)
-        place += jnp.sum(jnp.where(mask, at[None, :], 0), axis=1)
+        place += jnp.sum(jnp.where(mine[:, None] == some[None, :], at[None, :], 0), axis=1)
     row = load(rows_refs[0], (i,), i < rows) if rows_refs else i
     _scatter(row_ref, place, row, i < rows)
     _scatter(sorted_ref, place, ids, i < rows)
@@ -180,17 +180,25 @@ def _move_kernel(counts_ref, ids_ref, *refs, digit):
 
 def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int):
     """flags[p]: whether a tile starts at sorted position p; counts: how many do in a block."""
-    rows = sorted_ref.shape[0]
-    p = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    rows, begin = sorted_ref.shape[0], pl.program_id(0) * _BLOCK
+    p = begin + jnp.arange(_BLOCK, dtype=jnp.int32)
     mine = load(sorted_ref, (p,), p < rows, other=groups)
 
-    def halve(_, bounds):  # where the group starts, at the first id that is no smaller: in [low, high]
-        low, high = bounds
-        middle = (low + high) // 2
-        smaller = load(sorted_ref, (middle,), middle < rows, other=groups) < mine
-        return jnp.where(smaller & (low < high), middle + 1, low), jnp.where(smaller, high, middle)
+    # 1. The group of the block's first row may start before: among every `stride`-th id, then in one stride.
+    stride = _power(pl.cdiv(rows, _SAMPLES))
+    head = sorted_ref[begin]
+    samples = jnp.arange(_SAMPLES, dtype=jnp.int32) * stride
+    smaller = _sum(load(sorted_ref, (samples,), samples < begin, other=groups) < head, 0)
+    near = jnp.maximum(smaller - 1, 0) * stride + jnp.arange(stride, dtype=jnp.int32)
+    head_start = jnp.maximum(smaller - 1, 0) * stride
+    head_start += _sum(load(sorted_ref, (near,), near < begin, other=groups) < head, 0)
 
-    first, _ = jax.lax.fori_loop(0, rows.bit_length(), halve, (jnp.zeros_like(p), jnp.minimum(p, rows)))
+    # 2. All others start in the block.
+    first = jnp.where(mine == head, head_start, begin)
+    for c in range(0, _BLOCK, 64):
+        j = begin + c + jnp.arange(64, dtype=jnp.int32)
+        other = load(sorted_ref, (j,), j < rows, other=groups)
+        first += jnp.where(mine == head, 0, _sum(other[None, :] < mine[:, None], 1))
     flags = ((mine < groups) & (jax.lax.rem(p - first, tile_m) == 0)).astype(jnp.int32)
     store(flags_ref, (p,), flags, p < rows)
     counts_ref[pl.program_id(0)] = jnp.sum(flags)

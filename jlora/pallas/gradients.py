@@ -15,7 +15,7 @@ from jlora.pallas.plan import Plan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def shrink(run, x, a, plan: Plan, ranks, x_rows):
+def shrink(run, x, a, plan: Plan, ranks, x_rows=None):
     """`run(x, a, plan, ...)`, differentiable in x and a."""
     return run(x, a, plan, ranks=ranks, x_rows=x_rows)
 
@@ -27,7 +27,7 @@ def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows):
+def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None):
     """`run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 

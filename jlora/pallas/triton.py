@@ -39,13 +39,13 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
 
 def _problem(rows: int, x, a, b, slices: int, tile_m: int) -> GPUProblem:
     """The sizes of an `add_lora`."""
-    h = jnp.bfloat16 if _dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
+    h = jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
     k, (_, rank, n) = x.shape[1], b.shape
     return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes)
 
 
-def _dot_dtype(x, a, b):
+def dot_dtype(x, a, b):
     return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
@@ -64,7 +64,7 @@ def shrink(
     groups, n, rank, k = a.shape
     b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # as if it led back to K columns
     tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
-    ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
+    ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
@@ -85,7 +85,7 @@ def expand(
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.expand`."""
-    ranks = _all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
+    ranks = all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
     if base is None:
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # as if h came of N columns
@@ -111,17 +111,28 @@ def add_lora(
 ) -> Float[jax.Array, "M N"]:
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
     groups, n, rank, _ = a.shape
-    ranks = _all_ranks(groups, n, rank) if ranks is None else ranks
+    ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
-    dtype = _dot_dtype(x, a, b)
+    h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
+    return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)
+
+
+def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
+    """Partial sums [split_k, M, n * R] for `expand_parts`; rows without a group and entries past the rank: anything."""
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, a.shape[1], plan.tile_m))
     # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
     # range that h may have.
-    h_dtype = jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
-    h = _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype, interpret)
-    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dtype, interpret)
+    h_dtype = jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
+    return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype, interpret)
 
 
-def _all_ranks(groups: int, n: int, rank: int):
+def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
+    """base + the delta of `shrink_parts`, in its place."""
+    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, len(slice_sizes), plan.tile_m))
+    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
+
+
+def all_ranks(groups: int, n: int, rank: int):
     return jnp.full((groups, n), rank, jnp.int32)
 
 
@@ -133,7 +144,7 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret
         partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
         grid=(tiles.shrink_programs,),
         out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), h_dtype),
-        compiler_params=plt.CompilerParams(num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages),
+        compiler_params=compiler_params(tiles.shrink_warps, tiles.shrink_stages),
         interpret=interpret,
         name="lora_shrink",
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k), *indexed)
@@ -146,7 +157,7 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
         grid=(tiles.programs,),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
         input_output_aliases={6: 0},
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base)
@@ -172,7 +183,7 @@ def _shrink_kernel(
     steps = pl.cdiv(pl.cdiv(k_size, block_k), parts)
 
     def look_up(u):
-        return _tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
+        return find_tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
 
     def unit(u, found):
         group, rows = found
@@ -187,23 +198,23 @@ def _shrink_kernel(
         def step(j, sums):
             k = (j * parts + part) * block_k + jnp.arange(block_k, dtype=jnp.int32)
             inside = None if parts * steps * block_k == k_size else (k < k_size)[None, :]
-            x = _load(x_ref, (sources[:, None], k[None, :]), _both(live, inside))
+            x = load(x_ref, (sources[:, None], k[None, :]), both(live, inside))
             loaded = [
-                _load(a_ref, (group, r[:, None], k[None, :]), _both(m[:, None], inside))
+                load(a_ref, (group, r[:, None], k[None, :]), both(m[:, None], inside))
                 for r, m in zip(columns, read, strict=True)
             ]
             dtype = jnp.promote_types(x.dtype, a_ref.dtype)
-            return tuple(total + _dot(x, a, dtype, 1) for total, a in zip(sums, loaded, strict=True))
+            return tuple(total + dot(x, a, dtype, 1) for total, a in zip(sums, loaded, strict=True))
 
         @pl.when(reduce(jnp.logical_or, busy))
         def _():
             zeros = tuple(jnp.zeros((len(rows), len(r)), jnp.float32) for r in columns)
             for r, h in zip(columns, jax.lax.fori_loop(0, steps, step, zeros), strict=True):
-                _store(h_ref, (part, rows[:, None], r[None, :]), h, live & (r < width)[None, :])
+                store(h_ref, (part, rows[:, None], r[None, :]), h, live & (r < width)[None, :])
 
         return ahead
 
-    _share_out(_tiles_used(used_ref, group_ref) * per_tile, unit, look_up(pl.program_id(0)))
+    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, look_up(pl.program_id(0)))
 
 
 def _expand_kernel(
@@ -229,15 +240,20 @@ def _expand_kernel(
         tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
         tile 1   ...
 
-    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
+    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b, except where
+    `stages` is 1: then b is read with base, before h is there, and the next tile is looked up meanwhile.
     """
-    rank, block_n = b_ref.shape[1], tiles.block_n
-    used = _tiles_used(used_ref, group_ref)
+    rank, block_n, by_hand = b_ref.shape[1], tiles.block_n, tiles.stages == 1
+    used = tiles_used(used_ref, group_ref)
     counts = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
     per_tile = sum(counts[1:], counts[0])
 
-    def unit(u, carry):
-        group, rows = _tile(u // per_tile, group_ref, rows_ref, tile_m)
+    def look_up(u):
+        return find_tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
+
+    def unit(u, found):
+        group, rows = found if by_hand else look_up(u)
+        following = look_up(u + pl.num_programs(0)) if by_hand else found
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
@@ -249,22 +265,28 @@ def _expand_kernel(
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
             return col, (col < end)[None, :]
 
-        def read_base(j):
+        def read_b(j, within=True):
             col, inside = columns(j)
-            return _load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
+            return [
+                load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside & within) for r in blocks
+            ]
+
+        def read_ahead(j):
+            col, inside = columns(j)
+            base = load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
+            return (base, *(read_b(j, j < steps) if by_hand else ()))
 
         def column_block(j, ahead, h):
-            base, *ahead = *ahead, read_base(j + tiles.ahead)
+            (base, *factors), *ahead = *ahead, read_ahead(j + tiles.ahead)
             col, inside = columns(j)
             total = base.astype(jnp.float32)
-            for r, h_block in zip(blocks, h, strict=True):
-                b = _load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
-                total += _dot(h_block, b, dtype, 0)
-            _store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
+            for h_block, b in zip(h, factors or read_b(j), strict=True):
+                total += dot(h_block, b, dtype, 0)
+            store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
         def all_blocks():
-            ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
+            ahead = tuple(read_ahead(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
             h = tuple(_sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
@@ -272,23 +294,23 @@ def _expand_kernel(
             pl.when(read > 0)(all_blocks)
         else:  # few rows: to wait for the rank takes longer than to read what the store's mask then drops
             all_blocks()
-        return carry
+        return following
 
-    _share_out(used * per_tile, unit, jnp.int32(0))
+    share_out(used * per_tile, unit, look_up(pl.program_id(0)) if by_hand else jnp.int32(0))
 
 
-def _tiles_used(used_ref, group_ref):
+def tiles_used(used_ref, group_ref):
     """A single tile is taken as used without waiting to read that: masks keep it harmless if it is empty."""
     return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
 
 
-def _share_out(units, run, carry):
+def share_out(units, run, carry):
     """Runs unit p, p + programs, ... in program p, passing `carry` on."""
     p, programs = pl.program_id(0), pl.num_programs(0)
     jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
 
 
-def _tile(tile, group_ref, rows_ref, tile_m: int):
+def find_tile(tile, group_ref, rows_ref, tile_m: int):
     """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
     place = jnp.arange(max(16, 1 << (tile_m - 1).bit_length()), dtype=jnp.int32)
     rows = plt.load(rows_ref.at[tile * tile_m + place], mask=place < tile_m, other=2**30)
@@ -318,7 +340,7 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 
-def _both(mask, other):
+def both(mask, other):
     return mask if other is None else mask & other
 
 
@@ -329,14 +351,14 @@ def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     """
     mask = live & (r < rank)[None, :] if rank % len(r) else live
     columns = (first + r)[None, :]
-    parts = [_load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
+    parts = [load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
         total += part.astype(jnp.float32)
     return jnp.where((r < true_rank)[None, :], total, 0)
 
 
-def _dot(lhs, rhs, dtype, contract: int):
+def dot(lhs, rhs, dtype, contract: int):
     """lhs @ rhs (contract 0) or rhsᵀ (1), summed in float32.
 
     h may exceed float16's range, so a float16 dot of it runs in TF32: float32's range, and as many bits as float16 has.
@@ -375,10 +397,15 @@ def _find_chunk(chunk, counts, slice_sizes):
     return i, first, stride, begin, end
 
 
-def _load(ref, index, mask):
+def load(ref, index, mask, other=0):
+    """ref[index] where the mask allows, which is broadcast as the index is."""
     shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))
-    return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=0)
+    return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=other)
 
 
-def _store(ref, index, value, mask):
+def store(ref, index, value, mask):
     plt.store(ref.at[index], value.astype(ref.dtype), mask=jnp.broadcast_to(mask, value.shape))
+
+
+def compiler_params(warps: int, stages: int = 1) -> plt.CompilerParams:
+    return plt.CompilerParams(num_warps=warps, num_stages=stages)

@@ -1,0 +1,70 @@
+"""The shapes that are measured for experts: three models' expert products, and how their tokens are routed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.roofline import BANDWIDTH, MATRIX_RATE
+
+PEERS = Path(__file__).with_name("peers_moe_h200.json")
+
+
+@dataclass(frozen=True)
+class Experts:
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+MODELS = {
+    e.name: e
+    for e in (
+        Experts("qwen3-30b-a3b", 2048, 768, 128, 8),
+        Experts("gpt-oss-20b", 2880, 2880, 32, 4),
+        Experts("mixtral-8x7b", 4096, 14336, 8, 2),
+    )
+}
+
+
+def slots(adapters: int) -> int:
+    return max(8, adapters)
+
+
+class Batch(NamedTuple):
+    """expert [T, k] of every token's choices, and the slot [T] of every token."""
+
+    expert: np.ndarray
+    slot: np.ndarray
+
+
+def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
+    """Random routing; up to 256 tokens each is a sequence of its own, above, an adapter's tokens stand together."""
+    rng = np.random.default_rng(seed)
+    expert = np.argsort(rng.random((tokens, e.experts)), axis=1)[:, : e.top_k]
+    slot = rng.permutation(slots(adapters))[:adapters][np.arange(tokens) * adapters // tokens]
+    if tokens <= 256:
+        slot = rng.permutation(slot)
+    return Batch(expert.astype(np.int32), slot.astype(np.int32))
+
+
+def floor_us(e: Experts, rank: int, tokens: int, present: int, *, combined: bool = False) -> float:
+    """Microseconds of both products' LoRA, each input read once, each output written once, hidden values free.
+
+    `present`: the distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I]; the second to [T * k, H],
+    or where `combined` to [T, H].
+    """
+    pairs, h, i = tokens * e.top_k, e.hidden, e.intermediate
+    factors = present * rank * (2 * h + 2 * i + i + h)
+    first = tokens * h + 2 * pairs * 2 * i
+    second = pairs * i + 2 * (tokens if combined else pairs) * h
+    flops = 2 * pairs * rank * (2 * h + 2 * i + i + h)
+    return max(2 * (factors + first + second) / BANDWIDTH, flops / MATRIX_RATE) * 1e6
+
+
+def peers() -> list[dict]:
+    return json.loads(PEERS.read_text())["rows"]

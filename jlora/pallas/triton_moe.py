@@ -1,0 +1,125 @@
+"""`combine_lora` on NVIDIA; see `triton`, whose rules hold here too.
+
+Where many pairs share a group, the hidden values of a token's experts go side by side into one row of E * R, zeros for
+experts that it did not choose, and the matrix unit sums over them all: k times fewer rows are written. Where that would
+multiply mostly zeros, or read mostly factors that no token needs, each pair is expanded and the rows are added.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jlora.pallas.plan import Plan
+from jlora.pallas.tiles import GPUTiles
+from jlora.pallas.triton import (
+    all_ranks,
+    both,
+    compiler_params,
+    dot,
+    dot_dtype,
+    expand_parts,
+    find_tile,
+    load,
+    share_out,
+    shrink_parts,
+    store,
+    tiles_used,
+)  # fmt: skip
+
+COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
+
+
+def side_by_side(plan: Plan, token_plan: Plan, rank: int, k: int) -> bool:
+    """Whether to multiply by all experts of a slot: at up to 256 k ranks that costs less than k rows of traffic."""
+    return plan.tile_m > 16 and plan.num_groups // token_plan.num_groups * rank <= 256 * k
+
+
+def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ranks, tiles=None, interpret=False):
+    """See `jlora.ops.combine_lora`.
+
+    Args:
+      tiles: of the shrink and expand of pairs, and of the sum; None chooses.
+    """
+    groups, _, rank, n = (*a.shape[:3], b.shape[2])
+    per_slot = groups // token_plan.num_groups
+    pair_tiles, sum_tiles = tiles or (None, COMBINE)
+    ranks = all_ranks(groups, 1, rank) if ranks is None else ranks
+    true = _true_ranks(plan, token_plan, rows, experts, ranks)
+    taken = jnp.clip(rows, 0, plan.num_rows - 1)
+    h = shrink_parts(x, a, b, plan, ranks, pair_tiles, interpret=interpret)  # [parts, M, R]
+    if not side_by_side(plan, token_plan, rank, rows.shape[1]):
+        zeros = jnp.zeros((plan.num_rows, n), jnp.float32)
+        delta = expand_parts(zeros, x, a, h, b, plan, ranks, (n,), pair_tiles, interpret=interpret)
+        total = jnp.zeros(base.shape, jnp.float32)
+        for j in range(rows.shape[1]):
+            part = delta[taken[:, j]]
+            part = part if weights is None else part * weights[:, j, None].astype(jnp.float32)
+            total += jnp.where(true[:, j, None] > 0, part, 0)
+        return jnp.where((true > 0).any(1, keepdims=True), (base.astype(jnp.float32) + total).astype(base.dtype), base)
+    hidden = sum(part[taken].astype(jnp.float32) for part in h)  # [T, k, R]
+    hidden = hidden if weights is None else hidden * weights.astype(jnp.float32)[..., None]
+    hidden = jnp.where(jnp.arange(rank, dtype=jnp.int32)[None, None] < true[..., None], hidden, 0).astype(h.dtype)
+    tokens = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    wide = jnp.zeros((len(rows), per_slot, rank), h.dtype)
+    wide = wide.at[tokens, jnp.where(true > 0, experts, per_slot)].set(hidden, mode="drop", unique_indices=True)
+    kernel = partial(_combine_kernel, tile_m=token_plan.tile_m, tiles=sum_tiles, dtype=dot_dtype(x, a, b))
+    return pl.pallas_call(
+        kernel,
+        grid=(sum_tiles.programs,),
+        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        input_output_aliases={6: 0},
+        compiler_params=compiler_params(sum_tiles.warps, sum_tiles.stages),
+        interpret=interpret,
+        name="lora_combine",
+    )(
+        token_plan.tiles_used, token_plan.tile_group, token_plan.tile_rows, jnp.any(true > 0, axis=1).astype(jnp.int32),
+        wide.reshape(len(rows), -1), b.reshape(token_plan.num_groups, -1, n), base,
+    )  # fmt: skip
+
+
+def _true_ranks(plan: Plan, token_plan: Plan, rows, experts, ranks):
+    """[T, k]: the rank of each of a token's pairs, 0 where it has none."""
+    tile = jnp.minimum(token_plan.row_slot // token_plan.tile_m, token_plan.num_tiles - 1)
+    inside = (token_plan.row_slot < token_plan.num_tiles * token_plan.tile_m)[:, None]
+    inside &= (rows >= 0) & (rows < plan.num_rows)
+    group = token_plan.tile_group[tile][:, None] * (plan.num_groups // token_plan.num_groups) + experts
+    return jnp.where(inside, ranks[jnp.clip(group, 0, plan.num_groups - 1), 0], 0)
+
+
+def _combine_kernel(
+    used_ref, group_ref, rows_ref, touched_ref, h_ref, b_ref, base_ref, out_ref, *, tile_m: int, tiles: GPUTiles, dtype
+):
+    """out[tokens of a tile, block of columns] = base + h[tokens] @ b[slot], over all ranks of all experts.
+
+    units: tiles in use x blocks of columns, innermost last; base and out are the same memory. Experts that a token
+    did not choose add zeros, and every token is summed in the order of experts.
+    """
+    width, n = b_ref.shape[1:]
+    block_k, block_n = tiles.block_k, tiles.block_n
+    per_tile = pl.cdiv(n, block_n)
+
+    def unit(u, carry):
+        slot, rows = find_tile(u // per_tile, group_ref, rows_ref, tile_m)
+        present = rows < base_ref.shape[0]
+        live = present[:, None]
+        col = u % per_tile * block_n + jnp.arange(block_n, dtype=jnp.int32)
+        inside = (col < n)[None, :]
+
+        def step(j, total):
+            r = j * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            within = None if width % block_k == 0 else r < width
+            hidden = load(h_ref, (rows[:, None], r[None, :]), both(live, None if within is None else within[None, :]))
+            within = None if within is None else within[:, None]
+            factors = load(b_ref, (slot, r[:, None], col[None, :]), both(inside, within))
+            return total + dot(hidden, factors, dtype, 0)
+
+        zeros = jnp.zeros((len(rows), block_n), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(width, block_k), step, zeros)
+        keep = live & inside & (load(touched_ref, (rows,), present) > 0)[:, None]
+        total += load(base_ref, (rows[:, None], col[None, :]), live & inside).astype(jnp.float32)
+        store(out_ref, (rows[:, None], col[None, :]), total, keep)
+        return carry
+
+    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, jnp.int32(0))

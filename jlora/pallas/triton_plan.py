@@ -1,0 +1,276 @@
+"""Sorting by group and the plan, as few launches on an NVIDIA GPU: what XLA makes of `plan` takes dozens.
+
+To `PAIRWISE` rows every row counts the rows that come before it: one launch sorts, one cuts tiles. Above, a stable
+counting sort takes some bits of the ids a pass, two launches each; three launches cut tiles. Integers only, and no
+atomics: the same rows give the same plan.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Int
+
+from jlora.pallas.plan import Plan
+from jlora.pallas.tiles import max_tiles
+from jlora.pallas.triton import compiler_params, load, store
+
+PAIRWISE = 2048  # rows up to which all pairs are compared
+MOST_ROWS = 1 << 18  # beyond, each program's look at all blocks' counts would grow too long
+_BLOCK = 256  # rows a program sorts
+_BITS = 7  # of the ids, a pass
+_SAMPLES = 512  # that a search looks at first
+_TILES = 32  # that a program cuts
+
+
+def order(
+    ids: Int[jax.Array, "M"], num_groups: int, *, pairwise: int = PAIRWISE, interpret: bool = False
+) -> Int[jax.Array, "M"]:
+    """Stable argsort of ids in [0, num_groups)."""
+    return _sort(ids, num_groups - 1, pairwise, interpret)[0]
+
+
+def plan(
+    ids: Int[jax.Array, "M"], num_groups: int, tile_m: int, max_active: int, *, pairwise: int = PAIRWISE,
+    interpret: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of `make_plan` for M >= 1 rows with ids in [0, num_groups], where num_groups is none."""
+    rows, tiles = len(ids), max_tiles(len(ids), tile_m, max_active)
+    row_order, sorted_ids, first = _sort(ids, num_groups, pairwise, interpret)
+    vector = jax.ShapeDtypeStruct((tiles,), jnp.int32)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = partial(_call, interpret=interpret)
+    if rows <= pairwise:
+        starts = first  # a program finds its tiles' starts itself
+        used = one
+    else:
+        blocks = pl.cdiv(rows, _BLOCK)
+        counts, flags = call(
+            partial(_flag_kernel, groups=num_groups, tile_m=tile_m), blocks, 8,
+            [jax.ShapeDtypeStruct((blocks,), jnp.int32), _like(ids)], "lora_plan_flag", sorted_ids,
+        )  # fmt: skip
+        starts, used = call(_start_kernel, blocks, 4, [vector, one], "lora_plan_start", counts, flags)
+    cut = partial(_cut_kernel, groups=num_groups, tile_m=tile_m, tiles=tiles)
+    outs = [vector, vector, vector, jax.ShapeDtypeStruct((tiles * tile_m,), jnp.int32)]
+    if rows <= pairwise:
+        pairs = partial(_cut_pairwise_kernel, cut=cut)
+        group, start, end, tile_rows, used = call(
+            pairs, pl.cdiv(tiles, _TILES), 4, [*outs, one], "lora_plan_cut", row_order, sorted_ids, starts
+        )
+    else:
+        group, start, end, tile_rows = call(
+            partial(_cut_many_kernel, cut=cut), pl.cdiv(tiles, _TILES), 4, outs, "lora_plan_cut",
+            row_order, sorted_ids, starts, used,
+        )  # fmt: skip
+    places = jnp.arange(tiles * tile_m, dtype=jnp.int32)
+    row_slot = jnp.full(rows, tiles * tile_m, jnp.int32).at[tile_rows].set(places, mode="drop")
+    return Plan(row_order, row_slot, tile_rows, group, start, end, used, num_groups, tile_m)
+
+
+def _like(ids):
+    return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+
+
+def _call(kernel, programs: int, warps: int, outs, name: str, *args, interpret: bool):
+    return pl.pallas_call(
+        kernel, grid=(programs,), out_shape=outs, compiler_params=compiler_params(warps), interpret=interpret, name=name
+    )(*args)
+
+
+def _sort(ids, largest: int, pairwise: int, interpret: bool):
+    """Rows in order, their ids, and, if all pairs were compared, where each one's group begins."""
+    like = _like(ids)
+    if len(ids) <= pairwise:
+        programs = pl.cdiv(len(ids), _TILES)
+        return _call(_rank_kernel, programs, 4, [like, like, like], "lora_sort_rank", ids, interpret=interpret)
+    passes = max(1, pl.cdiv(largest.bit_length(), _BITS))
+    bits = max(4, pl.cdiv(largest.bit_length(), passes))
+    blocks = pl.cdiv(len(ids), _BLOCK)
+    rows = None
+    for shift in range(0, passes * bits, bits):
+        digit = partial(_digit, shift=shift, bits=bits)
+        table = jax.ShapeDtypeStruct((blocks, 1 << bits), jnp.int32)
+        count = partial(_count_kernel, digit=digit)
+        counts = _call(count, blocks, 4, table, "lora_sort_count", ids, interpret=interpret)
+        args = (counts, ids) if rows is None else (counts, ids, rows)
+        move = partial(_move_kernel, digit=digit)
+        rows, ids = _call(move, blocks, 8, [like, like], "lora_sort_move", *args, interpret=interpret)
+    return rows, ids, None
+
+
+def _digit(ids, shift: int, bits: int):
+    return (ids >> shift) & ((1 << bits) - 1)
+
+
+def _sum(mask, axis: int):
+    return jnp.sum(mask.astype(jnp.int32), axis=axis)
+
+
+def _scatter(ref, index, value, mask):
+    """Writes to an index that is computed; where the mask forbids it, that of nobody, which the interpreter needs."""
+    store(ref, (jnp.where(mask, index, 2**30),), value, mask)
+
+
+def _power(size: int, least: int = 16) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _rank_kernel(ids_ref, row_ref, sorted_ref, first_ref):
+    """A row's place is the number of rows with a smaller id, or the same and an earlier row; a program: some rows."""
+    rows = ids_ref.shape[0]
+    i = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
+    mine = load(ids_ref, (i,), i < rows)
+    width = min(512, _power(rows))
+
+    def chunk(c, found):
+        j = c * width + jnp.arange(width, dtype=jnp.int32)
+        other = load(ids_ref, (j,), j < rows, other=2**30)
+        smaller = other[None, :] < mine[:, None]
+        earlier = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
+        return found[0] + _sum(smaller, 1), found[1] + _sum(earlier, 1)
+
+    zeros = jnp.zeros(_TILES, jnp.int32)
+    first, before = jax.lax.fori_loop(0, pl.cdiv(rows, width), chunk, (zeros, zeros))
+    for ref, value in ((row_ref, i), (sorted_ref, mine), (first_ref, first)):
+        _scatter(ref, first + before, value, i < rows)
+
+
+def _count_kernel(ids_ref, counts_ref, *, digit):
+    """counts[block, bin]: how many of a block's ids have a digit."""
+    i = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    mine = jnp.where(i < ids_ref.shape[0], digit(load(ids_ref, (i,), i < ids_ref.shape[0])), -1)
+    bins = jnp.arange(counts_ref.shape[1], dtype=jnp.int32)
+    store(counts_ref, (pl.program_id(0), bins), _sum(mine[:, None] == bins[None, :], 0), bins >= 0)
+
+
+def _move_kernel(counts_ref, ids_ref, *refs, digit):
+    """A block's rows go to their places: after all of smaller digits, of earlier blocks, and earlier ones here."""
+    *rows_refs, row_ref, sorted_ref = refs
+    (blocks, width), rows = counts_ref.shape, ids_ref.shape[0]
+    here = pl.program_id(0)
+    bins = jnp.arange(width, dtype=jnp.int32)
+
+    step = min(_power(blocks), (1 << 14) // width)
+
+    def chunk(c, found):
+        q = c * step + jnp.arange(step, dtype=jnp.int32)
+        counts = load(counts_ref, (q[:, None], bins[None, :]), (q < blocks)[:, None])
+        return found[0] + jnp.sum(counts, axis=0), found[1] + jnp.sum(jnp.where((q < here)[:, None], counts, 0), axis=0)
+
+    zeros = jnp.zeros(width, jnp.int32)
+    total, before = jax.lax.fori_loop(0, pl.cdiv(blocks, step), chunk, (zeros, zeros))
+    begin = jnp.cumsum(total) - total + before
+    i = here * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    ids = load(ids_ref, (i,), i < rows)
+    mine = digit(ids)
+    place = jnp.zeros(_BLOCK, jnp.int32)
+    for first in range(0, _BLOCK, 64):  # rows before it in this block
+        j = here * _BLOCK + first + jnp.arange(64, dtype=jnp.int32)
+        other = digit(load(ids_ref, (j,), j < rows))
+        place += _sum((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]), 1)
+    for first in range(0, width, 16):  # begin[mine]
+        some = first + jnp.arange(16, dtype=jnp.int32)
+        at = jnp.sum(jnp.where((bins[None, :] == some[:, None]), begin[None, :], 0), axis=1)
+        place += jnp.sum(jnp.where(mine[:, None] == some[None, :], at[None, :], 0), axis=1)
+    row = load(rows_refs[0], (i,), i < rows) if rows_refs else i
+    _scatter(row_ref, place, row, i < rows)
+    _scatter(sorted_ref, place, ids, i < rows)
+
+
+def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int):
+    """flags[p]: whether a tile starts at sorted position p; counts: how many do in a block."""
+    rows, begin = sorted_ref.shape[0], pl.program_id(0) * _BLOCK
+    p = begin + jnp.arange(_BLOCK, dtype=jnp.int32)
+    mine = load(sorted_ref, (p,), p < rows, other=groups)
+
+    # 1. The group of the block's first row may start before: among every `stride`-th id, then in one stride.
+    stride = _power(pl.cdiv(rows, _SAMPLES))
+    head = sorted_ref[begin]
+    samples = jnp.arange(_SAMPLES, dtype=jnp.int32) * stride
+    smaller = _sum(load(sorted_ref, (samples,), samples < begin, other=groups) < head, 0)
+    near = jnp.maximum(smaller - 1, 0) * stride + jnp.arange(stride, dtype=jnp.int32)
+    head_start = jnp.maximum(smaller - 1, 0) * stride
+    head_start += _sum(load(sorted_ref, (near,), near < begin, other=groups) < head, 0)
+
+    # 2. All others start in the block.
+    first = jnp.where(mine == head, head_start, begin)
+    for c in range(0, _BLOCK, 64):
+        j = begin + c + jnp.arange(64, dtype=jnp.int32)
+        other = load(sorted_ref, (j,), j < rows, other=groups)
+        first += jnp.where(mine == head, 0, _sum(other[None, :] < mine[:, None], 1))
+    flags = ((mine < groups) & (jax.lax.rem(p - first, tile_m) == 0)).astype(jnp.int32)
+    store(flags_ref, (p,), flags, p < rows)
+    counts_ref[pl.program_id(0)] = jnp.sum(flags)
+
+
+def _start_kernel(counts_ref, flags_ref, starts_ref, used_ref):
+    """starts[t]: the sorted position at which tile t starts; of unused tiles nothing is written."""
+    blocks, rows, here = counts_ref.shape[0], flags_ref.shape[0], pl.program_id(0)
+    q = jnp.arange(_power(blocks), dtype=jnp.int32)
+    counts = load(counts_ref, (q,), q < blocks)
+    before = jnp.sum(jnp.where(q < here, counts, 0))
+    p = here * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    flags = load(flags_ref, (p,), p < rows)
+    tile = before + jnp.cumsum(flags) - flags
+    _scatter(starts_ref, tile, p, (flags > 0) & (tile < starts_ref.shape[0]))
+
+    @pl.when(here == 0)
+    def _():
+        used_ref[0] = jnp.minimum(jnp.sum(counts), starts_ref.shape[0])
+
+
+def _cut_pairwise_kernel(order_ref, sorted_ref, first_ref, *refs, cut):
+    """`_cut_kernel`, having counted which sorted positions start its tiles."""
+    rows, tiles = order_ref.shape[0], refs[0].shape[0]
+    tile = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
+    width = min(512, _power(rows))
+
+    def chunk(c, found):
+        start, total = found
+        p = c * width + jnp.arange(width, dtype=jnp.int32)
+        group = load(sorted_ref, (p,), p < rows, other=cut.keywords["groups"])
+        since = p - load(first_ref, (p,), p < rows)
+        flags = ((group < cut.keywords["groups"]) & (jax.lax.rem(since, cut.keywords["tile_m"]) == 0)).astype(jnp.int32)
+        number = total + jnp.cumsum(flags) - flags
+        mine = (number[None, :] == tile[:, None]) & (flags > 0)[None, :]
+        return start + jnp.sum(jnp.where(mine, p[None, :], 0), axis=1), total + jnp.sum(flags)
+
+    start, total = jax.lax.fori_loop(0, pl.cdiv(rows, width), chunk, (jnp.zeros(_TILES, jnp.int32), jnp.int32(0)))
+    used = jnp.minimum(total, tiles)
+    cut(order_ref, sorted_ref, *refs[:-1], tile=tile, start=start, used=used)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        refs[-1][0] = used
+
+
+def _cut_many_kernel(order_ref, sorted_ref, starts_ref, used_ref, *refs, cut):
+    """`_cut_kernel`, with the tiles' starts read."""
+    tile = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
+    used = used_ref[0]
+    start = load(starts_ref, (tile,), tile < used)
+    cut(order_ref, sorted_ref, *refs, tile=tile, start=start, used=used)
+
+
+def _cut_kernel(
+    order_ref, sorted_ref, group_ref, start_ref, end_ref, rows_ref, *, tile, start, used, groups: int, tile_m: int,
+    tiles: int,
+):  # fmt: skip
+    """What a plan says of `_TILES` tiles, given where they start: one row after the other, of the same group."""
+    del groups
+    rows, here = order_ref.shape[0], tile < used
+    group = load(sorted_ref, (start,), here)
+    end = start
+    for first in range(0, tile_m, 16):
+        place = first + jnp.arange(16, dtype=jnp.int32)
+        p = start[:, None] + place[None, :]
+        inside = here[:, None] & (p < rows) & (place < tile_m)[None, :]
+        inside &= load(sorted_ref, (p,), inside, other=-1) == group[:, None]
+        row = load(order_ref, (p,), inside, other=rows)
+        to = tile[:, None] * tile_m + place[None, :]
+        store(rows_ref, (to,), row, (tile < tiles)[:, None] & (place < tile_m)[None, :])
+        end += _sum(inside, 1)
+    store(group_ref, (tile,), group, tile < tiles)
+    store(start_ref, (tile,), jnp.where(here, start, rows), tile < tiles)
+    store(end_ref, (tile,), jnp.where(here, end, rows), tile < tiles)

@@ -16,6 +16,8 @@ import jlora
 from jlora.manager.blocks import row_nbytes
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
+pytestmark = pytest.mark.optimised
+
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -1,31 +1,44 @@
 """The TPU kernel through the compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does."""
 
+import jax
 import pytest
 
 from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora
 from benchmarks.specs import PROJECTIONS
 
-# Every chip, projection, rank and number of tokens of the matrix occurs, at least once each.
+slow = pytest.mark.slow
+# Every chip, projection, rank and number of tokens of the matrix occurs, at least once each; one chip of the four in
+# `make test`.
 MATRIX = [
     ("v5e", "qkv", 8, 1),
     ("v5e", "gate_up", 16, 64),
-    ("v5e", "down", 64, 2048),
-    ("v5p", "o", 16, 8),
-    ("v5p", "qkv", 128, 256),
-    ("v6e", "down", 128, 32),
-    ("v6e", "gate_up", 8, 256),
-    ("tpu7x", "o", 64, 8192),
-    ("tpu7x", "qkv", 16, 64),
-    ("tpu7x", "gate_up", 128, 32),
+    pytest.param("v5e", "down", 64, 2048, marks=slow),
+    pytest.param("v5p", "o", 16, 8, marks=slow),
+    pytest.param("v5p", "qkv", 128, 256, marks=slow),
+    pytest.param("v6e", "down", 128, 32, marks=slow),
+    pytest.param("v6e", "gate_up", 8, 256, marks=slow),
+    pytest.param("tpu7x", "o", 64, 8192, marks=slow),
+    pytest.param("tpu7x", "qkv", 16, 64, marks=slow),
+    pytest.param("tpu7x", "gate_up", 128, 32, marks=slow),
 ]
 # Sizes of other models: chip, tokens, K, slices, rank, groups, dtype.
 OTHERS = [
     ("v5e", 40, 2880, (2880, 2880), 32, 16, "bfloat16"),
-    ("v6e", 300, 11008, (4096,), 4, 16, "bfloat16"),
-    ("tpu7x", 9, 14336, (4096,), 512, 8, "bfloat16"),
-    ("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16"),  # a vocabulary: its last columns take a copy of their own
-    ("v5p", 33, 1408, (2048,), 24, 9, "float32"),
+    pytest.param("v6e", 300, 11008, (4096,), 4, 16, "bfloat16", marks=slow),
+    pytest.param("tpu7x", 9, 14336, (4096,), 512, 8, "bfloat16", marks=slow),
+    # A vocabulary: its last columns take a copy of their own.
+    pytest.param("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16", marks=slow),
+    pytest.param("v5p", 33, 1408, (2048,), 24, 9, "float32", marks=slow),
 ]
+
+
+@pytest.fixture(autouse=True)
+def as_users_compile():
+    """What the compiled program says is of no use if the compiler did not optimise it."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(chip, facts):

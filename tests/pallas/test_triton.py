@@ -13,6 +13,8 @@ from tests import oracle
 from tests.pallas.lowering import lowered_text
 from tests.pallas.test_xla import close, problem
 
+pytestmark = pytest.mark.optimised
+
 TILES = GPUTiles(
     block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1
 )
@@ -35,7 +37,10 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
 ]
 
 
-@pytest.mark.parametrize("block_r", [16, 64, 256])  # up to all slices at once
+# Up to all slices at once.
+@pytest.mark.parametrize(
+    "block_r", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "split_k"), SHAPES)
 def test_values(rows, k, sizes, rank, groups, tile_m, split_k, block_r):
     base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
@@ -160,8 +165,18 @@ def test_shrink_and_expand_alone():
 REAL = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (1000, (333, 20))]
 
 
-@pytest.mark.parametrize(("k", "sizes"), REAL)
-@pytest.mark.parametrize(("rows", "rank", "dtype"), [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")])
+MIXES = [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")]
+QUICK = {(0, 0), (1, 1), (4, 2)}  # of `REAL` and of `MIXES`
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes", "rows", "rank", "dtype"),
+    [
+        pytest.param(*real, *mix, marks=() if (i, j) in QUICK else pytest.mark.slow)
+        for i, real in enumerate(REAL)
+        for j, mix in enumerate(MIXES)
+    ],
+)
 def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
     struct = jax.ShapeDtypeStruct
     arrays = [

@@ -1,6 +1,7 @@
 """The Triton kernels: values in interpret mode against the NumPy oracle, and lowering for CUDA without a GPU."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -155,11 +156,11 @@ def test_shrink_and_expand_alone():
     sizes = (20, 9)
     base, x, a, b, ids, ranks = problem(9, 19, 50, sizes, 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
-    h = triton.shrink(x, a, plan, ranks=ranks, tiles=TILES, interpret=True)
-    close(h, api.shrink(x, a, plan, ranks=ranks, backend="xla"), 1e-6)
-    run = dict(slice_sizes=sizes, ranks=ranks, tiles=TILES, interpret=True)
-    close(triton.expand(h, b, plan, base=None, **run), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
-    close(triton.expand(h, b, plan, base=base, **run), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
+    h = jax.jit(partial(triton.shrink, tiles=TILES, interpret=True))(x, a, plan, ranks=ranks)
+    close(h, jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks), 1e-6)
+    run = jax.jit(partial(triton.expand, slice_sizes=sizes, tiles=TILES, interpret=True))
+    close(run(h, b, plan, base=None, ranks=ranks), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
+    close(run(h, b, plan, base=base, ranks=ranks), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
 
 
 REAL = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (1000, (333, 20))]

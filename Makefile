@@ -15,12 +15,12 @@ demo: .venv/.demo
 test: .venv/.test
 	@$(BIN)/python -m pytest -m "not parity and not slow" -n $(WORKERS)
 
-# Compiled as users do: without this, the tests leave most of XLA's optimisations out (tests/conftest.py).
+# These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
 test-slow: .venv/.test
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised" -n $(WORKERS)
 
 parity: .venv/.parity
-	@$(BIN)/python -m pytest -m parity -n $(WORKERS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)
 
 lint: .venv/.test
 	@$(BIN)/ruff check .

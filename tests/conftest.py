@@ -55,6 +55,15 @@ def trace_counts_of_its_own() -> None:
 
 
 @pytest.fixture
+def as_users_compile() -> Iterator[None]:
+    """With all of XLA's optimisations, in `make test` too."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def unchecked_calls() -> Iterator[None]:
     """Lets a wrong call through to the checks that users have, who run without those of annotations."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -1,11 +1,11 @@
 """The TPU kernel through the compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does."""
 
-import jax
 import pytest
 
 from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora
 from benchmarks.specs import PROJECTIONS
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")  # what is read off a program must be that of an optimised one
 slow = pytest.mark.slow
 # Every chip, projection, rank and number of tokens of the matrix occurs, at least once each; one chip of the four in
 # `make test`.
@@ -30,15 +30,6 @@ OTHERS = [
     pytest.param("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16", marks=slow),
     pytest.param("v5p", 33, 1408, (2048,), 24, 9, "float32", marks=slow),
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_users_compile():
-    """What the compiled program says is of no use if the compiler did not optimise it."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(chip, facts):

@@ -7,16 +7,20 @@ WORKERS ?= logical --maxprocesses=8
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo test parity lint format clean same-python
+.PHONY: demo test test-slow parity lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
 
 test: .venv/.test
-	@$(BIN)/python -m pytest -m "not parity" -n $(WORKERS)
+	@$(BIN)/python -m pytest -m "not parity and not slow" -n $(WORKERS)
+
+# These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
+test-slow: .venv/.test
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised" -n $(WORKERS)
 
 parity: .venv/.parity
-	@$(BIN)/python -m pytest -m parity -n $(WORKERS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)
 
 lint: .venv/.test
 	@$(BIN)/ruff check .

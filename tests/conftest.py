@@ -9,6 +9,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# Most of a test's time is XLA's, on programs that run for a millisecond: it leaves most optimisations out. `make
+# test-slow` and `make parity` set 0, and so compile as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -49,6 +52,15 @@ def trace_counts_of_its_own() -> None:
     """`chex.assert_max_traces` knows a function by its source and its callers: a test's parameters would add up."""
     if (chex := sys.modules.get("chex")) is not None:
         chex.clear_trace_counter()
+
+
+@pytest.fixture
+def as_users_compile() -> Iterator[None]:
+    """With all of XLA's optimisations, in `make test` too."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from tests.layers.merging import (
     serve,
 )
 
+pytestmark = pytest.mark.optimised
+
 
 class Block(nnx.Module):
     def __init__(self, rngs):

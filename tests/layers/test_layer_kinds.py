@@ -25,6 +25,8 @@ from tests.layers.merging import (
     serve,
 )
 
+pytestmark = pytest.mark.optimised
+
 
 class Holder(nnx.Module):
     """One layer, under the name that adapters use."""

@@ -26,6 +26,8 @@ from tests.layers.merging import (
     serve,
 )
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.fixture(autouse=True)
 def registered():

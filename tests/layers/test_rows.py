@@ -13,6 +13,8 @@ import jlora
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 from tests.layers.rowwise import LOOKUP, NAMES, K, N, World, base_of, bits
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.fixture(scope="module")
 def world():

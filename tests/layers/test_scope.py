@@ -15,6 +15,8 @@ from jlora.layers.scope import use
 from jlora.layers.specs import LinearSpec
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
+pytestmark = pytest.mark.optimised
+
 
 class Model(nnx.Module):
     def __init__(self):

@@ -24,7 +24,8 @@ from tests.manager.hostile import PATIENCE, Harm, Injector, Judge, adapter
 from tests.manager.tiny import MAX_RANK, Model, World, expected, make_world
 
 NAMES = "abcd"
-POINTS = 25  # lines of each verb where the suite interrupts; benchmarks/soak.py takes them all
+# Lines of each verb where the suite interrupts; benchmarks/soak.py takes them all.
+FEW, POINTS = 6, 25
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,13 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 # The thread may be hit before its first line: it dies, and says so on its way out.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("count", [FEW, pytest.param(POINTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VERBS)
-def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str) -> None:
+def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str, count: int) -> None:
     verb = VERBS[name]
     lines = arena.trial(verb, None).lines
     assert lines > 3
-    points = sorted({round(1 + i * (lines - 1) / (POINTS - 1)) for i in range(POINTS)})
+    points = sorted({round(1 + i * (lines - 1) / (count - 1)) for i in range(count)})
     fired = [arena.trial(verb, at).fired for at in points]
     assert sum(where is not None for where in fired) > len(points) / 2  # a later run may take fewer lines
 
@@ -302,10 +304,13 @@ def take(at: int | None) -> Injector:
     return injector
 
 
+@pytest.mark.parametrize("count", [2 * FEW, pytest.param(2 * POINTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trial", [give_back, take])
-def test_an_interrupt_leaves_the_model_wrapped_or_as_it_was(trial: Callable[[int | None], Injector]) -> None:
+def test_an_interrupt_leaves_the_model_wrapped_or_as_it_was(
+    trial: Callable[[int | None], Injector], count: int
+) -> None:
     lines = trial(None).lines
-    points = sorted({round(1 + i * (lines - 1) / (2 * POINTS - 1)) for i in range(2 * POINTS)})
+    points = sorted({round(1 + i * (lines - 1) / (count - 1)) for i in range(count)})
     assert all(trial(at).fired for at in points)
 
 

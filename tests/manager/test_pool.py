@@ -16,6 +16,8 @@ import jlora
 from jlora.manager.blocks import row_nbytes
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
+pytestmark = pytest.mark.optimised
+
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -85,27 +87,28 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
 
 
-def test_seven_modules_in_32_layers_are_few_programs_and_every_byte_moves_once(rng, monkeypatch):
-    """224 sites of three specs in chunks of 64 at most. The ranks are those that the slot had."""
-    model = Blocks(32)
+@pytest.mark.parametrize(("layers", "programs"), [(16, 3), pytest.param(32, 4, marks=pytest.mark.slow)])
+def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, monkeypatch, layers, programs):
+    """Sites of two specs, five and two a layer, in chunks of 64 at most. The ranks are those that the slot had."""
+    model = Blocks(layers)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
-    adapters = {name: block_adapter(name, 32, rng) for name in "abc"}
+    adapters = {name: block_adapter(name, layers, rng) for name in "abc"}
     for adapter in adapters.values():
         manager.add_adapter(adapter)
     manager.activate_adapter("a")
     manager.activate_adapter("b")
     old = jax.tree.leaves(manager.slots)
-    assert len(old) == 7 * 32 * 3 + 1
+    assert len(old) == 7 * layers * 3 + 1
 
     moved, ran = moves(monkeypatch), []
     run = manager._pool._run
     monkeypatch.setattr(manager._pool, "_run", lambda *args: (ran.append(args[0]), run(*args)))
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
-    assert len(ran) == 4
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * 32 + STAMP
+    assert len(ran) == programs
+    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * layers + STAMP
     factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
-    assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * 32
+    assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * layers
     assert all(array.is_deleted() for array in old if array.ndim > 2)  # the ranks were there
 
     for i, layer in enumerate(model.layers):
@@ -265,7 +268,13 @@ def test_settings_around_prepare_do_not_reach_the_write(world, context):
     assert world.manager.stats().compilations == 1
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "context",
+    [
+        name if name in ("precision", "device", "x64") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONTEXTS
+    ],
+)
 def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     world = make_world()
     load(world, "a", "b")
@@ -296,8 +305,15 @@ def mesh_of(*shape):
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        ("replicated", False),
+        ("sharded", True),
+        pytest.param("replicated", True, marks=pytest.mark.slow),
+        pytest.param("sharded", False, marks=pytest.mark.slow),
+    ],
+)
 def test_slot_arrays_on_a_mesh_stay_as_they_lie(kind, late):
     """Spread over the mesh before the first write or after some: every write keeps each array's sharding."""
     world, mesh = make_world(), mesh_of(2, 4)

@@ -75,10 +75,15 @@ ALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("max_loras", [1, 2, 5])
+@pytest.mark.parametrize(
+    "max_loras", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_model_that_is_served_right_passes(max_loras):
-    manager = make_manager(Transformer(), max_loras=max_loras)
+    model = Transformer()
+    manager = make_manager(model, max_loras=max_loras)
+    before = jax.tree.map(np.asarray, nnx.state(model))
     report = manager.verify(forward, tokens_of(4, 3))
+    chex.assert_trees_all_equal(nnx.state(model), before)
     assert set(report.checked) == ALL
     assert report.checked[0] == "embed"
     assert report.checked[-1] == "embed.attend"
@@ -87,7 +92,7 @@ def test_a_model_that_is_served_right_passes(max_loras):
     assert report.tolerance == 1e-4
 
 
-@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
+@pytest.mark.parametrize("compute", [pytest.param(None, marks=pytest.mark.slow), jnp.bfloat16])
 def test_bfloat16_is_compared_with_the_float32_merge(compute):
     manager = make_manager(Transformer(jnp.bfloat16, compute))
     report = manager.verify(forward, tokens_of(4, 3))
@@ -97,24 +102,24 @@ def test_bfloat16_is_compared_with_the_float32_merge(compute):
 
 def test_it_changes_nothing():
     """Slots, adapters, base parameters and the compiled step of the user are as they were."""
-    model = Transformer()
+    model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
 
     @jax.jit
     @chex.assert_max_traces(n=1)
-    def step(model, tokens, batch):
+    def step(model, x, batch):
         with jlora.use(batch):
-            return model(tokens)
+            return model(x)
 
-    target = Target("mlp", 8, 8, "mlp.kernel")
+    target = Target("proj", 6, 6, "proj.kernel")
     adapter = make_adapter("one", [target], 2)
     twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
     manager = make_manager(model, [adapter])
-    x, names = tokens_of(3, 3), ["one", None, "one"]
+    x, names = normal(3, 3, 6), ["one", None, "one"]
     with manager.prepare(names) as batch:
         assert_close(step(model, x, batch), expected_rows(twins, names, x))
         before = jax.tree.map(np.asarray, nnx.state(model))
         slots = manager.slot_names
-        manager.verify(forward, tokens_of(4, 3))
+        manager.verify(forward, normal(4, 3, 6))
         chex.assert_trees_all_equal(nnx.state(model), before)
         assert_close(step(model, x, batch), expected_rows(twins, names, x))
     assert manager.slot_names == slots
@@ -169,7 +174,7 @@ class SharedPatches(nnx.Module):
         return self.proj(self.first(x) + seen[None, None])
 
 
-@pytest.mark.parametrize("patches", [3, 6, 12])
+@pytest.mark.parametrize("patches", [3, pytest.param(6, marks=pytest.mark.slow), 12])
 def test_patches_that_sequences_share(patches):
     exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(patches, 6)))
 
@@ -247,8 +252,15 @@ class ScalesOutput(nnx.Linear):
         return super().__call__(x) * 1.1
 
 
-@pytest.mark.parametrize("cls", [ScalesInput, ScalesOutput])
-@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "registers"),
+    [
+        (ScalesInput, True),
+        (ScalesOutput, False),
+        pytest.param(ScalesInput, False, marks=pytest.mark.slow),
+        pytest.param(ScalesOutput, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_that_scales(cls, registers):
     if registers:
         register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))

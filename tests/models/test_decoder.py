@@ -94,7 +94,8 @@ def test_bfloat16_stays_bfloat16_with_float32_logits(tied):
     assert {param.dtype for _, param in nnx.to_flat_state(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     logits = forward(model, tokens)
-    hidden, _ = model.model(tokens, np.tile(np.arange(6), (2, 1)), None)
+    positions = np.tile(np.arange(6), (2, 1))
+    hidden = jax.eval_shape(lambda model, tokens: model.model(tokens, positions, None)[0], model, tokens)
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 

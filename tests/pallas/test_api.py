@@ -118,11 +118,17 @@ def grouped():
 
 
 def compare(run, reference, operands):
-    out, pull = jax.vjp(run, *operands)
-    want, pull_reference = jax.vjp(reference, *operands)
+    shape = jax.eval_shape(run, *operands)
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=shape.shape), shape.dtype)
+
+    @partial(jax.jit, static_argnums=0)
+    def both(call, operands, cotangent):
+        out, pull = jax.vjp(call, *operands)
+        return out, pull(cotangent)
+
+    (out, grads), (want, expected_grads) = (both(call, tuple(operands), cotangent) for call in (run, reference))
     close(out, want, 2e-6)
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype)
-    for got, expected in zip(pull(cotangent), pull_reference(cotangent), strict=True):
+    for got, expected in zip(grads, expected_grads, strict=True):
         assert got.dtype == expected.dtype
         close(got, expected, 1e-5)
 

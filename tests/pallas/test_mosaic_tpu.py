@@ -75,10 +75,10 @@ def force_tiles(monkeypatch, **sizes):
     [
         (1, 33, (17,), 4, 3, "float32"),
         (37, 45, (40, 13, 7), 8, 6, "float32"),
-        (70, 130, (140,), 1, 2, "float32"),
+        pytest.param(70, 130, (140,), 1, 2, "float32", marks=pytest.mark.slow),
         (21, 64, (48, 16, 16), 16, 20, "bfloat16"),
-        (50, 200, (72, 60), 64, 5, "bfloat16"),
-        (16, 77, (45,), 24, 9, "bfloat16"),
+        pytest.param(50, 200, (72, 60), 64, 5, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(16, 77, (45,), 24, 9, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_matches_oracle(rows, k, slices, rank, groups, dtype, rng):
@@ -94,6 +94,7 @@ def test_matches_oracle(rows, k, slices, rank, groups, dtype, rng):
         check(*arrays, ids, slices, ranks)
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 70),
     k=st.integers(1, 150),
@@ -114,9 +115,11 @@ def test_matches_oracle_at_random_sizes(rows, k, slices, rank, groups, seed, dty
     ("slices", "tiles"),
     [
         ((300, 85), dict(tile_m=16, tile_k=128, tile_n=128, chunk=2)),  # every loop runs; the last N tile is ragged
-        ((256, 128), dict(tile_m=16, tile_n=128, chunk=1)),  # no tile straddles slices
+        # No tile straddles slices.
+        pytest.param((256, 128), dict(tile_m=16, tile_n=128, chunk=1), marks=pytest.mark.slow),
         ((300,), dict(tile_m=8, tile_n=256, by_group=True)),
-        ((192, 192), dict(tile_m=16, tile_n=256)),  # the last tile is short, but aligned
+        # The last tile is short, but aligned.
+        pytest.param((192, 192), dict(tile_m=16, tile_n=256), marks=pytest.mark.slow),
     ],
 )
 def test_every_tiling_matches_the_oracle(slices, tiles, monkeypatch, rng):

@@ -5,26 +5,30 @@ import pytest
 from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora
 from benchmarks.specs import PROJECTIONS
 
-# Every chip, projection, rank and number of tokens of the matrix occurs, at least once each.
+pytestmark = pytest.mark.usefixtures("as_users_compile")  # what is read off a program must be that of an optimised one
+slow = pytest.mark.slow
+# Every chip, projection, rank and number of tokens of the matrix occurs, at least once each; one chip of the four in
+# `make test`.
 MATRIX = [
     ("v5e", "qkv", 8, 1),
     ("v5e", "gate_up", 16, 64),
-    ("v5e", "down", 64, 2048),
-    ("v5p", "o", 16, 8),
-    ("v5p", "qkv", 128, 256),
-    ("v6e", "down", 128, 32),
-    ("v6e", "gate_up", 8, 256),
-    ("tpu7x", "o", 64, 8192),
-    ("tpu7x", "qkv", 16, 64),
-    ("tpu7x", "gate_up", 128, 32),
+    pytest.param("v5e", "down", 64, 2048, marks=slow),
+    pytest.param("v5p", "o", 16, 8, marks=slow),
+    pytest.param("v5p", "qkv", 128, 256, marks=slow),
+    pytest.param("v6e", "down", 128, 32, marks=slow),
+    pytest.param("v6e", "gate_up", 8, 256, marks=slow),
+    pytest.param("tpu7x", "o", 64, 8192, marks=slow),
+    pytest.param("tpu7x", "qkv", 16, 64, marks=slow),
+    pytest.param("tpu7x", "gate_up", 128, 32, marks=slow),
 ]
 # Sizes of other models: chip, tokens, K, slices, rank, groups, dtype.
 OTHERS = [
     ("v5e", 40, 2880, (2880, 2880), 32, 16, "bfloat16"),
-    ("v6e", 300, 11008, (4096,), 4, 16, "bfloat16"),
-    ("tpu7x", 9, 14336, (4096,), 512, 8, "bfloat16"),
-    ("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16"),  # a vocabulary: its last columns take a copy of their own
-    ("v5p", 33, 1408, (2048,), 24, 9, "float32"),
+    pytest.param("v6e", 300, 11008, (4096,), 4, 16, "bfloat16", marks=slow),
+    pytest.param("tpu7x", 9, 14336, (4096,), 512, 8, "bfloat16", marks=slow),
+    # A vocabulary: its last columns take a copy of their own.
+    pytest.param("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16", marks=slow),
+    pytest.param("v5p", 33, 1408, (2048,), 24, 9, "float32", marks=slow),
 ]
 
 

@@ -1,6 +1,7 @@
 """The Triton kernels: values in interpret mode against the NumPy oracle, and lowering for CUDA without a GPU."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jlora.pallas.tiles import GPUTiles
 from tests import oracle
 from tests.pallas.lowering import lowered_text
 from tests.pallas.test_xla import close, problem
+
+pytestmark = pytest.mark.optimised
 
 TILES = GPUTiles(
     block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1
@@ -35,7 +38,10 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
 ]
 
 
-@pytest.mark.parametrize("block_r", [16, 64, 256])  # up to all slices at once
+# Up to all slices at once.
+@pytest.mark.parametrize(
+    "block_r", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "split_k"), SHAPES)
 def test_values(rows, k, sizes, rank, groups, tile_m, split_k, block_r):
     base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
@@ -150,18 +156,28 @@ def test_shrink_and_expand_alone():
     sizes = (20, 9)
     base, x, a, b, ids, ranks = problem(9, 19, 50, sizes, 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
-    h = triton.shrink(x, a, plan, ranks=ranks, tiles=TILES, interpret=True)
-    close(h, api.shrink(x, a, plan, ranks=ranks, backend="xla"), 1e-6)
-    run = dict(slice_sizes=sizes, ranks=ranks, tiles=TILES, interpret=True)
-    close(triton.expand(h, b, plan, base=None, **run), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
-    close(triton.expand(h, b, plan, base=base, **run), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
+    h = jax.jit(partial(triton.shrink, tiles=TILES, interpret=True))(x, a, plan, ranks=ranks)
+    close(h, jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks), 1e-6)
+    run = jax.jit(partial(triton.expand, slice_sizes=sizes, tiles=TILES, interpret=True))
+    close(run(h, b, plan, base=None, ranks=ranks), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
+    close(run(h, b, plan, base=base, ranks=ranks), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
 
 
 REAL = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (1000, (333, 20))]
 
 
-@pytest.mark.parametrize(("k", "sizes"), REAL)
-@pytest.mark.parametrize(("rows", "rank", "dtype"), [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")])
+MIXES = [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")]
+QUICK = {(0, 0), (1, 1), (4, 2)}  # of `REAL` and of `MIXES`
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes", "rows", "rank", "dtype"),
+    [
+        pytest.param(*real, *mix, marks=() if (i, j) in QUICK else pytest.mark.slow)
+        for i, real in enumerate(REAL)
+        for j, mix in enumerate(MIXES)
+    ],
+)
 def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
     struct = jax.ShapeDtypeStruct
     arrays = [

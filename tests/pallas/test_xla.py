@@ -12,6 +12,8 @@ from jlora.errors import LoRAError
 from jlora.pallas import api
 from tests import oracle
 
+pytestmark = pytest.mark.optimised
+
 shrink = jax.jit(api.shrink, static_argnames=("backend",))
 expand = jax.jit(api.expand, static_argnames=("slice_sizes", "backend"))
 add_lora = jax.jit(api.add_lora, static_argnames=("slice_sizes", "backend"))

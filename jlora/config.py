@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def _dtype_name(dtype: DType) -> str | None:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +71,24 @@ class LoRAConfig:
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
         if isinstance(self.max_lora_rank, Mapping):
-            ranks = dict(self.max_lora_rank)
-            if "*" not in ranks or not all(isinstance(name, str) and name for name in ranks):
+            ranks = dict[Any, Any](self.max_lora_rank)
+            named = all(isinstance(name, str) and name for name in ranks)
+            if not named or "*" not in ranks or not all(map(_positive, ranks.values())):
                 raise LoRAUsageError(
-                    f'LoRAConfig.max_lora_rank must map module names to ranks, with "*" for all others, got {ranks!r}'
+                    'LoRAConfig.max_lora_rank must map names of layers to positive ints, and "*" for all others, got '
+                    f"{ranks!r}"
                 )
             object.__setattr__(self, "max_lora_rank", ranks)
         for field in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_bytes", "max_staging_bytes"):
             value = getattr(self, field)
             if isinstance(value, dict):
-                value = next((rank for rank in value.values() if isinstance(rank, bool) or not _positive(rank)), 1)
+                continue
             if field == "max_cpu_bytes" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAUsageError(f"LoRAConfig.{field} must be a positive int, got {value!r}")
         experts = self.max_expert_loras
-        if experts is not None and (isinstance(experts, bool) or not _positive(experts) or experts > self.max_loras):
+        if experts is not None and (not _positive(experts) or experts > self.max_loras):
             raise LoRAUsageError(
                 f"LoRAConfig.max_expert_loras must be an int from 1 to max_loras ({self.max_loras}), got {experts!r}"
             )

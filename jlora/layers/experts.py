@@ -36,13 +36,13 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
         if scope is None:
             return y
         spec: ExpertsSpec = vars(self)["jlora_spec"]
-        x, args, kwargs = first_input(parameters, args, kwargs)
+        x, others, named = first_input(parameters, args, kwargs)
         if spec.rows is None:
             raise LoRAError(
                 f"{site.path}: {cls.__name__}.{name} is a method, and its ExpertsSpec has no `rows` that says which "
                 "token and which expert each of its rows is"
             )
-        row_map = scope.shared(spec.rows(self, name, x, *args, **kwargs))
+        row_map = scope.shared(spec.rows(self, name, x, *others, **named))
         return _served(self, site, scope, spec.products[name], x, y, row_map)
 
     return product

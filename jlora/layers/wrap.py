@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -339,15 +339,15 @@ def _sites(
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
 
 
-def _stored(param: jax.Array | jax.ShapeDtypeStruct, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
+def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
     """Layers of the stack that a parameter is, and the dtype of its slots; or why it has none."""
     stack = param.ndim - axes
     if stack > 1:
         return f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers"
-    dtype = jnp.dtype(param.dtype if config.dtype is None else config.dtype)
+    dtype = str(jnp.dtype(param.dtype if config.dtype is None else cast("Any", config.dtype)))
     if not jnp.issubdtype(dtype, jnp.floating):
         return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
-    return param.shape[0] if stack else None, dtype.name
+    return param.shape[0] if stack else None, dtype
 
 
 def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank) -> Site | str:
@@ -360,7 +360,7 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
     sizes = (linear.real_out // len(names),) * len(names)
     aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
     fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # what adapters of both call it
-    parts = dict.fromkeys((*aliases, *fused), (0, len(names)))
+    parts: dict[str, tuple[int, int]] = dict.fromkeys((*aliases, *fused), (0, len(names)))
     for i, called in enumerate(names):
         parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
     rank = max_rank((*aliases, *parts))

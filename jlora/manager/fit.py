@@ -158,7 +158,10 @@ def _pieces(
     if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
         b = b[:, alternate.positions]
     block, _, own = name.rpartition(".")
-    called = {i: key.rpartition(".")[2] for key, (i, n) in reversed(site.parts.items()) if n == 1}
+    called: dict[int, str] = {}  # the first name of each slice
+    for key, (i, n) in site.parts.items():
+        if n == 1:
+            called.setdefault(i, key.rpartition(".")[2])
     starts = np.cumsum((0, *spec.out_sizes[first : first + count]))
     for expert in range(spec.experts):
         own_a, own_b = a[expert % len(a)], b[expert % len(b)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jlora.models import Decoder, DecoderConfig, ModelError, from_pretrained
+from jlora.models import Decoder, DecoderConfig, ModelError, MoEConfig, from_pretrained
 from tests.models import goldens
 
 TINY = DecoderConfig(
@@ -19,6 +19,18 @@ TINY = DecoderConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
+)
+
+EXPERTS = MoEConfig(
+    num_experts=5,
+    experts_per_token=2,
+    intermediate_size=10,
+    layers=(True, True),
+    router="chosen_softmax",
+    router_name="router",
+    router_bias=True,
+    expert_bias=True,
+    shared_size=6,
 )
 
 
@@ -88,9 +100,38 @@ def test_paths_are_those_of_the_checkpoint():
     assert type(model.model.embed_tokens) is nnx.Embed
 
 
+def test_paths_of_experts():
+    """Those of transformers 5; a layer without experts beside one with."""
+    config = dataclasses.replace(TINY, sinks=True, moe=dataclasses.replace(EXPERTS, layers=(False, True)))
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
+    assert {name for name in shapes if ".0.mlp." in name} == {
+        "model.layers.0.mlp.gate_up_proj.kernel",
+        "model.layers.0.mlp.down_proj.kernel",
+    }
+    layer = "model.layers.1"
+    assert {name: shape for name, shape in shapes.items() if ".1.mlp." in name or "sinks" in name} == {
+        "model.layers.0.self_attn.sinks": (4,),
+        f"{layer}.self_attn.sinks": (4,),
+        f"{layer}.mlp.router.kernel": (16, 5),
+        f"{layer}.mlp.router.bias": (5,),
+        f"{layer}.mlp.experts.gate_up_proj": (5, 16, 20),
+        f"{layer}.mlp.experts.gate_up_proj_bias": (5, 20),
+        f"{layer}.mlp.experts.down_proj": (5, 10, 16),
+        f"{layer}.mlp.experts.down_proj_bias": (5, 16),
+        f"{layer}.mlp.shared_expert.gate_up_proj.kernel": (16, 12),
+        f"{layer}.mlp.shared_expert.down_proj.kernel": (6, 16),
+        f"{layer}.mlp.shared_expert_gate.kernel": (16, 1),
+    }
+    assert type(model.model.layers[1].mlp.router) is nnx.Linear
+    assert Decoder.module_aliases == {"block_sparse_moe": "mlp"}
+
+
+@pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_bfloat16_stays_bfloat16_with_float32_logits(tied):
-    model = Decoder(dataclasses.replace(TINY, tie_word_embeddings=tied), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+def test_bfloat16_stays_bfloat16_with_float32_logits(tied, moe):
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied, moe=moe)
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert {param.dtype for _, param in nnx.to_flat_state(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     logits = forward(model, tokens)
@@ -112,9 +153,10 @@ def test_bfloat16_is_near_float32(golden, name):
     assert np.sqrt(np.median(squares) if name in goldens.EXPERTS else np.mean(squares)) < 0.035
 
 
-def test_gradient_is_finite_and_reaches_every_weight(golden):
-    model = golden("qwen3-tied")
-    tokens = goldens.expected("qwen3-tied")["tokens"]
+@pytest.mark.parametrize("name", ["qwen3-tied", "gpt-oss-square", "qwen2-moe-shared"])
+def test_gradient_is_finite_and_reaches_every_weight(golden, name):
+    model = golden(name)
+    tokens = goldens.expected(name)["tokens"]
 
     def loss(model):
         return -jnp.mean(jax.nn.log_softmax(model(tokens)[:, :-1])[:, :, 0])
@@ -127,6 +169,7 @@ def test_gradient_is_finite_and_reaches_every_weight(golden):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("moe", dataclasses.replace(EXPERTS, layers=(True,)), "moe.layers has 1 entries for 2 layers"),
         ("num_key_value_heads", 3, "num_key_value_heads"),
         ("head_dim", 7, "head_dim"),
         ("sliding_windows", (3,), "1 ent"),

@@ -1,8 +1,10 @@
-"""What adapters cost a whole model: step time of a Llama-3-8B-shaped decoder over the unwrapped model's.
+"""What adapters cost a whole model: step time of a decoder of some model's shape over the unwrapped model's.
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
+    python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
 
-Random bf16 weights, 64 slots, all seven modules. Decode: one token a sequence over a cache of `CONTEXT` positions, as
+Random bf16 weights; 64 slots of all seven modules of Llama-3-8B, or 8 slots of attention and all experts of
+Qwen3-30B-A3B. Decode: one token a sequence over a cache of `CONTEXT` positions, as
 `generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
 over several rounds of the mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are
 filled with random values on the device; the plan is made inside the step and counted.
@@ -14,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +28,9 @@ from benchmarks.roofline import BANDWIDTH
 from benchmarks.timing import kernel_us
 from jlora.layers import batch as batches
 from jlora.models import Decoder, DecoderConfig
+from jlora.models.config import MoEConfig
 
 CONTEXT = 128
-SLOTS = 64
 BATCHES = (64, 1, 8, 32, 256)
 ADAPTERS = (0, 1, 8, 32, 64)
 
@@ -44,12 +47,39 @@ def llama_3_8b(layers: int) -> DecoderConfig:
     )
 
 
-def adapter_bytes(config: DecoderConfig, rank: int) -> int:
-    """bf16 bytes of one adapter on all seven modules: what a decode step must read for each adapter at least."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def qwen3_30b_a3b(layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, layers=(True,) * layers),
+    )
+
+
+# model -> its shape by the number of layers, layers by default, slots
+MODELS = {"llama-3-8b": (llama_3_8b, 32, 64), "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8)}
+
+
+def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
+    """bf16 bytes of one adapter on everything that is wrapped: what a decode step reads at least for its `tokens`.
+
+    Of experts those that some token is expected to go to, by random routing.
+    """
+    hidden = config.hidden_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    pairs = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
-    return 2 * rank * config.num_hidden_layers * sum(k + n for k, n in pairs)
+    inner, copies = config.intermediate_size, 1.0
+    if config.moe is not None:
+        inner, experts = config.moe.intermediate_size, config.moe.num_experts
+        copies = experts * (1 - (1 - config.moe.experts_per_token / experts) ** tokens)
+    attention = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)]
+    mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
+    values = sum(k + n for k, n in attention) + copies * sum(k + n for k, n in mlp)
+    return 2 * rank * config.num_hidden_layers * values
 
 
 def flat_step(model: Decoder, run):
@@ -117,7 +147,7 @@ _normal = jax.jit(
 
 
 def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
-    slots = np.full(sequences, SLOTS, np.int32)
+    slots = np.full(sequences, manager.config.max_loras, np.int32)
     if adapters:
         slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
     # The slots were filled from outside, so no adapter is leased.
@@ -134,9 +164,9 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "date": datetime.date.today().isoformat(),
-        "model": f"Llama-3-8B shape, {args.layers} layers, bf16, context {CONTEXT}",
+        "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
         "rank": args.rank,
-        "slots": SLOTS,
+        "slots": MODELS[args.model][2],
     }
     with open(args.out, "w") as file:
         json.dump({"about": about, "rows": rows}, file, indent=1)
@@ -145,7 +175,8 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
@@ -153,19 +184,24 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
 
-    config = llama_3_8b(args.layers)
+    shape, layers, slots = MODELS[args.model]
+    args.layers = args.layers or layers
+    config = shape(args.layers)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     base_decode, base_leaves = flat_step(model, decode)
     base_prefill, _ = flat_step(model, prefill)
     projections = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     manager = jlora.LoRAManager(
         model,
-        jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, dtype=jnp.bfloat16, target_modules=projections),
+        jlora.LoRAConfig(max_loras=slots, max_lora_rank=args.rank, dtype=jnp.bfloat16, target_modules=projections),
     )
     fill_slots(manager, args.rank)
     lora_decode, lora_leaves = flat_step(model, decode)
     lora_prefill, _ = flat_step(model, prefill)
-    floor = adapter_bytes(config, args.rank) / BANDWIDTH * 1e3
+
+    def floor(size: int, adapters: int) -> float:
+        """Milliseconds that reading the adapters takes at least."""
+        return adapters * adapter_bytes(config, args.rank, size / adapters) / BANDWIDTH * 1e3 if adapters else 0.0
 
     rows = []
     if "prefill" in args.steps:
@@ -177,7 +213,7 @@ def main() -> None:
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
         step = tokens, jnp.full((size, 1), CONTEXT - 1, jnp.int32), model.init_cache(size, CONTEXT)
         calls = {"base": (base_decode, base_leaves, *step, None)}
-        for adapters in (n for n in ADAPTERS if n <= size):
+        for adapters in (n for n in ADAPTERS if n <= min(size, slots)):
             calls[adapters] = (lora_decode, lora_leaves, *step, make_batch(manager, size, adapters))
         if size == 64:
             calls["base only"] = (lora_decode, lora_leaves, *step, None)
@@ -185,7 +221,13 @@ def main() -> None:
 
 
 def measure(
-    step: str, size: int, calls: dict, enqueue: int, floor: float, args: argparse.Namespace, rows: list
+    step: str,
+    size: int,
+    calls: dict,
+    enqueue: int,
+    floor: Callable[[int, int], float],
+    args: argparse.Namespace,
+    rows: list,
 ) -> None:
     """Time the calls of one shape, print a row each, and keep them."""
     times = timed(calls, args.rounds, enqueue)
@@ -194,8 +236,9 @@ def measure(
             continue
         row = {"step": step, "batch": size, "adapters": adapters, "base_ms": times["base"], "ms": times[adapters]}
         row["overhead"] = times[adapters] / times["base"] - 1
+        row["throughput_kept"] = times["base"] / times[adapters]
         if step == "decode":
-            row["floor_overhead"] = 0 if adapters == "base only" else adapters * floor / times["base"]
+            row["floor_overhead"] = 0 if adapters == "base only" else floor(size, adapters) / times["base"]
         rows.append(row)
         print(json.dumps(row), flush=True)
     save(args, rows)

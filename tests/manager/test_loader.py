@@ -220,7 +220,7 @@ def test_replacing_what_a_batch_holds_waits_for_it(world, store):
     newer = store.request("a", 1, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
     with pytest.raises(jlora.AdapterInUseError, match="'a' is held by an open batch"):
-        world.manager.add_adapter(newer, timeout=0.05)
+        world.manager.add_adapter(newer, timeout=1.0)  # most of it for the batch, some of it to read
     with pytest.raises(jlora.AdapterInUseError, match="'a' is held by an open batch"):
         world.manager.add_adapter(newer)  # this very thread has the batch: it would wait for ever
     future = world.manager.prefetch(newer)

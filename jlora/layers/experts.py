@@ -51,11 +51,13 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
 
 def has_grouped_products(layer: nnx.Module) -> bool:
     """Whether a class says by itself what its grouped products are; see `describe_grouped`."""
-    grouped: Any = own_attribute(layer, "grouped_products")
+    grouped = own_attribute(layer, "grouped_products")
     if not is_mapping(grouped) or not grouped:
         return False
-    params: list[Any] = [vars(layer).get(param) if isinstance(param, str) else None for param in grouped.values()]
-    return all(isinstance(param, nnx.Variable) and param.get_value().ndim >= 3 for param in params)
+    own: dict[Any, Any] = {**vars(layer)}
+    return all(
+        isinstance(own.get(param), nnx.Variable) and own[param].get_value().ndim >= 3 for param in grouped.values()
+    )
 
 
 def describe_grouped(layer: nnx.Module) -> ExpertsSpec:

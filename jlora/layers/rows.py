@@ -71,29 +71,28 @@ class RowMap:
         self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int], none: int
     ) -> Int[Array, "M"]:
         """The slot of each row; `none` for a row that is outside the batch."""
-        table = sequences
-        index = jnp.asarray(self.source)
-        if self.of == "tokens" and tokens is not None:
-            table = tokens
-        elif self.of == "tokens":
-            known = {self.length} if self.length is not None else lengths
-            if len(known) != 1:
-                raise LoRAUsageError(
-                    "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
-                    f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
-                )
-            (length,) = known
-            index = index // length  # negative stays negative
+        table, index = self.places(sequences, tokens, lengths)
         inside = (index >= 0) & (index < table.shape[0])
         found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
         return jnp.where(inside, found, none).astype(jnp.int32)
 
-    def groups(self, slots: Int[Array, "M"], num_slots: int, experts: int) -> Int[Array, "M"]:
-        """slot * experts + expert of each row; num_slots * experts for a row that takes no adapter."""
-        assert self.expert is not None
-        expert = jnp.asarray(self.expert).astype(jnp.int32)
-        served = (slots >= 0) & (slots < num_slots) & (expert >= 0) & (expert < experts)
-        return jnp.where(served, slots * experts + expert, num_slots * experts)
+    def places(
+        self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int]
+    ) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
+        """Slots of the batch's sequences or tokens, and for each row the index of its own among them."""
+        index = jnp.asarray(self.source)
+        if self.of == "sequences":
+            return sequences, index
+        if tokens is not None:
+            return tokens, index
+        known = {self.length} if self.length is not None else lengths
+        if len(known) != 1:
+            raise LoRAUsageError(
+                "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
+                f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
+            )
+        (length,) = known
+        return sequences, index // length  # negative stays negative
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
 from jlora.layers.site import Site
+from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
 
 _OUTSIDE = (
@@ -75,18 +76,40 @@ class _Scope:
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None
-        ids, repeats = self._runs(layout, site)
-        experts = site.spec.experts or 1
-        plan = make_plan(
-            ids,
-            num_groups=site.spec.num_slots * experts,
-            max_active=self.batch.layout.num_sequences * experts,
-            repeats=repeats,
-            backend=site.backend,
-        )
+        if site.spec.experts is not None:
+            plan = self._plan_experts(layout[0], site, site.spec.experts)
+        else:
+            ids, repeats = self._runs(layout, site)
+            plan = make_plan(
+                ids,
+                num_groups=site.spec.num_slots,
+                max_active=self.batch.layout.num_sequences,
+                repeats=repeats,
+                backend=site.backend,
+            )
         if keep:
             self.plans[key] = plan
         return plan
+
+    def _plan_experts(self, row_map: RowMap, site: Site, experts: int) -> Plan:
+        assert self.batch is not None
+        assert row_map.expert is not None
+        slots, index = row_map.places(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
+        return plan_experts(
+            slots,
+            index,
+            jnp.asarray(row_map.expert),
+            num_slots=site.spec.num_slots,
+            num_experts=experts,
+            max_active=self.batch.layout.num_sequences * experts,
+            backend=site.backend,
+        )
+
+    def _lengths(self) -> frozenset[int]:
+        """What the tokens of a sequence may number, where a RowMap does not say it."""
+        assert self.batch is not None
+        declared = self.batch.layout.length
+        return frozenset(length for _, length in self.lengths) if declared is None else frozenset({declared})
 
     def shared(self, row_map: object) -> object:
         """The first map of the same arrays, so that the products of one layer share a plan; what is no map stays."""
@@ -109,12 +132,7 @@ class _Scope:
         kind, repeats = layout
         sequences = self.batch.slots.reshape(-1)
         if isinstance(kind, RowMap):
-            lengths = {length for _, length in self.lengths}
-            if self.batch.layout.length is not None:
-                lengths = {self.batch.layout.length}
-            ids = kind.slots(sequences, self.batch.token_slots, frozenset(lengths), site.spec.num_slots)
-            if site.spec.experts is not None:
-                ids = kind.groups(ids, site.spec.num_slots, site.spec.experts)
+            ids = kind.slots(sequences, self.batch.token_slots, self._lengths(), site.spec.num_slots)
         elif kind == "packed":
             ids = self.batch.token_slots
             assert ids is not None

@@ -249,7 +249,7 @@ def _write(
     shared = len(factor) == 1
     own = factor if shared else factor[run]
     sizes = own.shape
-    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1))
+    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
     most = max(1, _TILE * sizes[outer] // own.size)
     for at in range(0, sizes[outer], most):
         rows, ranks, columns = (

@@ -68,7 +68,7 @@ def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float,
         start = time.perf_counter()
         for _ in range(calls):
             base = run(base, *args)
-        base.block_until_ready()
+        jax.block_until_ready(base)
         times.append((time.perf_counter() - start) * 1e6 / calls)
     return statistics.median(times), max(times) - min(times)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.errors import LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
-from jlora.layers.experts import describe_grouped
+from jlora.layers.experts import describe_grouped, has_grouped_products
 from jlora.layers.linen import LinenDense, LinenEmbed, describe_dense
 from jlora.layers.linen import describe_embed as describe_linen_embed
 from jlora.layers.specs import (
@@ -22,7 +22,6 @@ from jlora.layers.specs import (
     describe_embed,
     describe_general,
     describe_linear,
-    own_attribute,
 )
 
 _describe: dict[type[nnx.Module], Describe] = {
@@ -121,7 +120,7 @@ def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     base: type[nnx.Module] | None = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
     reasons: dict[str, str] = {}
     inferred = None
-    if base is None and is_mapping(own_attribute(module, "grouped_products")):
+    if base is None and has_grouped_products(module):
         spec = describe_grouped(module)
     elif base is None:
         spec = _einsum_by_equation(module)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from jlora._typing import is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.linear import add_delta, first_input, parameters_of
 from jlora.layers.rows import RowMap
@@ -46,6 +47,17 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
         return _served(self, site, scope, spec.products[name], x, y, row_map)
 
     return product
+
+
+def has_grouped_products(layer: nnx.Module) -> bool:
+    """Whether a class says by itself what its grouped products are; see `describe_grouped`."""
+    grouped = own_attribute(layer, "grouped_products")
+    if not is_mapping(grouped) or not grouped:
+        return False
+    own: dict[Any, Any] = {**vars(layer)}
+    return all(
+        isinstance(own.get(param), nnx.Variable) and own[param].get_value().ndim >= 3 for param in grouped.values()
+    )
 
 
 def describe_grouped(layer: nnx.Module) -> ExpertsSpec:

@@ -92,6 +92,8 @@ class _Scope:
         """The first map of the same arrays, so that the products of one layer share a plan; what is no map stays."""
         if not isinstance(row_map, RowMap) or row_map.expert is None:
             return row_map
+        if self.trace != jax.extend.core.get_opaque_trace_state():  # as with plans
+            return row_map
         # The maps that are kept hold the arrays, so no other can have their identity.
         key = id(row_map.source), id(row_map.expert), row_map.of, row_map.length
         return self.row_maps.setdefault(key, row_map)

@@ -8,7 +8,7 @@ ranks only the blocks that it has.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
 MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
 Row = tuple[Site, int]
+_Bits = tuple[int, np.ndarray, np.ndarray]  # the first rank of a block, and its arrays as `bits_of` has them
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,51 @@ def _even(total: int, most: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
+class Frame:
+    """The blocks of an adapter as zeros, and where each of its rows lies in them.
+
+    Attributes:
+      blocks: in slot dtype, in the order of the chunks.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk], ranks: Mapping[Row, int]):
+        """`chunks` are all of the pool; `ranks` say which rows the adapter brings, and how many ranks of each."""
+        blocks: list[Block] = []
+        self._places: dict[Row, tuple[int, list[_Bits]]] = {}
+        for chunk in chunks:
+            rows = chunk.rows
+            brought = [i for i, row in enumerate(rows) if row in ranks]
+            # Where experts are missing, their rows of a block are zeros: many small writes would take longer.
+            whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
+            for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
+                parts = [
+                    Block(chunk, None if whole else indices[0], start, *_zeros(chunk.spec, len(indices)))
+                    for start in rank_starts(chunk.spec, max(ranks.get(rows[i], 0) for i in indices))
+                ]
+                blocks += parts
+                bits = [
+                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in parts
+                ]
+                self._places.update((rows[i], (at, bits)) for at, i in enumerate(indices) if rows[i] in ranks)
+        self.blocks = tuple(blocks)
+
+    def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
+        """The rows from `first` on, cut where their blocks are: which of them, counted from `first`, and for each of
+        their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written, as `bits_of` has them."""
+        at = 0
+        while at < count:
+            i, parts = self._places[site, first + at]
+            more = min(len(parts[0][1]) - i, count - at)
+            yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
+            at += more
+
+
+def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    step = rank_step(spec)
+    shapes = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
+    return np.zeros(shapes[0], spec.dtype), np.zeros(shapes[1], spec.dtype)
+
+
 def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:
     """The blocks of an adapter.
 
@@ -125,31 +171,14 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
       chunks: all chunks of the pool.
       factors: row -> (A [n, r, K], B [r, N]) of each row that the adapter brings, in slot dtype. Ranks may differ.
     """
-    blocks: list[Block] = []
-    for chunk in chunks:
-        brought = [i for i, row in enumerate(chunk.rows) if row in factors]
-        # Where experts are missing, their rows of a block are zeros: many small writes would take longer.
-        whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
-        for indices in [list(range(chunk.count))] if whole else [[i] for i in brought]:
-            found = [factors.get(chunk.rows[i]) for i in indices]
-            for start in rank_starts(chunk.spec, max(pair[1].shape[0] for pair in found if pair is not None)):
-                blocks.append(_block(chunk, None if whole else indices[0], start, found))
-    return tuple(blocks)
-
-
-def _block(chunk: Chunk, row: int | None, start: int, found: Sequence[tuple[Any, Any] | None]) -> Block:
-    spec, step = chunk.spec, rank_step(chunk.spec)
-    dtype = np.dtype(spec.dtype)
-    a = np.zeros((len(found), spec.slices, step, spec.in_features), bits_of(dtype))
-    b = np.zeros((len(found), step, spec.out_features), bits_of(dtype))
-    for i, pair in enumerate(found):
-        if pair is None:
-            continue
-        own_a, own_b = pair
-        part = own_b[start : start + step]
-        a[i, :, : len(part)] = own_a[:, start : start + step].view(a.dtype)
-        b[i, : len(part)] = part.view(b.dtype)
-    return Block(chunk, row, start, a.view(dtype), b.view(dtype))
+    frame = Frame(chunks, {row: len(b) for row, (_, b) in factors.items()})
+    for (site, row), (a, b) in factors.items():
+        for _, parts in frame.runs(site, row, 1):
+            for start, into_a, into_b in parts:
+                part = b[start : start + into_b.shape[1]]
+                into_a[0, :, : len(part)] = a[:, start : start + len(part)].view(into_a.dtype)
+                into_b[0, : len(part)] = part.view(into_b.dtype)
+    return frame.blocks
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:

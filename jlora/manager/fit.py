@@ -1,9 +1,9 @@
 """Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap import WrappedModel, checkpoint_weight, spec_of
-from jlora.manager.blocks import Row
+from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
@@ -42,7 +42,30 @@ class Fitted:
     """Where the modules of an adapter go, and their factors in slot dtype, scaling folded in."""
 
     placements: tuple[Placement, ...]
-    factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Factors that lie in the same slices of one row after the other.
+
+    Attributes:
+      names: the checkpoint's name of each row's module.
+      site, row: the site, and the first of its rows.
+      first, count: the output slices.
+      a: [rows, r, K], or [1, r, K] where all rows share it.
+      b: [rows, r, N], or [1, r, N].
+      scaling: what B is multiplied by.
+    """
+
+    names: Sequence[str]
+    site: Site
+    row: int
+    first: int
+    count: int
+    a: np.ndarray
+    b: np.ndarray
+    scaling: float
 
 
 def describe(name: str, path: str | None) -> str:
@@ -86,8 +109,8 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     return placed
 
 
-def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -> Fitted:
-    """Check every tensor of `adapter` against the model and bring it into slot dtype.
+def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Sequence[Chunk], where: str) -> Fitted:
+    """Check every tensor of `adapter` against the model and bring it into slot dtype and the blocks of its `chunks`.
 
     Raises:
       AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.
@@ -99,33 +122,26 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, where: str) -
         if not index.skips(name) and (problem := _base_differs(name, weight, wrapped, index))
     ]
     _raise(where, problems)
-    placements: list[Placement] = []
-    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     ranks: dict[Row, int] = {}
     for name, (site, first_row, _, _) in placed.items():
         for row in _rows_of(adapter.modules[name], site, first_row):
             ranks[site, row] = max(ranks.get((site, row), 0), adapter.modules[name].rank)
-    pieces = (
-        piece
-        for name, found in placed.items()
-        for piece in _pieces(where, name, adapter.modules[name], wrapped, *found)
-    )
-    for name, module, site, first_row, first, count, own_a, own_b in pieces:
-        spec, row = site.spec, (site, first_row)
-        a, b, shift = scaled(f"{where}: {name}", own_a, own_b.T, module.scaling, site)
-        placements.append(
-            Placement(name, site, first_row, first, count, module.rank, module.alpha, module.scaling, shift)
-        )
-        if count == spec.slices == 1:
-            factors[row] = (a[None], b)
-            continue
-        if row not in factors:
-            factors[row] = (
-                np.zeros((spec.slices, ranks[row], spec.in_features), spec.dtype),
-                np.zeros((ranks[row], spec.out_features), spec.dtype),
-            )
-        put(factors[row], site, first, count, a, b)
-    return Fitted(tuple(placements), factors)
+    frame = Frame(chunks, ranks)
+    placements: list[Placement] = []
+    with within(np.errstate(over="ignore", invalid="ignore")):
+        for name, found in placed.items():
+            module = adapter.modules[name]
+            pieces = _pieces(where, name, module, wrapped, *found)
+            shifts = _fill(where, pieces, frame)
+            placements += [
+                Placement(
+                    *(piece.names[i], piece.site, piece.row + i, piece.first, piece.count),
+                    *(module.rank, module.alpha, module.scaling, shift[i]),
+                )
+                for i in range(len(pieces[0].names))
+                for piece, shift in zip(pieces, shifts, strict=True)
+            ]
+    return Fitted(tuple(placements), frame.blocks)
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -142,33 +158,118 @@ def _pieces(
     row: int,
     first: int,
     count: int,
-) -> Iterator[tuple[str, ModuleLoRA | ExpertsLoRA, Site, int, int, int, np.ndarray, np.ndarray]]:
-    """(name, module, site, row, first slice, slices, a [r, K], b [N, r]) of a module; of each expert and each slice,
-    under the name that checkpoints give it, where it is of all experts at once."""
+) -> list[_Piece]:
+    """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     if isinstance(module, ModuleLoRA):
-        yield name, module, site, row, first, count, module.a, module.b
-        return
+        return [_Piece((name,), site, row, first, count, module.a[None], module.b.T[None], module.scaling)]
     spec = site.spec
     assert spec.experts is not None
-    a, b = module.a, module.b
+    a, b = module.a, module.b.swapaxes(1, 2)
     if _exchanged(where, module, site, first, count):
-        a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        a, b = b, a
     columns = spec_of(wrapped.modules[site], site)
     alternate = columns.columns_out if isinstance(columns, LinearSpec) else None
     if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
-        b = b[:, alternate.positions]
+        b = _columns(b, alternate.positions)
     block, _, own = name.rpartition(".")
     called: dict[int, str] = {}  # the first name of each slice
     for key, (i, n) in site.parts.items():
         if n == 1:
             called.setdefault(i, key.rpartition(".")[2])
     starts = np.cumsum((0, *spec.out_sizes[first : first + count]))
-    for expert in range(spec.experts):
-        own_a, own_b = a[expert % len(a)], b[expert % len(b)]
-        for i in range(count):
-            part = own if count == 1 else called[first + i]
-            halves = own_a, own_b[starts[i] : starts[i + 1]]
-            yield f"{block}.{expert}.{part}", module, site, row + expert, first + i, 1, *halves
+    pieces: list[_Piece] = []
+    for i in range(count):
+        part = own if count == 1 else called[first + i]
+        names = [f"{block}.{expert}.{part}" for expert in range(spec.experts)]
+        pieces.append(_Piece(names, site, row, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]], module.scaling))
+    return pieces
+
+
+def _columns(b: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`b[:, :, positions]`, read and written in the order of b's memory."""
+    order = sorted(range(3), key=lambda axis: -b.strides[axis])
+    bits = b.view(bits_of(b.dtype)).transpose(order).take(positions, order.index(2))
+    return bits.view(b.dtype).transpose(np.argsort(order))
+
+
+def _fill(where: str, pieces: Sequence[_Piece], frame: Frame) -> list[Sequence[int]]:
+    """Write the pieces of a module into their blocks; for each, the power of two that went from B to A in every row.
+
+    The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
+    so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
+
+    Raises:
+      AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
+    """
+    _check_scaling(f"{where}: {pieces[0].names[0]}", pieces[0].scaling)
+    dtype, rows = np.dtype(pieces[0].site.spec.dtype), len(pieces[0].names)
+    shifts = [_balance(piece, rows) if dtype == np.float16 else (0,) * rows for piece in pieces]
+    for piece, shift in zip(pieces, shifts, strict=True):
+        spec = piece.site.spec
+        start = sum(spec.out_sizes[: piece.first])
+        slices, columns = slice(piece.first, piece.first + piece.count), slice(start, start + piece.b.shape[2])
+        for run, parts in frame.runs(piece.site, piece.row, rows):
+            into_a = [(first, a[:, slices]) for first, a, _ in parts]
+            into_b = [(first, b[:, None, :, columns]) for first, _, b in parts]
+            powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
+            minus = None if powers is None else -powers
+            fits = _write(piece.a, run, dtype, None, powers, into_a)
+            if not (fits and _write(piece.b, run, dtype, piece.scaling, minus, into_b)):
+                _refuse(where, pieces, shifts)
+    return shifts
+
+
+_TILE = 1 << 16  # numbers that are cast together: they stay in the cache
+
+
+def _write(
+    factor: np.ndarray,
+    run: slice,
+    dtype: np.dtype,
+    scaling: float | None,
+    powers: np.ndarray | None,
+    into: Sequence[tuple[int, np.ndarray]],
+) -> bool:
+    """Cast a run of the rows of a factor [rows or 1, r, X] into [rows, slices, step, X] from some first ranks on.
+
+    It is read in the order of its memory, whichever of its axes comes first there, and turned around in the cache.
+
+    Returns:
+      Whether slot dtype holds its values. If not, not all of them are written.
+    """
+    shared = len(factor) == 1
+    own = factor if shared else factor[run]
+    sizes = own.shape
+    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1))
+    most = max(1, _TILE * sizes[outer] // own.size)
+    for at in range(0, sizes[outer], most):
+        rows, ranks, columns = (
+            slice(at, min(at + most, size)) if axis == outer else slice(0, size) for axis, size in enumerate(sizes)
+        )
+        values = own[rows, ranks, columns]
+        if shared:
+            rows = slice(None)
+        cast = _cast(values, dtype, scaling, None if powers is None else powers[rows])
+        if _too_large(values, cast) is not None:
+            return False
+        bits = cast.view(bits_of(dtype))[:, None]
+        for first, target in into:
+            begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
+            if begin < end:
+                target[rows, :, begin - first : end - first, columns] = bits[
+                    :, :, begin - ranks.start : end - ranks.start
+                ]
+    return True
+
+
+def _refuse(where: str, pieces: Sequence[_Piece], shifts: Sequence[Sequence[int]]) -> NoReturn:
+    """Raise for the first module with a value that slot dtype cannot hold."""
+    for i in range(len(pieces[0].names)):
+        for piece, shift in zip(pieces, shifts, strict=True):
+            a, b = (factor[i % len(factor)] for factor in (piece.a, piece.b))
+            in_slot_dtype(f"{where}: {piece.names[i]}", a, piece.site, None, shift[i])
+            in_slot_dtype(f"{where}: {piece.names[i]}", b, piece.site, piece.scaling, -shift[i])
+    raise AssertionError("what a module's rows hold, the whole of it holds")
 
 
 def _exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, first: int, count: int) -> bool:
@@ -180,13 +281,6 @@ def _exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, firs
     if sizes != (expected[::-1] if module.exchanged else expected):
         raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
     return module.exchanged
-
-
-def put(into: tuple[np.ndarray, np.ndarray], site: Site, first: int, count: int, a: np.ndarray, b: np.ndarray) -> None:
-    """Write A [r, K] and B [r, N of the slices] into the factors of a row."""
-    start = sum(site.spec.out_sizes[:first])
-    into[0][first : first + count, : len(a)] = a
-    into[1][: len(b), start : start + b.shape[1]] = b
 
 
 def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> np.ndarray:
@@ -248,71 +342,86 @@ def check_finite(where: str, adapter: Adapter) -> None:
                 )
 
 
-def scaled(
-    where: str, a: np.ndarray, b: np.ndarray, scaling: float, site: Site, shift: int | None = None
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """A [r, K] and B [r, N] in slot dtype with the scaling folded into B, and the power of two that went from B to A.
-
-    The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
-    so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
+def in_slot_dtype(where: str, factor: np.ndarray, site: Site, scaling: float | None, power: int = 0) -> np.ndarray:
+    """A, or B with its scaling, times two to the power: in slot dtype.
 
     Raises:
       AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
     """
-    if not abs(scaling) <= _LARGEST:  # NaN is not
-        raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
+    if scaling is not None:
+        _check_scaling(where, scaling)
     dtype = np.dtype(site.spec.dtype)
     with within(np.errstate(over="ignore", invalid="ignore")):
-        folded = widened(b) * np.float32(scaling)
-        if shift is None:
-            shift = _balance(a, folded) if dtype == np.float16 else 0
-        wide_a = a
-        if shift:
-            wide_a, folded = np.ldexp(widened(a), shift), np.ldexp(folded, -shift)
-        cast_a, cast_b = (wide_a if wide_a.dtype == dtype else wide_a.astype(dtype)), narrowed(folded, dtype)
-    for cast, original, label in ((cast_a, a, "A"), (cast_b, b, "scaling * B")):
-        if cast is original or all_finite(cast):
-            continue
-        overflow = ~np.isfinite(cast) & np.isfinite(original)
-        if overflow.any():
-            exact = np.abs(original.astype(np.float64)) * (1 if label == "A" else abs(scaling))
-            largest = float(exact.max(initial=0, where=overflow))
-            raise AdapterMismatchError(
-                f"{where}: {label} must be finite in the slots' dtype {dtype}, and reaches {largest:.3g}; set "
-                "LoRAConfig.dtype to a wider one"
-            )
-    return cast_a, cast_b, shift
+        cast = _cast(factor, dtype, scaling, np.array(power) if power else None)
+    overflow = _too_large(factor, cast)
+    if overflow is not None:
+        exact = np.abs(factor.astype(np.float64)) * (1 if scaling is None else abs(scaling))
+        largest = float(exact.max(initial=0, where=overflow))
+        raise AdapterMismatchError(
+            f"{where}: {'A' if scaling is None else 'scaling * B'} must be finite in the slots' dtype {dtype}, and "
+            f"reaches {largest:.3g}; set LoRAConfig.dtype to a wider one"
+        )
+    return cast
+
+
+def _check_scaling(where: str, scaling: float) -> None:
+    if not abs(scaling) <= _LARGEST:  # NaN is not
+        raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
+
+
+def _cast(factor: np.ndarray, dtype: np.dtype, scaling: float | None, powers: np.ndarray | None) -> np.ndarray:
+    """A factor times its scaling and powers of two, rounded once, in the order that it has in memory."""
+    if scaling is None and powers is None:
+        return factor if factor.dtype == dtype else narrowed(factor, dtype)
+    wide = widened(factor)
+    if scaling is not None:
+        wide *= np.float32(scaling)
+    return narrowed(wide if powers is None else np.ldexp(wide, powers), dtype)
+
+
+def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
+    """Where a finite number became infinite; None if nowhere."""
+    if cast is factor or all_finite(cast.ravel("K")):
+        return None
+    overflow = ~np.isfinite(cast) & np.isfinite(factor)
+    return overflow if overflow.any() else None
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def widened(array: np.ndarray) -> np.ndarray:
-    """float32 of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the interpreter."""
+    """A float32 copy of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the
+    interpreter."""
     if array.dtype != _BFLOAT16:
-        return array.astype(np.float32, order="C")
-    bits = array.view(np.uint16).astype(np.uint32, order="C")
+        return array.astype(np.float32)
+    bits = array.view(np.uint16).astype(np.uint32)
     return np.left_shift(bits, 16, out=bits).view(np.float32)
 
 
 def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float32 rounded to nearest, ties to even. bfloat16 by its bits, as in `widened`."""
-    if dtype != _BFLOAT16:
-        return array.astype(dtype)
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    """Rounded to nearest, ties to even. float32 and float16 to bfloat16 by the bits, as in `widened`."""
+    if dtype != _BFLOAT16 or array.dtype == np.float64:
+        return array.astype(dtype, copy=False)
+    bits = array.astype(np.float32, copy=False).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= 16
     nan = np.isnan(array)
     if nan.any():  # rounding could carry a NaN's bits into the exponent
-        rounded = np.where(nan, np.uint32(0x7FC0), rounded)
+        rounded[nan] = 0x7FC0
     return rounded.astype(np.uint16).view(_BFLOAT16)
 
 
-def _balance(a: np.ndarray, b: np.ndarray) -> int:
-    """The power of two by which A grows and B shrinks so that their largest values come closest."""
-    largest = [float(np.abs(factor, dtype=np.float32).max(initial=0, where=np.isfinite(factor))) for factor in (a, b)]
-    if not all(largest):
-        return 0
-    return round((math.log2(largest[1]) - math.log2(largest[0])) / 2)
+def _balance(piece: _Piece, rows: int) -> list[int]:
+    """For each row the power of two by which A grows and B shrinks so that their largest values come closest."""
+    largest: list[list[float]] = []
+    for factor in (piece.a, widened(piece.b) * np.float32(piece.scaling)):
+        sizes = np.abs(factor, dtype=np.float32).max(axis=(1, 2), initial=0, where=np.isfinite(factor))
+        largest.append(np.broadcast_to(sizes, rows).tolist())
+    return [round((math.log2(b) - math.log2(a)) / 2) if a and b else 0 for a, b in zip(*largest, strict=True)]
 
 
 def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:

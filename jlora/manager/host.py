@@ -21,7 +21,7 @@ from jlora.errors import (
     LoadTimeoutError,
 )
 from jlora.layers.wrap import WrappedModel
-from jlora.manager.blocks import Block, pack
+from jlora.manager.blocks import Block
 from jlora.manager.content import Content
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.leases import Leases
@@ -186,13 +186,13 @@ class Host:
         where = describe(adapter.name, None if request is None else request.path)
         if request is None and not self._config.allow_nonfinite:  # files were looked at while they were read
             check_finite(where, adapter)
-        fitted = fit(adapter, self._wrapped, self._index, where)
         pool = self._slots.pool
+        fitted = fit(adapter, self._wrapped, self._index, pool.chunks, where)
         return Content(
             name=adapter.name,
             generation=0,
             placements=fitted.placements,
-            blocks=self.pinned(pack(pool.chunks, fitted.factors)),
+            blocks=self.pinned(fitted.blocks),
             ranks=rank_vector(pool.sites, fitted.placements),
             rank=adapter.rank,
             about=replace(adapter, modules={}, base_weights={}),

@@ -17,7 +17,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageErro
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.manager.content import Content, Placement
-from jlora.manager.fit import put, rank_vector, scaled
+from jlora.manager.fit import in_slot_dtype, rank_vector
 from jlora.manager.pool import Pool
 
 
@@ -185,14 +185,14 @@ def _assemble_on_host(
             if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
         # A half that stays keeps the power of two that it was stored with, and so must the other.
-        one = np.zeros((p.rank, 1), np.float32)
+        at = f"{where}: {p.module}"
         if new.a is not None:
-            own_a, _, _ = scaled(f"{where}: {p.module}", np.asarray(new.a), one, 1.0, p.site, p.shift)
+            own_a = in_slot_dtype(at, np.asarray(new.a), p.site, None, p.shift)
         if new.b is not None:
-            _, own_b, _ = scaled(f"{where}: {p.module}", one, np.asarray(new.b).T, p.scaling, p.site, p.shift)
-        into[0][p.first : p.first + p.count] = 0
-        into[1][:, start:stop] = 0
-        put(into, p.site, p.first, p.count, own_a, own_b)
+            own_b = in_slot_dtype(at, np.asarray(new.b).T, p.site, p.scaling, -p.shift)
+        covered = slice(p.first, p.first + p.count)
+        into[0][covered], into[1][:, start:stop] = 0, 0
+        into[0][covered, : p.rank], into[1][: p.rank, start:stop] = own_a, own_b
     return pack(pool.chunks, factors)
 
 

@@ -63,7 +63,7 @@ def shrink(
     ranks = check_ranks("shrink", ranks, a.shape[:2])
     rows, (groups, n, rank, _) = plan.num_rows, a.shape
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
-    kernels = _choose("shrink", backend, base, x, a, b, (rank,) * n)
+    kernels = choose("shrink", backend, base, x, a, b, (rank,) * n)
     if kernels is None or rows == 0:
         return xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
     return gradients.shrink(kernels.shrink, x, a, plan, ranks, x_rows)
@@ -104,7 +104,7 @@ def expand(
     ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
     (n, rows, rank), groups = h.shape, b.shape[0]
     out = _like((rows, b.shape[2]), b.dtype) if base is None else base
-    kernels = _choose("expand", backend, out, _like((rows, n * rank)), _like((groups, n, rank, n * rank)), b, sizes)
+    kernels = choose("expand", backend, out, _like((rows, n * rank)), _like((groups, n, rank, n * rank)), b, sizes)
     if kernels is None or rows == 0:
         return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
     return gradients.expand(kernels.expand, sizes, h, b, plan, base, ranks)
@@ -154,7 +154,7 @@ def add_lora(
     ranks = check_ranks("add_lora", ranks, a.shape[:2])
     if plan.num_rows == 0:
         return base
-    kernels = _choose("add_lora", backend, base, x, a, b, sizes)
+    kernels = choose("add_lora", backend, base, x, a, b, sizes)
     if kernels is None:
         return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows)
     return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks, x_rows)
@@ -188,7 +188,7 @@ def _kernels(backend: Backend) -> ModuleType | None:
     raise LoRAError(f"backend must be 'auto', 'xla', 'mosaic_tpu' or 'triton', got {backend!r}")
 
 
-def _choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
+def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
     """The kernels to run, or None for XLA."""
     if backend == "auto":
         where = platform()

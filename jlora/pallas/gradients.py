@@ -32,6 +32,29 @@ def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
+@jax.custom_vjp
+def combine_lora(base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
+    """`triton_moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
+    from jlora.pallas import triton_moe  # slow, and needed on GPUs alone
+
+    pairs = {"rows": rows, "experts": experts, "weights": weights, "ranks": ranks}
+    return triton_moe.combine_lora(base, x, a, b, plan, token_plan, **pairs)
+
+
+def _combine_forward(base, x, a, b, weights, plan, token_plan, rows, experts, ranks):
+    out = combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
+    return out, (base, x, a, b, weights, plan, rows, ranks)
+
+
+def _combine_backward(residuals, dout):
+    *operands, plan, rows, ranks = residuals
+
+    def run(base, x, a, b, weights):
+        return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)
+
+    return *jax.vjp(run, *operands)[1](dout), None, None, None, None, None
+
+
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
     return run(x, a, plan, ranks=ranks, x_rows=x_rows), (x, a, plan, ranks, x_rows)
 
@@ -122,4 +145,5 @@ def _dot(spec, x, y):
 
 shrink.defvjp(_shrink_forward, _shrink_backward)
 expand.defvjp(_expand_forward, _expand_backward)
+combine_lora.defvjp(_combine_forward, _combine_backward)
 add_lora.defvjp(_add_lora_forward, _add_lora_backward)

@@ -6,14 +6,98 @@ token of each row; w2 into the pairs' own rows. Where only the sum over a token'
 adds to that, and saves the traffic of k times as many rows.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas import api, xla
-from jlora.pallas.plan import Plan
+from jlora.pallas import api, gradients, xla
+from jlora.pallas.gpus import current_gpu, platform
+from jlora.pallas.plan import Plan, make_plan
+from jlora.pallas.tiles import plan_tile_m
+
+
+def expert_order(experts: Int[jax.Array, "M"], *, num_experts: int, backend: Backend = "auto") -> Int[jax.Array, "M"]:
+    """Stable argsort of expert ids in [0, num_experts): the order of rows that grouped products want.
+
+    Raises:
+      LoRAError: experts is not a vector of integers.
+    """
+    _check_ids("expert_order", "experts", experts, None)
+    kernels = _plan_kernels(backend, len(experts))
+    if kernels is None:
+        return jnp.argsort(experts, stable=True).astype(jnp.int32)
+    return kernels.order(experts.astype(jnp.int32), num_experts)
+
+
+def plan_experts(
+    slot_ids: Int[jax.Array, "T"],
+    tokens: Int[jax.Array, "M"],
+    experts: Int[jax.Array, "M"],
+    *,
+    num_slots: int,
+    num_experts: int,
+    tile_m: int | None = None,
+    max_active: int | None = None,
+    backend: Backend = "auto",
+) -> Plan:
+    """The plan of rows that are pairs of a token and an expert: group = slot * num_experts + expert.
+
+    Its cost and size follow the M rows and not the groups, on an NVIDIA GPU in few launches of its own.
+
+    Args:
+      slot_ids: [T] slot of each token; outside [0, num_slots) is none.
+      tokens: [M] which token a row is a copy of; outside [0, T) is none.
+      experts: [M] which expert a row goes to; outside [0, num_experts) is none.
+      num_slots, num_experts: S and E; the plan's num_groups is S * E.
+      tile_m, max_active: as for `make_plan`; distinct pairs of slot and expert.
+      backend: whose preferred `tile_m` to take, and who makes the plan; any plan serves every backend.
+
+    Returns:
+      A `Plan` of M rows; rows without a group are dropped.
+
+    Raises:
+      LoRAError: arrays of other shapes or dtypes, sizes that are not positive.
+    """
+    _check_ids("plan_experts", "slot_ids", slot_ids, None)
+    _check_ids("plan_experts", "tokens", tokens, None)
+    _check_ids("plan_experts", "experts", experts, len(tokens))
+    if min(num_slots, num_experts) < 1:
+        raise LoRAError(f"plan_experts: num_slots and num_experts must be at least 1, got {num_slots}, {num_experts}")
+    groups, rows = num_slots * num_experts, len(tokens)
+    if not len(slot_ids):
+        slot_ids = jnp.full(1, num_slots, jnp.int32)
+    slot = slot_ids[jnp.clip(tokens, 0, len(slot_ids) - 1)]
+    inside = (tokens >= 0) & (tokens < len(slot_ids)) & (slot >= 0) & (slot < num_slots)
+    inside &= (experts >= 0) & (experts < num_experts)
+    ids = jnp.where(inside, slot * num_experts + experts, groups).astype(jnp.int32)
+    kernels = _plan_kernels(backend, rows)
+    if kernels is None or (tile_m or 1) < 1 or (max_active or 1) < 1:
+        plan = make_plan(ids, num_groups=groups, tile_m=tile_m, max_active=max_active, backend=backend)
+        return dataclasses.replace(plan, experts=num_experts)
+    bound = min(rows, groups) if max_active is None else min(max_active, rows, groups)
+    tile_m = plan_tile_m(rows, bound, backend) if tile_m is None else tile_m
+    return kernels.plan(ids, num_experts, groups, tile_m, bound)
+
+
+def _plan_kernels(backend: Backend, rows: int):
+    """The kernels that sort and plan, or None for XLA. Both give the same, so that nobody need know which ran."""
+    if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
+        return None
+    from jlora.pallas import triton, triton_plan  # slow, and needed on GPUs alone
+
+    capability = current_gpu().capability
+    old = capability is not None and capability < triton.MIN_CAPABILITY
+    return None if old or not 0 < rows <= triton_plan.MOST_ROWS else triton_plan
+
+
+def _check_ids(op: str, name: str, ids, size: int | None) -> None:
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer) or size not in (None, len(ids)):
+        length = "" if size is None else f" of {size}"
+        raise LoRAError(f"{op}: {name} must be a vector{length} of integers, got {ids.dtype}{list(ids.shape)}")
 
 
 def combine_lora(
@@ -25,6 +109,7 @@ def combine_lora(
     token_plan: Plan,
     *,
     rows: Int[jax.Array, "T k"],
+    experts: Int[jax.Array, "T k"],
     weights: Float[jax.Array, "T k"] | None = None,
     ranks: Int[jax.Array, "G 1"] | None = None,
     backend: Backend = "auto",
@@ -34,49 +119,62 @@ def combine_lora(
     Args:
       base: [T, N] weighted sums of the experts' outputs; a backend may write the result in its place.
       x: [M, K] input of the second product, a row for every pair of a token and one of its experts.
-      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert.
-      plan: from `make_plan` over the M pairs with num_groups = G.
-      token_plan: from `make_plan` over the T tokens with num_groups = S. A pair's group must be of its token's slot, or
-        none.
-      rows: [T, k] integers, the k rows of x that are a token's; outside [0, M) is none. Each row is at most one
-        token's, and a token's rows are of different experts.
+      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert. What lies in b past a
+        group's rank is multiplied by zero here, so it must be finite.
+      plan: from `plan_experts` over the M pairs.
+      token_plan: from `make_plan` over the T tokens with num_groups = S, of the same slots.
+      rows: [T, k] integers, the k rows of x that are a token's; outside [0, M) is none.
+      experts: [T, k] integers, what expert each of them goes to; a token's are different.
       weights: [T, k] routing weights; None: all 1.
       ranks: [G, 1], as for `add_lora`.
-      backend: as for `add_lora`.
+      backend: as for `add_lora`; on a TPU "auto" takes XLA.
 
     Returns:
-      [T, N] in base.dtype, summed in float32 in an order that the experts' numbers decide, and rounded once. Tokens
-      without a pair that has a group of a rank above 0 are bitwise the base.
+      [T, N] in base.dtype, summed in float32 and rounded once, in an order that neither other tokens nor their slots
+      decide; weighted hidden values are rounded as `add_lora` rounds them. Tokens without a pair that has a rank above
+      0 are bitwise the base.
 
     Raises:
       LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
     """
-    if plan.num_groups % token_plan.num_groups:
+    op = "combine_lora"
+    if plan.num_groups != token_plan.num_groups * plan.experts:
         raise LoRAError(
-            f"combine_lora: the plan's {plan.num_groups} groups must be S * E, a multiple of the token_plan's "
-            f"{token_plan.num_groups}"
+            f"{op}: the plan has {plan.num_groups} groups for {plan.experts} experts, and the token_plan "
+            f"{token_plan.num_groups} slots; make them by plan_experts and make_plan of the same slots"
         )
     if x.ndim != 2 or x.shape[0] != plan.num_rows:
-        raise LoRAError(f"combine_lora: x must be [M, K] with M = {plan.num_rows} (the plan's rows), got {x.shape}")
-    api.check_a("combine_lora", a, plan, x.shape[1])
-    api.check_b("combine_lora", b, plan, b.shape[-1:])
+        raise LoRAError(f"{op}: x must be [M, K] with M = {plan.num_rows} (the plan's rows), got {x.shape}")
+    api.check_float(op, "x", x)
+    api.check_a(op, a, plan, x.shape[1])
+    sizes = api.check_b(op, b, plan, b.shape[-1:])
     if a.shape[1] != 1 or a.shape[2] != b.shape[1]:
-        raise LoRAError(
-            f"combine_lora: a [G, 1, R, K] = {a.shape} and b [G, R, N] = {b.shape}: n is not 1, or R differs"
-        )
-    api.check_base("combine_lora", base, token_plan, b.shape[2])
-    if rows.ndim != 2 or rows.shape[0] != token_plan.num_rows or not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise LoRAError(
-            f"combine_lora: rows must be integers [T, k] with T = {token_plan.num_rows} (the token_plan's rows), "
-            f"got {rows.dtype}{list(rows.shape)}"
-        )
+        raise LoRAError(f"{op}: a [G, 1, R, K] = {a.shape} and b [G, R, N] = {b.shape}: n is not 1, or R differs")
+    api.check_base(op, base, token_plan, b.shape[2])
+    for name, array in (("rows", rows), ("experts", experts)):
+        if array.shape != (token_plan.num_rows, rows.shape[-1]) or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise LoRAError(
+                f"{op}: {name} must be integers [T, k] with T = {token_plan.num_rows} (the token_plan's rows), "
+                f"got {array.dtype}{list(array.shape)}"
+            )
     if weights is not None:
         if weights.shape != rows.shape:
-            raise LoRAError(f"combine_lora: weights must be [T, k] = {list(rows.shape)}, got {list(weights.shape)}")
-        api.check_float("combine_lora", "weights", weights)
-    ranks = api.check_ranks("combine_lora", ranks, a.shape[:2])
+            raise LoRAError(f"{op}: weights must be [T, k] = {list(rows.shape)}, got {list(weights.shape)}")
+        api.check_float(op, "weights", weights)
+    ranks = api.check_ranks(op, ranks, a.shape[:2])
     if not plan.num_rows or not rows.size:
         return base
-    api.check_float("combine_lora", "x", x)
-    del backend  # the kernels are to come
-    return xla.combine_lora(base, x, a, b, plan, rows=rows.astype(jnp.int32), weights=weights, ranks=ranks)
+    rows, experts = rows.astype(jnp.int32), experts.astype(jnp.int32)
+    pairs = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), base.dtype)
+    if not _takes_triton(op, backend, pairs, x, a, b, sizes):
+        return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)
+    return gradients.combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
+
+
+def _takes_triton(op: str, backend: Backend, pairs, x, a, b, sizes) -> bool:
+    """Whether Triton runs it. A TPU has no kernel for it: "auto" takes XLA there, and a named one is refused."""
+    if backend == "mosaic_tpu":
+        raise LoRAError(f"{op}: backend 'mosaic_tpu' has no kernel that sums over experts; use backend='xla'")
+    if backend == "xla" or (backend == "auto" and platform() not in ("gpu", "cuda")):
+        return False
+    return api.choose(op, backend, pairs, x, a, b, sizes) is not None

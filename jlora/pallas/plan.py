@@ -32,6 +32,7 @@ class Plan:
       tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
       tiles_used: [1] how many tiles are not empty.
       num_groups, tile_m: static.
+      experts: how many groups share a slot, static: group = slot * experts + expert. 1 where there are no experts.
     """
 
     row_order: Int[jax.Array, "M"]
@@ -43,6 +44,7 @@ class Plan:
     tiles_used: Int[jax.Array, "1"]
     num_groups: int
     tile_m: int
+    experts: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -57,20 +59,22 @@ _COMPARED_AT_ONCE = 1 << 22  # pairs of a search: every dense plan, of 8192 rows
 _LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
 
 
-def _flatten(plan: Plan) -> tuple[list[Any], tuple[int, int]]:
-    return [getattr(plan, name) for name in _LEAVES], (plan.num_groups, plan.tile_m)
+_STATIC = ("num_groups", "tile_m", "experts")
 
 
-def _flatten_with_keys(plan: Plan) -> tuple[list[tuple[Any, Any]], tuple[int, int]]:
+def _flatten(plan: Plan) -> tuple[list[Any], tuple[int, ...]]:
+    return [getattr(plan, name) for name in _LEAVES], tuple(getattr(plan, name) for name in _STATIC)
+
+
+def _flatten_with_keys(plan: Plan) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
     leaves, static = _flatten(plan)
     return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in zip(_LEAVES, leaves, strict=True)], static
 
 
-def _unflatten(static: tuple[int, int], leaves: Iterable[Any]) -> Plan:
+def _unflatten(static: tuple[int, ...], leaves: Iterable[Any]) -> Plan:
     """Past `__init__`, to whose types JAX does not keep: it unflattens shapes, shardings, batched leaves, anything."""
     plan = object.__new__(Plan)
-    names = (*_LEAVES, "num_groups", "tile_m")
-    for name, value in zip(names, (*leaves, *static), strict=True):
+    for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
         object.__setattr__(plan, name, value)
     return plan
 

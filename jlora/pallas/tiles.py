@@ -99,6 +99,7 @@ class GPUProblem:
       rows, k, n, slices, rank: M, K, N, the number of slices and R.
       tile_m: rows a tile of the plan.
       itemsizes: bytes of their elements.
+      experts: whether the rows are pairs of tokens and experts: many groups, and few rows in each.
     """
 
     dtype: str
@@ -109,6 +110,7 @@ class GPUProblem:
     slices: int
     rank: int
     itemsizes: ItemSizes
+    experts: bool = False
 
     @property
     def padded_rank(self) -> int:
@@ -182,18 +184,18 @@ def rule_of_thumb(p: GPUProblem) -> GPUTiles:
     """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
     rows, k, rank = p.rows, p.k, p.rank
     wide = rank > 64 or p.tile_m > 64
-    few = rows <= 512
+    few = p.tile_m <= 16 if p.experts else rows <= 512
     size = 4 if p.dtype == "float32" else 2
     narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
-    programs = 528 if few else 264
+    programs = (528 if few else 264) * (2 if p.experts and rank <= 64 else 1)
     expand = {
         "block_n": 32 if narrow else 64 if wide else 128, "warps": 8 if wide or not few else 4, "stages": 2,
         "chunks": programs, "programs": programs,
     }  # fmt: skip
     if few:
         return GPUTiles(
-            block_k=128, split_k=max(1, min(28, k // 256)), block_r=32, shrink_warps=2, shrink_stages=4,
-            shrink_programs=792, **expand,
+            block_k=128, split_k=max(1, min(28, k // 256)), block_r=32, shrink_warps=2,
+            shrink_stages=2 if p.experts else 4, shrink_programs=1584 if p.experts else 792, **expand,
         )  # fmt: skip
     return GPUTiles(
         block_k=64 if size == 4 else 128, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64,

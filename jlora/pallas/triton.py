@@ -34,15 +34,19 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
     if a.shape[2] > MAX_RANK:
         return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
     rows = base.shape[0]
-    return too_large(_problem(rows, x, a, b, len(slice_sizes), 16), gpu) if rows else None
+    return too_large(_sizes(rows, x, a, b, len(slice_sizes), 16), gpu) if rows else None
 
 
-def _problem(rows: int, x, a, b, slices: int, tile_m: int) -> GPUProblem:
+def _problem(plan: Plan, x, a, b, slices: int) -> GPUProblem:
+    return _sizes(plan.num_rows, x, a, b, slices, plan.tile_m, plan.experts > 1)
+
+
+def _sizes(rows: int, x, a, b, slices: int, tile_m: int, experts: bool = False) -> GPUProblem:
     """The sizes of an `add_lora`."""
     h = jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
     k, (_, rank, n) = x.shape[1], b.shape
-    return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes)
+    return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes, experts)
 
 
 def dot_dtype(x, a, b):
@@ -63,7 +67,7 @@ def shrink(
     """See `jlora.ops.shrink`."""
     groups, n, rank, k = a.shape
     b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # as if it led back to K columns
-    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
@@ -90,7 +94,7 @@ def expand(
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # as if h came of N columns
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
-    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, len(slice_sizes), plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
 
@@ -112,14 +116,14 @@ def add_lora(
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, n, plan.tile_m), gpu)
+    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)
 
 
 def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
     """Partial sums [split_k, M, n * R] for `expand_parts`; rows without a group and entries past the rank: anything."""
-    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, a.shape[1], plan.tile_m))
+    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, a.shape[1]))
     # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
     # range that h may have.
     h_dtype = jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
@@ -128,7 +132,7 @@ def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=N
 
 def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
     """base + the delta of `shrink_parts`, in its place."""
-    tiles = tiles or gpu_tiles(_problem(plan.num_rows, x, a, b, len(slice_sizes), plan.tile_m))
+    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)))
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
 
 
@@ -240,20 +244,15 @@ def _expand_kernel(
         tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
         tile 1   ...
 
-    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b, except where
-    `stages` is 1: then b is read with base, before h is there, and the next tile is looked up meanwhile.
+    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
     """
-    rank, block_n, by_hand = b_ref.shape[1], tiles.block_n, tiles.stages == 1
+    rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
     counts = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
     per_tile = sum(counts[1:], counts[0])
 
-    def look_up(u):
-        return find_tile(jnp.minimum(u // per_tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
-
-    def unit(u, found):
-        group, rows = found if by_hand else look_up(u)
-        following = look_up(u + pl.num_programs(0)) if by_hand else found
+    def unit(u, carry):
+        group, rows = find_tile(u // per_tile, group_ref, rows_ref, tile_m)
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
@@ -265,28 +264,22 @@ def _expand_kernel(
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
             return col, (col < end)[None, :]
 
-        def read_b(j, within=True):
+        def read_base(j):
             col, inside = columns(j)
-            return [
-                load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside & within) for r in blocks
-            ]
-
-        def read_ahead(j):
-            col, inside = columns(j)
-            base = load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
-            return (base, *(read_b(j, j < steps) if by_hand else ()))
+            return load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
 
         def column_block(j, ahead, h):
-            (base, *factors), *ahead = *ahead, read_ahead(j + tiles.ahead)
+            base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
             total = base.astype(jnp.float32)
-            for h_block, b in zip(h, factors or read_b(j), strict=True):
+            for r, h_block in zip(blocks, h, strict=True):
+                b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
                 total += dot(h_block, b, dtype, 0)
             store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
         def all_blocks():
-            ahead = tuple(read_ahead(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
+            ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
             h = tuple(_sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
@@ -294,9 +287,9 @@ def _expand_kernel(
             pl.when(read > 0)(all_blocks)
         else:  # few rows: to wait for the rank takes longer than to read what the store's mask then drops
             all_blocks()
-        return following
+        return carry
 
-    share_out(used * per_tile, unit, look_up(pl.program_id(0)) if by_hand else jnp.int32(0))
+    share_out(used * per_tile, unit, jnp.int32(0))
 
 
 def tiles_used(used_ref, group_ref):

@@ -32,8 +32,8 @@ COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
 
 
 def side_by_side(plan: Plan, token_plan: Plan, rank: int, k: int) -> bool:
-    """Whether to multiply by all experts of a slot: at up to 256 k ranks that costs less than k rows of traffic."""
-    return plan.tile_m > 16 and plan.num_groups // token_plan.num_groups * rank <= 256 * k
+    """Whether to multiply by all experts of a slot: up to 200 ranks for each row of traffic saved cost less (H200)."""
+    return plan.tile_m > 16 and plan.num_groups // token_plan.num_groups * rank <= 200 * (k - 1)
 
 
 def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ranks, tiles=None, interpret=False):

@@ -1,7 +1,7 @@
 """Sorting by group and the plan, as few launches on an NVIDIA GPU: what XLA makes of `plan` takes dozens.
 
 To `PAIRWISE` rows every row counts the rows that come before it: one launch sorts, one cuts tiles. Above, a stable
-counting sort takes some bits of the ids a pass, two launches each; three launches cut tiles. Integers only, and no
+counting sort takes some bits of the ids a pass, three launches each; three more cut tiles. Integers only, and no
 atomics: the same rows give the same plan.
 """
 
@@ -32,40 +32,34 @@ def order(
 
 
 def plan(
-    ids: Int[jax.Array, "M"], num_groups: int, tile_m: int, max_active: int, *, pairwise: int = PAIRWISE,
-    interpret: bool = False,
+    ids: Int[jax.Array, "M"], experts: int, num_groups: int, tile_m: int, max_active: int, *,
+    pairwise: int = PAIRWISE, interpret: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of `make_plan` for M >= 1 rows with ids in [0, num_groups], where num_groups is none."""
     rows, tiles = len(ids), max_tiles(len(ids), tile_m, max_active)
     row_order, sorted_ids, first = _sort(ids, num_groups, pairwise, interpret)
-    vector = jax.ShapeDtypeStruct((tiles,), jnp.int32)
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    one, vector = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (1, tiles))
+    outs = [vector, vector, vector, jax.ShapeDtypeStruct((tiles * tile_m,), jnp.int32)]
+    cut = partial(_cut_kernel, groups=num_groups, tile_m=tile_m, tiles=tiles)
     call = partial(_call, interpret=interpret)
-    if rows <= pairwise:
-        starts = first  # a program finds its tiles' starts itself
-        used = one
+    if first is not None:
+        group, start, end, tile_rows, used = call(
+            partial(_cut_pairwise_kernel, cut=cut), pl.cdiv(tiles, _TILES), 4, [*outs, one], "lora_plan_cut",
+            row_order, sorted_ids, first,
+        )  # fmt: skip
     else:
         blocks = pl.cdiv(rows, _BLOCK)
-        counts, flags = call(
-            partial(_flag_kernel, groups=num_groups, tile_m=tile_m), blocks, 8,
-            [jax.ShapeDtypeStruct((blocks,), jnp.int32), _like(ids)], "lora_plan_flag", sorted_ids,
-        )  # fmt: skip
+        flag = partial(_flag_kernel, groups=num_groups, tile_m=tile_m)
+        table = jax.ShapeDtypeStruct((blocks,), jnp.int32)
+        counts, flags = call(flag, blocks, 8, [table, _like(ids)], "lora_plan_flag", sorted_ids)
         starts, used = call(_start_kernel, blocks, 4, [vector, one], "lora_plan_start", counts, flags)
-    cut = partial(_cut_kernel, groups=num_groups, tile_m=tile_m, tiles=tiles)
-    outs = [vector, vector, vector, jax.ShapeDtypeStruct((tiles * tile_m,), jnp.int32)]
-    if rows <= pairwise:
-        pairs = partial(_cut_pairwise_kernel, cut=cut)
-        group, start, end, tile_rows, used = call(
-            pairs, pl.cdiv(tiles, _TILES), 4, [*outs, one], "lora_plan_cut", row_order, sorted_ids, starts
-        )
-    else:
         group, start, end, tile_rows = call(
             partial(_cut_many_kernel, cut=cut), pl.cdiv(tiles, _TILES), 4, outs, "lora_plan_cut",
             row_order, sorted_ids, starts, used,
         )  # fmt: skip
     places = jnp.arange(tiles * tile_m, dtype=jnp.int32)
-    row_slot = jnp.full(rows, tiles * tile_m, jnp.int32).at[tile_rows].set(places, mode="drop")
-    return Plan(row_order, row_slot, tile_rows, group, start, end, used, num_groups, tile_m)
+    row_slot = jnp.full(rows, tiles * tile_m, jnp.int32).at[tile_rows].set(places, mode="drop")  # gone if unused
+    return Plan(row_order, row_slot, tile_rows, group, start, end, used, num_groups, tile_m, experts)
 
 
 def _like(ids):
@@ -93,7 +87,8 @@ def _sort(ids, largest: int, pairwise: int, interpret: bool):
         table = jax.ShapeDtypeStruct((blocks, 1 << bits), jnp.int32)
         count = partial(_count_kernel, digit=digit)
         counts = _call(count, blocks, 4, table, "lora_sort_count", ids, interpret=interpret)
-        args = (counts, ids) if rows is None else (counts, ids, rows)
+        begin = _call(_begin_kernel, (1 << bits) // 16, 8, table, "lora_sort_begin", counts, interpret=interpret)
+        args = (begin, ids) if rows is None else (begin, ids, rows)
         move = partial(_move_kernel, digit=digit)
         rows, ids = _call(move, blocks, 8, [like, like], "lora_sort_move", *args, interpret=interpret)
     return rows, ids, None
@@ -144,35 +139,42 @@ def _count_kernel(ids_ref, counts_ref, *, digit):
     store(counts_ref, (pl.program_id(0), bins), _sum(mine[:, None] == bins[None, :], 0), bins >= 0)
 
 
-def _move_kernel(counts_ref, ids_ref, *refs, digit):
+def _begin_kernel(counts_ref, begin_ref):
+    """begin[block, bin]: how many ids have a smaller digit, or the same in an earlier block; a program: 16 bins."""
+    blocks, width = counts_ref.shape
+    bins, step = jnp.arange(width, dtype=jnp.int32), min(_power(blocks), (1 << 14) // width)
+    mine = pl.program_id(0) * 16 + jnp.arange(16, dtype=jnp.int32)
+
+    def total(c, found):
+        q = c * step + jnp.arange(step, dtype=jnp.int32)
+        return found + jnp.sum(load(counts_ref, (q[:, None], bins[None, :]), (q < blocks)[:, None]), axis=0)
+
+    totals = jax.lax.fori_loop(0, pl.cdiv(blocks, step), total, jnp.zeros(width, jnp.int32))
+    smaller = jnp.sum(jnp.where(bins[None, :] < mine[:, None], totals[None, :], 0), axis=1)
+    step = min(_power(blocks), 256)
+
+    def place(c, begin):
+        q = c * step + jnp.arange(step, dtype=jnp.int32)
+        counts = load(counts_ref, (q[:, None], mine[None, :]), (q < blocks)[:, None])
+        earlier = jnp.cumsum(counts, axis=0) - counts
+        store(begin_ref, (q[:, None], mine[None, :]), begin[None, :] + earlier, (q < blocks)[:, None])
+        return begin + jnp.sum(counts, axis=0)
+
+    jax.lax.fori_loop(0, pl.cdiv(blocks, step), place, smaller)
+
+
+def _move_kernel(begin_ref, ids_ref, *refs, digit):
     """A block's rows go to their places: after all of smaller digits, of earlier blocks, and earlier ones here."""
     *rows_refs, row_ref, sorted_ref = refs
-    (blocks, width), rows = counts_ref.shape, ids_ref.shape[0]
-    here = pl.program_id(0)
-    bins = jnp.arange(width, dtype=jnp.int32)
-
-    step = min(_power(blocks), (1 << 14) // width)
-
-    def chunk(c, found):
-        q = c * step + jnp.arange(step, dtype=jnp.int32)
-        counts = load(counts_ref, (q[:, None], bins[None, :]), (q < blocks)[:, None])
-        return found[0] + jnp.sum(counts, axis=0), found[1] + jnp.sum(jnp.where((q < here)[:, None], counts, 0), axis=0)
-
-    zeros = jnp.zeros(width, jnp.int32)
-    total, before = jax.lax.fori_loop(0, pl.cdiv(blocks, step), chunk, (zeros, zeros))
-    begin = jnp.cumsum(total) - total + before
-    i = here * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    rows, begin = ids_ref.shape[0], pl.program_id(0) * _BLOCK
+    i = begin + jnp.arange(_BLOCK, dtype=jnp.int32)
     ids = load(ids_ref, (i,), i < rows)
     mine = digit(ids)
-    place = jnp.zeros(_BLOCK, jnp.int32)
-    for first in range(0, _BLOCK, 64):  # rows before it in this block
-        j = here * _BLOCK + first + jnp.arange(64, dtype=jnp.int32)
+    place = load(begin_ref, (pl.program_id(0), mine), i < rows)
+    for first in range(0, _BLOCK, 64):
+        j = begin + first + jnp.arange(64, dtype=jnp.int32)
         other = digit(load(ids_ref, (j,), j < rows))
         place += _sum((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]), 1)
-    for first in range(0, width, 16):  # begin[mine]
-        some = first + jnp.arange(16, dtype=jnp.int32)
-        at = jnp.sum(jnp.where((bins[None, :] == some[:, None]), begin[None, :], 0), axis=1)
-        place += jnp.sum(jnp.where(mine[:, None] == some[None, :], at[None, :], 0), axis=1)
     row = load(rows_refs[0], (i,), i < rows) if rows_refs else i
     _scatter(row_ref, place, row, i < rows)
     _scatter(sorted_ref, place, ids, i < rows)

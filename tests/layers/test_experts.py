@@ -187,6 +187,22 @@ def test_exported_as_it_came(world):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
 
 
+def test_unwrapped_as_it_was(world):
+    model = STYLES[world.style](nnx.Rngs(0))
+
+    def seen():
+        modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+        return [(type(module), sorted(vars(module))) for module in modules]
+
+    before, state = seen(), jax.tree.leaves(nnx.state(model))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    assert seen() != before
+    manager.unwrap()
+    assert seen() == before
+    for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), state, strict=True):
+        assert mine is theirs
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +329,22 @@ def test_a_method_needs_rows(register):
             manager.model(jnp.ones((1, 2, HIDDEN)))
     finally:
         _describe.pop(Methods)
+
+
+@pytest.mark.parametrize("said", [{}, {"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi", None])
+def test_attributes_that_only_look_like_grouped_products(said):
+    class Other(nnx.Module):
+        def __init__(self):
+            self.plain = nnx.Param(jnp.ones((2, 2)))
+            self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.other = Other()
+
+    Other.grouped_products = said
+    manager = jlora.LoRAManager(Holder(), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["other.linear"]
 
 
 def test_a_subclass_that_overrides_a_product():

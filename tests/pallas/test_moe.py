@@ -10,15 +10,20 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
+from jlora.pallas import moe, triton, triton_moe, triton_plan
+from jlora.pallas.tiles import GPUTiles
 from tests import oracle
+from tests.pallas.lowering import lowered_text
 from tests.pallas.test_plan import check
+from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close
 
 
 def routed(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype=jnp.float32):
     """A routed batch: rows sorted by expert, as a base model's grouped products have them, and factors of all groups.
 
-    Returns a dict: x [T, K], base [M, N], a, b, ranks, token [M], group [M], rows [T, k], weights [T, k], slot [T].
+    Returns a dict: x [T, K], base [M, N], a, b, ranks, token [M], group [M], order [M]; slot [T]; rows, expert and
+    weights [T, k].
     """
     rng = np.random.default_rng(seed)
     expert = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).ravel()  # of the pairs, token by token
@@ -40,7 +45,7 @@ def routed(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype=jnp.float32
     }  # fmt: skip
     ints = {
         "ranks": ranks, "token": token, "group": np.where(inside, slot[token] * experts + expert[order], -1),
-        "rows": rows.reshape(tokens, k), "slot": slot,
+        "rows": rows.reshape(tokens, k), "slot": slot, "expert": expert.reshape(tokens, k), "order": order,
     }  # fmt: skip
     arrays = {name: jnp.asarray(v, dtype) for name, v in floats.items()}
     return arrays | {name: jnp.asarray(v, jnp.int32) for name, v in ints.items()}
@@ -65,13 +70,14 @@ def test_rows_of_x_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     np.testing.assert_array_equal(h, ops.shrink(d["x"][d["token"]], d["a"], plan, ranks=d["ranks"], backend="xla"))
 
 
-def combine_problem(seed, tokens, k, slots, experts, rank, n_in, n, dtype=jnp.float32):
+def combine_problem(seed, tokens, k, slots, experts, rank, n_in, n, dtype=jnp.float32, tile_m=None):
     """A routed batch whose x has a row a pair, base a row a token."""
     d = routed(seed, tokens, k, slots, experts, rank, n_in, (n,), dtype)
     rng = np.random.default_rng(seed)
     d["x"] = jnp.asarray(rng.normal(size=(tokens * k, n_in)), dtype)
     d["base"] = jnp.asarray(rng.normal(size=(tokens, n)), dtype)
-    d["plan"] = ops.make_plan(d["group"], num_groups=slots * experts)
+    flat = d["expert"].ravel()[d["order"]]
+    d["plan"] = ops.plan_experts(d["slot"], d["token"], flat, num_slots=slots, num_experts=experts, tile_m=tile_m)
     d["token_plan"] = ops.make_plan(d["slot"], num_groups=slots)
     return d
 
@@ -80,7 +86,7 @@ def combine(d, **changed):
     d = d | changed
     names = ("base", "x", "a", "b", "plan", "token_plan")
     return ops.combine_lora(
-        *(d[name] for name in names), rows=d["rows"], weights=d["weights"], ranks=d["ranks"],
+        *(d[name] for name in names), rows=d["rows"], experts=d["expert"], weights=d["weights"], ranks=d["ranks"],
         backend=d.get("backend", "xla"),
     )  # fmt: skip
 
@@ -123,6 +129,140 @@ def test_a_large_plan_takes_no_time_that_grows_with_pairs_of_rows():
     start = time.perf_counter()
     jax.block_until_ready(plan(ids))
     assert time.perf_counter() - start < 0.5  # 0.03 s; comparing all pairs takes 2.9 s
+
+
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+def test_the_plan_of_experts(tokens, k, slots, experts, rank, n_in, sizes):
+    d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
+    flat = d["expert"].ravel()
+    order = ops.expert_order(flat, num_experts=experts)
+    np.testing.assert_array_equal(order, d["order"])
+    plan = ops.plan_experts(d["slot"], order // k, flat[order], num_slots=slots, num_experts=experts, tile_m=3)
+    check(plan, np.asarray(d["group"]), slots * experts)
+    assert plan.experts == experts
+    nobody = ops.plan_experts(d["slot"], order // k - tokens, flat[order], num_slots=slots, num_experts=experts)
+    assert nobody.tiles_used.tolist() == [0]
+    elsewhere = ops.plan_experts(d["slot"], order // k, flat[order] + experts, num_slots=slots, num_experts=experts)
+    assert elsewhere.tiles_used.tolist() == [0]
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"experts": jnp.zeros(3, jnp.int32)}, "experts must be a vector of 4 of integers"),
+        ({"tokens": jnp.zeros(4)}, "tokens must be a vector of integers"),
+        ({"slot_ids": jnp.zeros((2, 2), jnp.int32)}, "slot_ids must be a vector of integers"),
+        ({"num_slots": 0}, "num_slots and num_experts must be at least 1"),
+        ({"tile_m": 0}, "at least 1"),
+    ],
+)
+def test_plan_experts_says_what_does_not_fit(changed, message):
+    four = jnp.zeros(4, jnp.int32)
+    args = {"slot_ids": jnp.zeros(2, jnp.int32), "tokens": four, "experts": four, "num_slots": 2, "num_experts": 3}
+    with pytest.raises(LoRAError, match=message):
+        ops.plan_experts(**(args | changed))
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "tile_m", "most", "pairwise"),  # rows above `pairwise` take the counting sort
+    [
+        (1, 1, 16, 1, 99), (40, 5, 16, 3, 99), (90, 1024, 16, 90, 99), (300, 3, 64, 3, 16), (700, 100, 16, 100, 16),
+        (520, 5000, 5, 520, 16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["random", "sorted", "nobody"])
+def test_the_kernels_make_the_same_plan(rows, groups, tile_m, most, pairwise, kind):
+    ids = np.random.default_rng(rows).integers(0, groups + 1, rows)
+    ids = {"random": ids, "sorted": np.sort(ids), "nobody": np.full(rows, groups)}[kind]
+    run = partial(triton_plan.plan, pairwise=pairwise, interpret=True)
+    got = run(jnp.asarray(ids, jnp.int32), 1, groups, tile_m, most)
+    want = ops.make_plan(jnp.asarray(ids, jnp.int32), num_groups=groups, tile_m=tile_m, max_active=most)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    order = triton_plan.order(jnp.asarray(ids, jnp.int32), groups + 1, pairwise=pairwise, interpret=True)
+    np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
+
+
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes):
+    d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
+    plan = ops.make_plan(d["group"], num_groups=slots * experts, tile_m=16)
+    got = triton.add_lora(
+        d["base"], d["x"], d["a"], d["b"], plan, slice_sizes=sizes, ranks=d["ranks"], x_rows=d["token"], tiles=TILES,
+        interpret=True,
+    )  # fmt: skip
+    close(got, oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], d["a"], d["b"], sizes), 2e-6)
+
+
+SUM = GPUTiles(block_k=16, block_n=16, programs=3, stages=1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+def test_triton_sums_over_the_experts_of_a_token(monkeypatch, tokens, k, slots, experts, rank, n_in, sizes, wide):
+    monkeypatch.setattr(triton_moe, "side_by_side", lambda *_: wide)
+    d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0], tile_m=16)
+    d["base"] = d["base"].at[::2].set(-0.0)
+    d["rows"] = d["rows"].at[::2, 0].set(-1)
+    names = ("base", "x", "a", "b", "plan", "token_plan")
+
+    def run(d):
+        pairs = {"rows": d["rows"], "experts": d["expert"], "weights": d["weights"], "ranks": d["ranks"]}
+        return triton_moe.combine_lora(*(d[n] for n in names), **pairs, tiles=(TILES, SUM), interpret=True)
+
+    got = run(d)
+    close(got, oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"]), 2e-6)
+    alone = np.asarray((d["slot"] < 0) | (d["slot"] >= slots))
+    np.testing.assert_array_equal(np.asarray(got)[alone].view(np.uint32), np.asarray(d["base"])[alone].view(np.uint32))
+    other = np.asarray(run(d | {"x": d["x"].at[d["rows"][-1]].set(7)}))  # the last token's pairs
+    np.testing.assert_array_equal(other[:-1], np.asarray(got)[:-1])
+
+
+REAL = [(2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 14336, 8, 2)]  # hidden, intermediate, experts, top k
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(8, 64), (8192, 8)])
+@pytest.mark.parametrize(("hidden", "inner", "experts", "k"), REAL)
+def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
+    monkeypatch.setattr(moe, "platform", lambda: "gpu")
+    monkeypatch.setattr("jlora.pallas.tiles.platform", lambda: "gpu")
+    groups, rank, pairs = slots * experts, 16, tokens * k
+    ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((tokens, k), (tokens,))]
+    shapes = [
+        (pairs, 2 * inner), (tokens, hidden), (tokens, hidden), (pairs, inner), (groups, 2, rank, hidden),
+        (groups, rank, 2 * inner), (groups, 1, rank, inner), (groups, rank, hidden),
+    ]  # fmt: skip
+
+    def run(expert, slot, base13, base2, x, act, a13, b13, a2, b2):
+        order = ops.expert_order(expert.ravel(), num_experts=experts)
+        token = order // k
+        plan = ops.plan_experts(slot, token, expert.ravel()[order], num_slots=slots, num_experts=experts)
+        token_plan = ops.make_plan(slot, num_groups=slots, backend="triton")
+        first = ops.add_lora(base13, x, a13, b13, plan, slice_sizes=(inner, inner), x_rows=token, backend="triton")
+        rows = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs)).reshape(tokens, k)
+        second = ops.combine_lora(base2, act, a2, b2, plan, token_plan, rows=rows, experts=expert, backend="triton")
+        return first, second
+
+    text = lowered_text(run, (*ints, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)), "cuda")
+    for name in ("lora_plan_cut", "lora_shrink", "lora_expand"):
+        assert name in text
+    assert ("lora_combine" in text) == (tokens == 8192 and experts < 128)
+    assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)
+
+
+def test_gradients_of_the_sum_are_those_of_xla(monkeypatch):
+    d = combine_problem(4, 9, 3, 2, 4, 5, 6, 7, tile_m=16)
+    run = triton_moe.combine_lora
+    monkeypatch.setattr(triton_moe, "combine_lora", partial(run, tiles=(TILES, SUM), interpret=True))
+
+    def loss(backend, base, x, a, b, weights):
+        changed = {"base": base, "x": x, "a": a, "b": b, "weights": weights, "backend": backend}
+        return (combine(d, **changed) ** 2).sum()
+
+    operands = [d[n] for n in ("base", "x", "a", "b", "weights")]
+    got, want = (jax.grad(partial(loss, backend), range(5))(*operands) for backend in ("triton", "xla"))
+    for one, other in zip(got, want, strict=True):
+        close(one, np.asarray(other, np.float64), 1e-5)
 
 
 def test_gradients_follow_the_index():
@@ -173,7 +313,9 @@ def test_add_lora_says_what_does_not_fit(changed, message):
         ({"x": jnp.zeros((8, 6))}, r"x must be \[M, K\] with M = 24"),
         ({"a": jnp.zeros((8, 2, 5, 6))}, "n is not 1"),
         ({"base": jnp.zeros((24, 7))}, r"base must be \[M, N\] = \[8, 7\]"),
-        ({"token_plan": ops.make_plan(jnp.zeros(8, jnp.int32), num_groups=3)}, r"S \* E"),
+        ({"token_plan": ops.make_plan(jnp.zeros(8, jnp.int32), num_groups=3)}, "8 groups for 4 experts"),
+        ({"expert": jnp.zeros((8, 2), jnp.int32)}, r"experts must be integers \[T, k\] with T = 8"),
+        ({"backend": "mosaic_tpu"}, "'mosaic_tpu' has no kernel that sums over experts"),
     ],
 )
 def test_combine_lora_says_what_does_not_fit(changed, message):

@@ -1,0 +1,267 @@
+"""Times the LoRA of experts (both products of a block) beside the floor and other serving stacks.
+
+    python -m benchmarks.moe_kernels              # every row of peers_moe_h200.json
+    python -m benchmarks.moe_kernels --tokens 64  # some of them
+
+`wall` is microseconds a layer in a jitted chain of layers with distinct weights, kernels alone, as the peers' are:
+`add_lora` of gate and up, then of down into the pairs' rows, or where that is less work `combine_lora` into the
+tokens'. `plan` is what a layer needs before: rows sorted by expert, their plan. Before a row is timed, its results on
+fresh random data are checked against the NumPy oracle, and must be the same bits twice over and with the tokens
+permuted.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels import SAMPLE, TOLERANCE, geometric_mean
+from benchmarks.moe_specs import MODELS, Batch, Experts, batch, floor_us, peers, slots
+from benchmarks.timing import compile_all, wall_us
+from jlora import ops
+from jlora.pallas.tiles import plan_tile_m
+from jlora.pallas.triton_moe import side_by_side
+from tests import oracle
+
+PLANS = 32  # in a chain
+LIVE_BYTES = 150e6  # of factors that a chain reads: several times what the L2 cache holds
+
+
+def random_layers(e: Experts, groups: int, rank: int, layers: int, dtype=jnp.bfloat16):
+    """Pairs of products' factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
+    i, h = e.intermediate, e.hidden
+    shapes = ((groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h))
+    scales = (h**-0.5, (rank * layers) ** -0.5, i**-0.5, (rank * layers) ** -0.5)
+
+    @jax.jit
+    def make(key):
+        keys = jax.random.split(key, 4)
+        return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
+
+    return [make(key) for key in jax.random.split(jax.random.key(0), layers)]
+
+
+def route(b: Batch, e: Experts, num_slots: int):
+    """What a layer computes from the router's choice: the plan of sorted rows, their tokens, a token's rows."""
+    flat = b.expert.reshape(-1)
+    order = ops.expert_order(flat, num_experts=e.experts)
+    token = order // e.top_k
+    plan = ops.plan_experts(b.slot, token, flat[order], num_slots=num_slots, num_experts=e.experts)
+    return plan, token, order
+
+
+def pair_rows(order, e: Experts):
+    """[T, k]: the sorted row of each pair."""
+    rows = jnp.zeros(len(order), jnp.int32).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    return rows.reshape(-1, e.top_k)
+
+
+class Row:
+    """The compiled programs of one row of the table."""
+
+    def __init__(self, key: dict):
+        self.key, self.e = key, MODELS[key["model"]]
+        self.rank, self.tokens, self.slots = key["rank"], key["tokens"], slots(key["adapters"])
+        host = batch(self.e, self.tokens, key["adapters"])
+        self.host, self.batch = host, Batch(jnp.asarray(host.expert), jnp.asarray(host.slot))
+        self.pairs, self.groups = self.tokens * self.e.top_k, self.slots * self.e.experts
+        self.present = len(np.unique(host.slot[:, None] * self.e.experts + host.expert))
+        per_pair = 6 * self.rank * (self.e.hidden + self.e.intermediate)
+        self.layers = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair)), 8, 32))
+        tile_m = plan_tile_m(self.pairs, min(self.pairs, self.groups), "triton")
+        plan = jax.eval_shape(partial(ops.make_plan, num_groups=self.groups, tile_m=tile_m), jnp.zeros(8, jnp.int32))
+        self.combined = side_by_side(plan, jax.eval_shape(self._token_plan, self.batch.slot), self.rank, self.e.top_k)
+
+    def _token_plan(self, slot):
+        return ops.make_plan(slot, num_groups=self.slots)
+
+    def jobs(self) -> list[tuple]:
+        """(jitted function, shapes of its arguments) of: the chain of layers, one checked layer."""
+        layers = jax.eval_shape(partial(random_layers, self.e, self.groups, self.rank, self.layers))
+        inputs = jax.eval_shape(self.inputs, jax.random.key(0))
+        planned = jax.eval_shape(self.plan_all, self.batch)
+        ranks = jax.eval_shape(self.ranks)
+        order = jax.ShapeDtypeStruct((self.tokens,), jnp.int32)
+        sample = jax.ShapeDtypeStruct((SAMPLE,), jnp.int32)
+        b = jax.eval_shape(lambda b: b, self.batch)
+        return [
+            (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], layers, planned, ranks)),
+            (jax.jit(self._once), (inputs, layers[0], b, ranks, order, sample)),
+        ]
+
+    def plan_job(self) -> tuple:
+        b = jax.eval_shape(lambda b: b, self.batch)
+        return jax.jit(self._plans, donate_argnums=0), (b.expert, b.slot)
+
+    def inputs(self, key):
+        """The two base outputs, then x [T, H] and the activations [T, k, I], token by token."""
+        e, out = self.e, self.tokens if self.combined else self.pairs
+        kx, ka = jax.random.split(key)
+        bases = jnp.ones((self.pairs, 2 * e.intermediate), jnp.bfloat16), jnp.ones((out, e.hidden), jnp.bfloat16)
+        x = jax.random.normal(kx, (self.tokens, e.hidden), jnp.bfloat16)
+        return bases, x, jax.random.normal(ka, (self.tokens, e.top_k, e.intermediate), jnp.bfloat16)
+
+    def ranks(self):
+        return jnp.full((self.groups, 2), self.rank, jnp.int32)
+
+    def plan_all(self, b: Batch):
+        plan, token, order = route(b, self.e, self.slots)
+        return plan, self._token_plan(b.slot), token, pair_rows(order, self.e), b.expert
+
+    def _layer(self, bases, x, act, layer, planned, ranks):
+        plan, token_plan, token, rows, expert = planned
+        a13, b13, a2, b2 = layer
+        sizes = (self.e.intermediate,) * 2
+        first = ops.add_lora(bases[0], x, a13, b13, plan, slice_sizes=sizes, ranks=ranks, x_rows=token)
+        if not self.combined:
+            return first, ops.add_lora(bases[1], act, a2, b2, plan, ranks=ranks[:, :1])
+        weights = jnp.full(rows.shape, 1 / self.e.top_k, jnp.float32)
+        pairs = {"rows": rows, "experts": expert, "weights": weights}
+        return first, ops.combine_lora(bases[1], act, a2, b2, plan, token_plan, **pairs, ranks=ranks[:, :1])
+
+    def _chain(self, bases, data, layers, planned, ranks):
+        x, act = data
+        act, layer = act.reshape(self.pairs, -1), jax.jit(self._layer)
+        for factors in layers:
+            bases = layer(bases, x, act, factors, planned, ranks)
+        return bases
+
+    def _once(self, inputs, layer, b, ranks, order, sample):
+        """The tokens `order`, on bases of zero; back in their own order, as bits, and some of them as numbers."""
+        bases, x, act = inputs
+        b = Batch(b.expert[order], b.slot[order])
+        planned = self.plan_all(b)
+        rows = planned[3]
+        sorted_act = jnp.zeros((self.pairs, act.shape[-1]), act.dtype).at[rows].set(act[order], unique_indices=True)
+        zeros = tuple(base * 0 for base in bases)
+        first, second = self._layer(zeros, x[order], sorted_act, layer, planned, ranks)
+        outs = first[rows], second if self.combined else second[rows]
+        outs = [jnp.zeros_like(out).at[order].set(out, unique_indices=True) for out in outs]
+        return [jax.lax.bitcast_convert_type(out, jnp.uint16) for out in outs], [out[sample] for out in outs]
+
+    def _plans(self, expert, slot):
+        for _ in range(PLANS):
+            plan, token, _ = route(Batch(expert, slot), self.e, self.slots)
+            used = plan.tile_rows[0] ^ plan.tile_group[0] ^ plan.tiles_used[0] ^ token[0]
+            expert = expert ^ (used >> 30)
+        return expert
+
+    def check(self, once, layer) -> float:
+        """Relative error of some tokens on fresh random data; raises if it or a repeat or a permutation is off."""
+        rng, name = np.random.default_rng(), str({k: self.key[k] for k in ("model", "rank", "tokens", "adapters")})
+        inputs, ranks = self.inputs(jax.random.key(rng.integers(2**32))), self.ranks()
+        sample = rng.integers(self.tokens, size=SAMPLE)
+        straight, order = jnp.arange(self.tokens), jnp.asarray(rng.permutation(self.tokens))
+        run = partial(once, inputs, layer, self.batch, ranks)
+        (bits, got), (again, _), (permuted, _) = (
+            run(o, jnp.asarray(sample, jnp.int32)) for o in (straight, straight, order)
+        )
+        for other, what in ((again, "two runs differ"), (permuted, "permuted tokens differ")):
+            if not all(bool((one == two).all()) for one, two in zip(bits, other, strict=True)):
+                raise AssertionError(f"{name}: {what}")
+        ids = (self.host.slot[sample, None] * self.e.experts + self.host.expert[sample]).ravel()
+        here, local = np.unique(ids, return_inverse=True)
+        a13, b13, a2, b2 = (np.asarray(v[jnp.asarray(here)], np.float64) for v in layer)
+        x = np.repeat(np.asarray(inputs[1][sample], np.float64), self.e.top_k, axis=0)
+        act = np.asarray(inputs[2][sample], np.float64).reshape(len(ids), -1)
+        first = oracle.lora_delta(x, local, a13, b13, (self.e.intermediate,) * 2)
+        second = oracle.lora_delta(act, local, a2, b2)
+        if self.combined:
+            second = second.reshape(SAMPLE, self.e.top_k, -1).mean(1)
+        error = 0.0
+        for out, want in zip(got, (first, second), strict=True):
+            value = np.asarray(out, np.float64).reshape(want.shape)
+            error = max(error, float(np.linalg.norm(value - want) / np.linalg.norm(want)))
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{name}: relative error {error:.2e}")
+        return error
+
+    def plan_us(self, plans) -> float:
+        """Microseconds of sorting by expert and planning."""
+        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=5, calls=5)[0] / PLANS
+
+    def measure(self, chain, once, plan: float) -> dict:
+        """All the figures of the row, given what its plan takes."""
+        layers = random_layers(self.e, self.groups, self.rank, self.layers)
+        error = self.check(once, layers[0])
+        bases, *data = self.inputs(jax.random.key(1))
+        planned = jax.jit(self.plan_all)(self.batch)
+        calls = 2 if self.tokens > 256 else 10
+        wall, spread = wall_us(chain, bases, tuple(data), layers, planned, self.ranks(), repeats=3, calls=calls)
+        wall, spread = wall / self.layers, spread / self.layers
+        floor = floor_us(self.e, self.rank, self.tokens, self.present, combined=self.combined)
+        best = self.key["best_kernels_us"]
+        return {
+            **{k: self.key[k] for k in ("model", "rank", "tokens", "adapters")}, "combined": self.combined,
+            "floor_us": floor, "wall_us": wall, "spread_us": spread, "plan_us": plan, "of_floor": floor / wall,
+            "best_peer_us": best, "faster": best / wall, "faster_with_plan": best / (wall + plan), "error": error,
+        }  # fmt: skip
+
+
+def summary(rows: list[dict]) -> dict:
+    """What the rows show together."""
+    slowest = min(rows, key=lambda r: r["faster"])
+    return {
+        "rows": len(rows),
+        "faster_than_best_peer": geometric_mean([r["faster"] for r in rows]),
+        "with_plan": geometric_mean([r["faster_with_plan"] for r in rows]),
+        "slowest": [slowest[k] for k in ("model", "rank", "tokens", "adapters", "faster")],
+        "of_floor": geometric_mean([r["of_floor"] for r in rows]),
+        "plan_us_to_512_pairs": max((r["plan_us"] for r in rows if _pairs(r) <= 512), default=None),
+        "plan_us_above": max((r["plan_us"] for r in rows if _pairs(r) > 512), default=None),
+        "largest_error": max(r["error"] for r in rows),
+    }
+
+
+def _routing(row: dict) -> tuple:
+    return row["model"], row["tokens"], row["adapters"]
+
+
+def _pairs(row: dict) -> int:
+    return row["tokens"] * MODELS[row["model"]].top_k
+
+
+def line(r: dict) -> str:
+    return (
+        f"{r['model']:13s} r{r['rank']:<2d} {r['tokens']:4d}/{r['adapters']:<2d} {'c' if r['combined'] else ' '} "
+        f"wall {r['wall_us']:7.2f} ±{r['spread_us']:5.2f} floor {r['floor_us']:6.1f} {100 * r['of_floor']:3.0f}% "
+        f"x{r['faster']:.2f} plan {r['plan_us']:6.2f} x{r['faster_with_plan']:.2f} error {r['error']:.1e}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rank", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048, 8192])
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    args = parser.parse_args()
+    wanted = [r for r in peers() if r["model"] in args.model and r["rank"] in args.rank and r["tokens"] in args.tokens]
+    todo, rows = [Row(key) for key in wanted], []
+    routed = {_routing(row.key): row for row in todo}  # ranks share their plans
+    jobs = [row.plan_job() for row in routed.values()] + [job for row in todo for job in row.jobs()]
+    programs = compile_all(jobs)
+    for program in programs:
+        if isinstance(program, Exception):
+            raise program
+    remaining = iter(programs)
+    plans = {key: row.plan_us(next(remaining)) for key, row in routed.items()}
+    for row in todo:
+        rows.append(row.measure(next(remaining), next(remaining), plans[_routing(row.key)]))
+        print(line(rows[-1]), flush=True)
+        if args.out:
+            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+            about |= {"python": platform.python_version(), "date": str(datetime.date.today()), "summary": summary(rows)}
+            lines = ",\n".join(json.dumps(r) for r in rows)
+            args.out.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
+    print(json.dumps(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

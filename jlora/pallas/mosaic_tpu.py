@@ -1,15 +1,15 @@
 """The TPU backend: shrink and expand fused in one Mosaic kernel, the rank-R intermediate kept in VMEM.
 
 Where groups are few, rows stay in their own order: sorting them would move the [M, N] base output through HBM three
-more times. Instead, the matrix unit, which handles 128 ranks at the price of one, takes up to 128 / R groups at once (a "bundle"), and a mask on
-the small intermediate leaves each row its own group. A group's place in its bundle is its id modulo the bundle's size,
-so that a row is computed alike whoever shares its batch.
+more times. Instead, the matrix unit, which handles 128 ranks at the price of one, takes up to 128 / R groups at once (a
+"bundle"), and a mask on the small intermediate leaves each row its own group. A group's place in its bundle is its id
+modulo the bundle's size, so that a row is computed alike whoever shares its batch.
 
 A "visit" is a tile of rows together with a bundle that occurs in it. Only the groups of visited bundles are read from
 HBM, each only up to its true rank, and once for all neighbouring row tiles that need the same.
 
-Where groups are many (slots times experts), rows are taken sorted by group, since the groups of a batch in any other
-order would be visited once a tile; and the schedule is sized by the rows, for nearly all groups have none.
+Rows of experts are taken sorted by group, which is a slot's expert, since a tile of rows in any other order would need
+the groups that the next needs too; and their schedule is sized by the rows, for nearly all groups have none.
 """
 
 from dataclasses import replace
@@ -56,6 +56,8 @@ def add_lora(
     assert s is not None
     if ranks is None:
         ranks = jnp.full((s.groups, len(s.slices)), s.rank, jnp.int32)
+    if plan.experts > 1:  # rows of an expert stand together, and its groups may all have the same place in a bundle
+        s = replace(s, by_group=True)
     group = _row_groups(plan)
     if not s.by_group:
         x = x if x_rows is None else x[x_rows]

@@ -74,10 +74,9 @@ class Sizes:
 
     @property
     def listed(self) -> int:
-        """Length of the list of visits: `max_visits` for every chunk; of sorted rows, what all chunks can have together.
+        """Length of the list of visits: `max_visits` for every chunk, or of sorted rows all that the chunks can have.
 
-        Sorted rows change their group or their tile at most `min(groups, rows) + row_tiles - 2` times, and every chunk
-        lists a spare visit.
+        Those have at most `min(groups, rows) + row_tiles - 1` pairs of a tile and a group, and a spare visit a chunk.
         """
         if not self.by_group:
             return self.chunks * self.max_visits

@@ -14,6 +14,7 @@ import sys
 import time
 from functools import lru_cache, partial
 from importlib.metadata import version
+from typing import NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is used as a compiler: there is no machine to ask
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -23,7 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.moe_specs import Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
+from jlora import ops
 from jlora.pallas import mosaic_tpu
 from jlora.pallas.plan import make_plan
 
@@ -50,28 +53,91 @@ def compile_add_lora(
     def f(base, x, a, b, ranks, plan):
         return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
 
-    def operand(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=_sharding(chip))
-
+    operand = partial(_operand, chip)
     shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]
     arrays = [operand(shape, dtype) for shape in shapes]
     plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
     plan = jax.tree.map(lambda leaf: operand(leaf.shape, leaf.dtype), plan)
     program = jax.jit(f, donate_argnums=0).lower(*arrays, operand((groups, n), "int32"), plan).compile()
-    text = program.as_text()
-    (kernel,) = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    a, b, _, base = re.findall(r"%([\w.-]+)", re.search(r"custom-call\(([^)]*)\)", kernel)[1])[-4:]
-    entry = re.findall(r"%([\w.-]+) = [^=]* parameter\((\d+)\)", text[text.index("\nENTRY") :])
-    given = {int(number): name for name, number in entry}  # f's arguments, in order
-    used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', kernel)
+    (kernel,), given = _kernels(program.as_text())
     sizes = mosaic_tpu._sizes(*arrays, slices)
     return {
-        "vmem_bytes": int(used[1]),
+        "vmem_bytes": kernel.vmem_bytes,
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-        "in_place": "output_to_operand_aliasing" in kernel and base == given[0],
-        "weights_in_place": (a, b) == (given[2], given[3]),
+        "in_place": kernel.aliases and kernel.base == given[0],
+        "weights_in_place": (kernel.a, kernel.b) == (given[2], given[3]),
         **{name: getattr(sizes, name) for name in ("tile_m", "tile_k", "tile_n", "bundle")},
     }
+
+
+def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers: int = 2, slots: int = SLOTS):
+    """What the compiled LoRA of a model's expert layers says of itself: plan, w1 and w3, activation, w2, sums.
+
+    Their base products are given. "auto" must take the kernels, so the caller sees to it that the platform is a TPU's.
+
+    Returns:
+      dict: kernels in the program; vmem_bytes the largest takes; temp_bytes and argument_bytes of HBM for the whole
+      program; weights_in_place: every a and b goes to its kernel as it is.
+    """
+    e, groups, pairs = model, slots * model.experts, tokens * model.top_k
+    operand = partial(_operand, chip)
+
+    def f(weights, slot, expert, bases, x):
+        flat = expert.ravel()
+        order = ops.expert_order(flat, num_experts=e.experts)
+        token = order // e.top_k
+        rows = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32)).reshape(expert.shape)
+        plan = ops.plan_experts(slot, token, flat[order], num_slots=slots, num_experts=e.experts)
+        token_plan = ops.make_plan(slot, num_groups=slots)
+        for (a13, b13, ranks13, a2, b2, ranks2), (base13, base2) in zip(weights, bases, strict=True):
+            sizes = (e.intermediate, e.intermediate)
+            up = ops.add_lora(base13, x, a13, b13, plan, slice_sizes=sizes, ranks=ranks13, x_rows=token)
+            hidden = jax.nn.silu(up[:, : e.intermediate]) * up[:, e.intermediate :]
+            x = ops.combine_lora(base2, hidden, a2, b2, plan, token_plan, rows=rows, experts=expert, ranks=ranks2)
+        return x
+
+    r, h, i = rank, e.hidden, e.intermediate
+    shapes = [(groups, 2, r, h), (groups, r, 2 * i), (groups, 2), (groups, 1, r, i), (groups, r, h), (groups, 1)]
+    weights = [operand(shape, "int32" if len(shape) == 2 else "bfloat16") for shape in shapes]
+    bases = [operand((pairs, 2 * i), "bfloat16"), operand((tokens, h), "bfloat16")]
+    ids = operand((tokens,), "int32"), operand((tokens, e.top_k), "int32")
+    program = jax.jit(f).lower([weights] * layers, *ids, [bases] * layers, operand((tokens, h), "bfloat16")).compile()
+    kernels, given = _kernels(program.as_text())
+    memory = program.memory_analysis()
+    own = [(given[6 * layer + i], given[6 * layer + i + 1]) for layer in range(layers) for i in (0, 3)]
+    return {
+        "kernels": len(kernels),
+        "vmem_bytes": max(kernel.vmem_bytes for kernel in kernels),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "weights_in_place": [(kernel.a, kernel.b) for kernel in kernels] == own,
+    }
+
+
+def _operand(chip: str, shape, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=_sharding(chip))
+
+
+class Kernel(NamedTuple):
+    """A kernel of a compiled program: the names of its operands, whether its result takes the base output's place."""
+
+    a: str
+    b: str
+    base: str
+    aliases: bool
+    vmem_bytes: int
+
+
+def _kernels(text: str) -> tuple[list[Kernel], dict[int, str]]:
+    """The kernels in the text of a program, in order, and the names of the program's arguments."""
+    kernels = []
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            a, b, _, base = re.findall(r"%([\w.-]+)", re.search(r"custom-call\(([^)]*)\)", line)[1])[-4:]
+            used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', line)
+            kernels.append(Kernel(a, b, base, "output_to_operand_aliasing" in line, int(used[1])))
+    entry = re.findall(r"%([\w.-]+) = [^=]* parameter\((\d+)\)", text[text.index("\nENTRY") :])
+    return kernels, {int(number): name for name, number in entry}
 
 
 def main():

@@ -130,7 +130,7 @@ def all_finite(array: np.ndarray) -> bool:
     signed, unsigned, infinity = found
     flat = array.reshape(-1)
     step = _PIECE // array.dtype.itemsize
-    sign = (np.iinfo(signed).max) + 1
+    sign = 1 << (8 * array.dtype.itemsize - 1)
     for at in range(0, flat.size, step):
         part = flat[at : at + step]
         if int(part.view(signed).max()) >= infinity or int(part.view(unsigned).max()) >= sign + infinity:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import LoRAError
@@ -15,16 +16,26 @@ from jlora.manager.content import Content, Placement
 def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
     """The adapter that `slot` holds now, under the module names, ranks and alphas of `content`, in slot dtype."""
     about = content.about or Adapter(name=content.name, modules={})
-    read = {p.module: _read(content.name, p, slot, modules[p.site]) for p in content.placements}
-    return replace(about, modules=read, content=None)
+    by_site: dict[Site, list[Placement]] = {}
+    for p in content.placements:
+        by_site.setdefault(p.site, []).append(p)
+    read: dict[str, ModuleLoRA] = {}
+    for site, placements in by_site.items():
+        a, b = _slot(site, slot, modules[site])
+        read |= {p.module: _module(content.name, p, a[p.row], b[p.row]) for p in placements}
+    return replace(about, modules={p.module: read[p.module] for p in content.placements}, content=None)
 
 
-def _read(name: str, p: Placement, slot: int, layer: nnx.Module) -> ModuleLoRA:
+def _slot(site: Site, slot: int, layer: nnx.Module) -> tuple[np.ndarray, np.ndarray]:
+    """A [rows, n, R, K] and B [rows, R, N] of one slot, in one piece: to read many small ones takes long."""
+    spec = site.spec
+    where = (*(slice(None) for _ in spec.stack), slot)
+    a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in site.attributes[:2])
+    return a.reshape(-1, *a.shape[-3:]), b.reshape(-1, *b.shape[-2:])
+
+
+def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> ModuleLoRA:
     spec = p.site.spec
-    # A [(layers,) S, (E,) n, R, K] -> [n, R, K], B [(layers,) S, (E,) R, N] -> [R, N]
-    index = tuple(map(int, np.unravel_index(p.row, spec.rows))) if spec.rows else ()
-    where = (*index[: len(spec.stack)], slot, *index[len(spec.stack) :])
-    a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in p.site.attributes[:2])
     covered = a[p.first : p.first + p.count, : p.rank]
     if not all(np.array_equal(covered[0], other) for other in covered[1:]):
         raise LoRAError(

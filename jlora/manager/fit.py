@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -45,27 +46,21 @@ class Fitted:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """Factors that lie in the same slices of one row after the other.
+class _Piece(NamedTuple):
+    """Factors that lie in the same slices of rows that follow each other.
 
     Attributes:
       names: the checkpoint's name of each row's module.
-      site, row: the site, and the first of its rows.
-      first, count: the output slices.
+      first, slices: the output slices.
       a: [rows, r, K], or [1, r, K] where all rows share it.
       b: [rows, r, N], or [1, r, N].
-      scaling: what B is multiplied by.
     """
 
     names: Sequence[str]
-    site: Site
-    row: int
     first: int
-    count: int
+    slices: int
     a: np.ndarray
     b: np.ndarray
-    scaling: float
 
 
 def describe(name: str, path: str | None) -> str:
@@ -127,20 +122,16 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
         for row in _rows_of(adapter.modules[name], site, first_row):
             ranks[site, row] = max(ranks.get((site, row), 0), adapter.modules[name].rank)
     frame = Frame(chunks, ranks)
-    placements: list[Placement] = []
-    with within(np.errstate(over="ignore", invalid="ignore")):
-        for name, found in placed.items():
-            module = adapter.modules[name]
-            pieces = _pieces(where, name, module, wrapped, *found)
-            shifts = _fill(where, pieces, frame)
-            placements += [
-                Placement(
-                    *(piece.names[i], piece.site, piece.row + i, piece.first, piece.count),
-                    *(module.rank, module.alpha, module.scaling, shift[i]),
-                )
-                for i in range(len(pieces[0].names))
-                for piece, shift in zip(pieces, shifts, strict=True)
+
+    def filled(names: Sequence[str]) -> list[Placement]:
+        with within(np.errstate(over="ignore", invalid="ignore")):
+            return [
+                p for name in names for p in _fill(where, name, adapter.modules[name], wrapped, *placed[name], frame)
             ]
+
+    batches = [names[i : i + _BATCH] for names in [list(placed)] for i in range(0, len(names), _BATCH)]
+    with ThreadPoolExecutor(_THREADS, "jlora-cast") as workers:  # NumPy lets go of the interpreter meanwhile
+        placements = [placement for batch in workers.map(filled, batches) for placement in batch]
     return Fitted(tuple(placements), frame.blocks)
 
 
@@ -155,13 +146,12 @@ def _pieces(
     module: ModuleLoRA | ExpertsLoRA,
     wrapped: WrappedModel,
     site: Site,
-    row: int,
     first: int,
     count: int,
 ) -> list[_Piece]:
     """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     if isinstance(module, ModuleLoRA):
-        return [_Piece((name,), site, row, first, count, module.a[None], module.b.T[None], module.scaling)]
+        return [_Piece((name,), first, count, module.a[None], module.b.T[None])]
     spec = site.spec
     assert spec.experts is not None
     a, b = module.a, module.b.swapaxes(1, 2)
@@ -181,7 +171,7 @@ def _pieces(
     for i in range(count):
         part = own if count == 1 else called[first + i]
         names = [f"{block}.{expert}.{part}" for expert in range(spec.experts)]
-        pieces.append(_Piece(names, site, row, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]], module.scaling))
+        pieces.append(_Piece(names, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]]))
     return pieces
 
 
@@ -192,8 +182,18 @@ def _columns(b: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return bits.view(b.dtype).transpose(np.argsort(order))
 
 
-def _fill(where: str, pieces: Sequence[_Piece], frame: Frame) -> list[Sequence[int]]:
-    """Write the pieces of a module into their blocks; for each, the power of two that went from B to A in every row.
+def _fill(
+    where: str,
+    name: str,
+    module: ModuleLoRA | ExpertsLoRA,
+    wrapped: WrappedModel,
+    site: Site,
+    row: int,
+    first: int,
+    count: int,
+    frame: Frame,
+) -> list[Placement]:
+    """Write a module into its blocks.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
     so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
@@ -201,24 +201,33 @@ def _fill(where: str, pieces: Sequence[_Piece], frame: Frame) -> list[Sequence[i
     Raises:
       AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
     """
-    _check_scaling(f"{where}: {pieces[0].names[0]}", pieces[0].scaling)
-    dtype, rows = np.dtype(pieces[0].site.spec.dtype), len(pieces[0].names)
-    shifts = [_balance(piece, rows) if dtype == np.float16 else (0,) * rows for piece in pieces]
+    pieces = _pieces(where, name, module, wrapped, site, first, count)
+    dtype, rows = np.dtype(site.spec.dtype), len(pieces[0].names)
+    _check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
+    shifts = [_balance(piece, module.scaling) if dtype == np.float16 else [0] * rows for piece in pieces]
     for piece, shift in zip(pieces, shifts, strict=True):
-        spec = piece.site.spec
-        start = sum(spec.out_sizes[: piece.first])
-        slices, columns = slice(piece.first, piece.first + piece.count), slice(start, start + piece.b.shape[2])
-        for run, parts in frame.runs(piece.site, piece.row, rows):
-            into_a = [(first, a[:, slices]) for first, a, _ in parts]
-            into_b = [(first, b[:, None, :, columns]) for first, _, b in parts]
+        start = sum(site.spec.out_sizes[: piece.first])
+        slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
+        for run, parts in frame.runs(site, row, rows):
+            into_a = [(begin, a[:, slices]) for begin, a, _ in parts]
+            into_b = [(begin, b[:, None, :, columns]) for begin, _, b in parts]
             powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
             minus = None if powers is None else -powers
             fits = _write(piece.a, run, dtype, None, powers, into_a)
-            if not (fits and _write(piece.b, run, dtype, piece.scaling, minus, into_b)):
-                _refuse(where, pieces, shifts)
-    return shifts
+            if not (fits and _write(piece.b, run, dtype, module.scaling, minus, into_b)):
+                _refuse(where, module.scaling, site, pieces, shifts)
+    return [
+        Placement(
+            *(piece.names[i], site, row + i, piece.first, piece.slices),
+            *(module.rank, module.alpha, module.scaling, shift[i]),
+        )
+        for i in range(rows)
+        for piece, shift in zip(pieces, shifts, strict=True)
+    ]
 
 
+_THREADS = 2
+_BATCH = 8  # modules that a thread does at once
 _TILE = 1 << 16  # numbers that are cast together: they stay in the cache
 
 
@@ -240,7 +249,7 @@ def _write(
     shared = len(factor) == 1
     own = factor if shared else factor[run]
     sizes = own.shape
-    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1))
+    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
     most = max(1, _TILE * sizes[outer] // own.size)
     for at in range(0, sizes[outer], most):
         rows, ranks, columns = (
@@ -262,13 +271,15 @@ def _write(
     return True
 
 
-def _refuse(where: str, pieces: Sequence[_Piece], shifts: Sequence[Sequence[int]]) -> NoReturn:
-    """Raise for the first module with a value that slot dtype cannot hold."""
+def _refuse(
+    where: str, scaling: float, site: Site, pieces: Sequence[_Piece], shifts: Sequence[Sequence[int]]
+) -> NoReturn:
+    """Raise for the first of a module's rows with a value that slot dtype cannot hold."""
     for i in range(len(pieces[0].names)):
         for piece, shift in zip(pieces, shifts, strict=True):
             a, b = (factor[i % len(factor)] for factor in (piece.a, piece.b))
-            in_slot_dtype(f"{where}: {piece.names[i]}", a, piece.site, None, shift[i])
-            in_slot_dtype(f"{where}: {piece.names[i]}", b, piece.site, piece.scaling, -shift[i])
+            in_slot_dtype(f"{where}: {piece.names[i]}", a, site, None, shift[i])
+            in_slot_dtype(f"{where}: {piece.names[i]}", b, site, scaling, -shift[i])
     raise AssertionError("what a module's rows hold, the whole of it holds")
 
 
@@ -415,12 +426,12 @@ def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded.astype(np.uint16).view(_BFLOAT16)
 
 
-def _balance(piece: _Piece, rows: int) -> list[int]:
+def _balance(piece: _Piece, scaling: float) -> list[int]:
     """For each row the power of two by which A grows and B shrinks so that their largest values come closest."""
     largest: list[list[float]] = []
-    for factor in (piece.a, widened(piece.b) * np.float32(piece.scaling)):
+    for factor in (piece.a, widened(piece.b) * np.float32(scaling)):
         sizes = np.abs(factor, dtype=np.float32).max(axis=(1, 2), initial=0, where=np.isfinite(factor))
-        largest.append(np.broadcast_to(sizes, rows).tolist())
+        largest.append(np.broadcast_to(sizes, len(piece.names)).tolist())
     return [round((math.log2(b) - math.log2(a)) / 2) if a and b else 0 for a, b in zip(*largest, strict=True)]
 
 

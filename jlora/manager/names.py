@@ -1,8 +1,9 @@
 """Checkpoint name -> the slices of the site that it fills, for one wrapped model."""
 
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from jlora.errors import LoRAUsageError
@@ -40,6 +41,11 @@ class SiteIndex:
         for site in wrapped.modules:
             for name in site.parts:
                 self._sites.setdefault((site.kind, name), []).append(site)
+        rows = {len(site.spec.rows) for site in wrapped.modules}
+        self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
+        # Adapters come with tens of thousands of names, each twice: before its tensors are read and after. And again
+        # with the next adapter.
+        self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._nearest: dict[str, Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
 
@@ -60,13 +66,7 @@ class SiteIndex:
 
         The name of weights of the kind "experts" is that of all experts; the row is then that of the first.
         """
-        mapped = self.model_name(name)
-        hits: list[tuple[Site, int, str]] = []
-        # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
-        for numbers, short in _without_numbers(mapped):
-            for site in self._sites.get(("linear" if kind == "experts" else kind, short), ()):
-                if (row := _row(site.spec, numbers, kind == "experts")) is not None:
-                    hits.append((site, row, short))
+        hits = self._hits(kind, name)
         if len(hits) == 1:
             site, row, key = hits[0]
             if site.inferred is not None and site.provisional:
@@ -75,7 +75,18 @@ class SiteIndex:
         if hits:
             places = ", ".join(repr(site.path) for site, _, _ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
-        return self._reason(kind, mapped)
+        return self._reason(kind, self.model_name(name))
+
+    def _search(self, kind: str, name: str) -> list[tuple[Site, int, str]]:
+        """The sites that a name can mean: the row in each, and its name there."""
+        hits: list[tuple[Site, int, str]] = []
+        all_experts = kind == "experts"
+        # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
+        for numbers, short in _without_numbers(self.model_name(name), self._indices[all_experts]):
+            for site in self._sites.get(("linear" if all_experts else kind, short), ()):
+                if (row := _row(site.spec, numbers, all_experts)) is not None:
+                    hits.append((site, row, short))
+        return hits
 
     def _reason(self, kind: str, name: str) -> str:
         for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
@@ -98,14 +109,16 @@ class SiteIndex:
         return self._nearest[kind].hint(name)
 
 
-def _without_numbers(name: str) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Up to two of a name's integer components, and the name without them."""
+def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Some of a name's integer components, as many as `counts` says, and the name without them."""
     parts = name.split(".")
     places = [i for i, part in enumerate(parts) if _is_index(part)]
-    for count in range(3):
+    for count in counts:
         for out in itertools.combinations(places, count):
-            short = ".".join(part for i, part in enumerate(parts) if i not in out)
-            yield tuple(int(parts[i]) for i in out), short
+            kept = parts.copy()
+            for i in reversed(out):
+                del kept[i]
+            yield tuple([int(parts[i]) for i in out]), ".".join(kept)
 
 
 def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:

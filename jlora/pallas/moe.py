@@ -127,7 +127,7 @@ def combine_lora(
       experts: [T, k] integers, what expert each of them goes to; a token's are different.
       weights: [T, k] routing weights; None: all 1.
       ranks: [G, 1], as for `add_lora`.
-      backend: as for `add_lora`; on a TPU "auto" takes XLA.
+      backend: as for `add_lora`, which on a TPU makes the pairs' rows, that are then summed.
 
     Returns:
       [T, N] in base.dtype, summed in float32 and rounded once, in an order that neither other tokens nor their slots
@@ -165,16 +165,12 @@ def combine_lora(
     if not plan.num_rows or not rows.size:
         return base
     rows, experts = rows.astype(jnp.int32), experts.astype(jnp.int32)
+    where = platform() if backend == "auto" else backend
+    if where in ("tpu", "mosaic_tpu"):
+        zeros = jnp.zeros((plan.num_rows, b.shape[2]), jnp.float32)
+        delta = api.add_lora(zeros, x, a, b, plan, ranks=ranks, backend=backend)
+        return xla.add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
     pairs = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), base.dtype)
-    if not _takes_triton(op, backend, pairs, x, a, b, sizes):
-        return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)
-    return gradients.combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
-
-
-def _takes_triton(op: str, backend: Backend, pairs, x, a, b, sizes) -> bool:
-    """Whether Triton runs it. A TPU has no kernel for it: "auto" takes XLA there, and a named one is refused."""
-    if backend == "mosaic_tpu":
-        raise LoRAError(f"{op}: backend 'mosaic_tpu' has no kernel that sums over experts; use backend='xla'")
-    if backend == "xla" or (backend == "auto" and platform() not in ("gpu", "cuda")):
-        return False
-    return api.choose(op, backend, pairs, x, a, b, sizes) is not None
+    if where in ("gpu", "cuda", "triton") and api.choose(op, backend, pairs, x, a, b, sizes) is not None:
+        return gradients.combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
+    return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)

@@ -1,12 +1,15 @@
 """The TPU backend: shrink and expand fused in one Mosaic kernel, the rank-R intermediate kept in VMEM.
 
-Rows stay in their own order: sorting them would move the [M, N] base output through HBM three more times. Instead, the
-matrix unit, which handles 128 ranks at the price of one, takes up to 128 / R groups at once (a "bundle"), and a mask on
-the small intermediate leaves each row its own group. A group's place in its bundle is its id modulo the bundle's size,
-so that a row is computed alike whoever shares its batch.
+Where groups are few, rows stay in their own order: sorting them would move the [M, N] base output through HBM three
+more times. Instead, the matrix unit, which handles 128 ranks at the price of one, takes up to 128 / R groups at once (a
+"bundle"), and a mask on the small intermediate leaves each row its own group. A group's place in its bundle is its id
+modulo the bundle's size, so that a row is computed alike whoever shares its batch.
 
 A "visit" is a tile of rows together with a bundle that occurs in it. Only the groups of visited bundles are read from
 HBM, each only up to its true rank, and once for all neighbouring row tiles that need the same.
+
+Rows of experts are taken sorted by group, which is a slot's expert, since a tile of rows in any other order would need
+the groups that the next needs too; and their schedule is sized by the rows, for nearly all groups have none.
 """
 
 from dataclasses import replace
@@ -18,11 +21,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
-from jlora.pallas.mosaic_tpu_kernel import LANES, NOBODY, VACANT, Sizes, call, overlaps
+from jlora.pallas.mosaic_tpu_kernel import LANES, NOBODY, Sizes, call, overlaps
+from jlora.pallas.mosaic_tpu_visits import visits
 from jlora.pallas.plan import Plan
 
 _VMEM_BYTES = 44 << 20  # what we plan for, of the 64 MiB of tpu7x; v5e, v5p and v6e have 128 MiB
 _SMEM_BYTES = 640 << 10  # of 1 MiB
+_MANY_GROUPS = 256  # more than this are those of experts, not an adapter's slots
 
 
 def add_lora(
@@ -44,7 +49,6 @@ def add_lora(
     Raises:
       LoRAError: with `unsupported_reason`.
     """
-    x = x if x_rows is None else x[x_rows]
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes)
     if reason is not None:
         raise LoRAError(f"add_lora: backend 'mosaic_tpu' {reason}")
@@ -52,12 +56,15 @@ def add_lora(
     assert s is not None
     if ranks is None:
         ranks = jnp.full((s.groups, len(s.slices)), s.rank, jnp.int32)
+    if plan.experts > 1:  # rows of an expert stand together, and its groups may all have the same place in a bundle
+        s = replace(s, by_group=True)
     group = _row_groups(plan)
     if not s.by_group:
-        return call(s, base, x, a, b, group, ranks, _visits(s, group), interpret=interpret)
+        x = x if x_rows is None else x[x_rows]
+        return call(s, base, x, a, b, group, ranks, visits(s, group), interpret=interpret)
     order = plan.row_order
-    group = group[order]
-    total = call(s, base[order], x[order], a, b, group, ranks, _visits(s, group), interpret=interpret)
+    group, x = group[order], x[order if x_rows is None else x_rows[order]]
+    total = call(s, base[order], x, a, b, group, ranks, visits(s, group), interpret=interpret)
     return base.at[order].set(total, unique_indices=True)
 
 
@@ -131,11 +138,20 @@ def _sizes(base, x, a, b, slice_sizes) -> Sizes | None:
 
 @lru_cache
 def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
-    step = next((step for step in (16, 8) if rank % step == 0), rank)
     bundle = 1 if rank % 8 else max(1, min(LANES // rank, groups, 16))
+    s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
+    while s is not None and groups > _MANY_GROUPS and _smem_bytes(s) > _SMEM_BYTES and bundle > 1:
+        bundle //= 2  # a shorter list of groups for every visit
+        s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
+    return s
+
+
+def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int) -> Sizes | None:
+    step = next((step for step in (16, 8) if rank % step == 0), rank)
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
     base_size, x_size, a_size, b_size = itemsizes
-    for tile_m in (256, 128, 64, 32, 16):
+    many = groups > _MANY_GROUPS  # few rows each: a bundle seldom has more in a tile than the matrix unit's 128
+    for tile_m in (128, 64, 32, 16) if many else (256, 128, 64, 32, 16):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
         tile_n = _tile_n(slices, min((2 << 20) // (width * b_size), (2 << 20) // (tile_m * base_size)))
@@ -146,7 +162,7 @@ def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
         even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks, for chips of two cores (v5p)
         chunk = min((_VMEM_BYTES - fixed) // per_tile, even)
         if chunk >= 1:
-            s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=False)
+            s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=many)
             return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)
     return None
 
@@ -171,37 +187,4 @@ def _tile_n(slices: tuple[int, ...], most: int) -> int:
 
 
 def _smem_bytes(s: Sizes) -> int:
-    return 4 * (s.chunks * s.max_visits * (s.bundle + 2) + s.groups * len(s.slices))
-
-
-def _visits(s: Sizes, group: Int[jax.Array, "M"]):
-    """Which bundles each row tile needs, as flat vectors for SMEM: V = max_visits a chunk, of which `count` are used.
-
-    Returns:
-      count: [] visits of the fullest chunk, at least 1.
-      tile: [chunks * V] row tile of a visit, rising within a chunk.
-      active: [chunks * V * bundle] groups of a visit's bundle; `VACANT` where none.
-      fresh: [chunks * V] 1 where the bundle differs from the visit before it.
-    """
-    blocks = -(-s.groups // s.bundle)
-    ids = jnp.arange(blocks * s.bundle, dtype=jnp.int32)
-    rows = jnp.pad(group, (0, s.chunks * s.chunk * s.tile_m - s.rows), constant_values=NOBODY)
-    present = jnp.any(rows.reshape(-1, s.tile_m, 1) == ids[None, None, :], axis=1)  # [chunks * chunk, ids]
-    present = present.astype(jnp.int32).reshape(-1, blocks, s.bundle)
-
-    # 1. Groups of a tile that share a place go to consecutive visits.
-    nth = jnp.where(present > 0, jnp.cumsum(present, axis=1) - 1, -1)
-    used = jnp.max(jnp.sum(present, axis=1), axis=1).reshape(s.chunks, s.chunk)
-    end = jnp.cumsum(used, axis=1)
-
-    # 2. Visit v belongs to the first tile whose visits end past v; spare visits are without groups, at the last tile.
-    v = jnp.arange(s.max_visits, dtype=jnp.int32)
-    tile = jnp.sum(v[None, :, None] >= end[:, None, :], axis=2, dtype=jnp.int32)
-    tile = jnp.minimum(tile, s.chunk - 1) + s.chunk * jnp.arange(s.chunks, dtype=jnp.int32)[:, None]
-    here = nth[tile] == (v[None, :] - (end - used).ravel()[tile])[:, :, None, None]  # [chunks, V, blocks, bundle]
-    active = jnp.max(jnp.where(here, ids.reshape(1, 1, blocks, s.bundle), VACANT), axis=2)
-
-    fresh = jnp.any(active != jnp.roll(active, 1, axis=1), axis=2) | (v == 0)[None, :]
-    count = jnp.maximum(jnp.max(end[:, -1]), 1)
-    tile = jnp.minimum(tile, s.row_tiles - 1)
-    return count, tile.ravel(), active.ravel(), fresh.astype(jnp.int32).ravel()
+    return 4 * (s.listed * (s.bundle + 2) + (s.chunks + 1) * s.by_group + s.groups * len(s.slices))

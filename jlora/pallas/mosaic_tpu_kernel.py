@@ -24,7 +24,8 @@ class Sizes:
     bundle: groups taken at once. step: ranks that one copy brings.
     tile_m, tile_k, tile_n: rows, in-features and out-features of a grid step.
     chunk: row tiles whose intermediate is in VMEM at once.
-    by_group: rows must be given sorted by group, because visits in any other order might not fit in SMEM.
+    by_group: rows must be given sorted by group, because visits in any other order might not fit in SMEM, or groups
+      are many.
     """
 
     rows: int
@@ -68,10 +69,24 @@ class Sizes:
 
     @property
     def max_visits(self) -> int:
-        """Bound on the visits of a chunk."""
-        any_order = min(-(-self.groups // self.bundle), self.tile_m) * self.chunk
-        sorted_rows = self.chunk + min(self.groups, self.chunk * self.tile_m) - 1
-        return min(any_order, sorted_rows) if self.by_group else any_order
+        """Bound on the visits of a chunk, in any order of rows."""
+        return min(-(-self.groups // self.bundle), self.tile_m) * self.chunk
+
+    @property
+    def listed(self) -> int:
+        """Length of the list of visits: `max_visits` for every chunk, or of sorted rows all that the chunks can have.
+
+        Those have at most `min(groups, rows) + row_tiles - 1` pairs of a tile and a group, and a spare visit a chunk.
+        """
+        if not self.by_group:
+            return self.chunks * self.max_visits
+        return min(self.groups, self.rows) + self.row_tiles - 1 + self.chunks
+
+    def visit(self, c, v, first=None):
+        """Where visit v of chunk c is listed. With `first`, all past a chunk's last are its spare one."""
+        if first is None:
+            return c * self.max_visits + v
+        return first[c] + jnp.minimum(v, first[c + 1] - first[c] - 1)
 
 
 def overlaps(slices, i, tile, tile_n):
@@ -92,23 +107,24 @@ def call(
     *,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[jax.Array, "M N"]:
-    """base + (x a[group]ᵀ) b[group], in place of base. `visits` is of `mosaic_tpu._visits`; group < 0: no adapter."""
-    count, tile, active, fresh = visits
+    """base + (x a[group]ᵀ) b[group], in place of base. `visits` is of `visits`; group < 0: no adapter."""
+    count, *schedule = visits
+    scalars = (*schedule[:3], ranks.ravel(), *schedule[3:])
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     group = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY)[:, None]
     loose = s.n % LANES if s.n_tiles > 1 else 0  # last columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
 
-    def group_index(c, j, v, tile, *_):
-        return tile[c * s.max_visits + v], 0
+    def group_index(c, j, v, tile, _active, _fresh, _ranks, *first):
+        return tile[s.visit(c, v, *first)], 0
 
-    def x_index(c, j, v, tile, *_):  # while expanding, stays at its last block
+    def x_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # while expanding, stays at its last block
         v = jnp.where(j < s.k_tiles, v, pl.num_programs(2) - 1)
-        return tile[c * s.max_visits + v], jnp.minimum(j, s.k_tiles - 1)
+        return tile[s.visit(c, v, *first)], jnp.minimum(j, s.k_tiles - 1)
 
-    def base_index(c, j, v, tile, *_):  # while shrinking, waits at its first block
+    def base_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # while shrinking, waits at its first block
         v = jnp.where(j < s.k_tiles, 0, v)
-        return tile[c * s.max_visits + v], jnp.maximum(j - s.k_tiles, 0)
+        return tile[s.visit(c, v, *first)], jnp.maximum(j - s.k_tiles, 0)
 
     base_spec = pl.BlockSpec((s.tile_m, s.tile_n), base_index)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -121,7 +137,7 @@ def call(
         partial(_kernel, s),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(scalars),
             grid=(s.chunks, s.k_tiles + s.n_tiles, count),
             in_specs=[
                 pl.BlockSpec((s.tile_m, 1), group_index),
@@ -138,17 +154,17 @@ def call(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        input_output_aliases={9: 0},
+        input_output_aliases={len(scalars) + 5: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
         ),
         interpret=interpret,
         name="jlora_add_lora",
-    )(tile, active, fresh, ranks.ravel(), group, x, *weights, base)
+    )(*scalars, group, x, *weights, base)
     return total[: s.rows, : s.n] if interpret else total
 
 
-def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem):
+def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
     """A grid step: one K tile of the shrink, or one N tile of the expand, for one visit.
 
         grid (chunk c, phase j, visit v), v fastest; chunks know nothing of each other
@@ -160,8 +176,10 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base,
 
     `state`: the weight buffer in use (0 or 1); whether b's holds a value that is not finite.
     """
+    first, refs = (refs[:1], refs[1:]) if s.by_group else ((), refs)
+    group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
     c, j, v = (pl.program_id(i) for i in range(3))
-    visit = c * s.max_visits + v
+    visit = s.visit(c, v, *first)
     place = partial(_place, s, active, ranks, visit)
 
     @pl.when((j == 0) & (v == 0))
@@ -172,7 +190,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, group, x, a, b, b_loose, base,
     new = (v == 0) | (fresh[visit] != 0)
     slot = jnp.where(new, 1 - state[0], state[0])
     state[0] = slot
-    _bring(s, (active, ranks, fresh), (a, b, b_loose), (a_buf, b_buf), sem, slot)
+    _bring(s, (active, ranks, fresh, *first), (a, b, b_loose), (a_buf, b_buf), sem, slot)
     row_tile = tile[visit]
     h_tile = h.at[row_tile - c * s.chunk]
 
@@ -202,12 +220,12 @@ def _place(s: Sizes, active, ranks, visit, p, i):
 
 def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
     """Waits for this step's weights, which the step before asked for, and asks for the next step's of this chunk."""
-    active, ranks, fresh = schedule
+    active, ranks, fresh, *first = schedule
     c, j, v = (pl.program_id(i) for i in range(3))
     phases, visits = pl.num_programs(1), pl.num_programs(2)
 
     def copies(j, v, slot, verb):
-        visit = c * s.max_visits + v
+        visit = s.visit(c, v, *first)
         member = partial(
             _copy_member, s, partial(_place, s, active, ranks, visit), weights, buffers, sem, slot, j, verb
         )

@@ -66,9 +66,22 @@ def combine_lora(
     weights: Float[jax.Array, "T k"] | None,
     ranks: Int[jax.Array, "G 1"] | None,
 ) -> Float[jax.Array, "T N"]:
-    """See `jlora.ops.combine_lora`. A token's rows are summed in the order of `rows`."""
+    """See `jlora.ops.combine_lora`."""
     h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
     delta = to_rows(_expand_tiles(h, b, plan, (b.shape[2],), ranks), plan)
+    return add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
+
+
+def add_pairs(
+    base: Float[jax.Array, "T N"],
+    delta: Float[jax.Array, "M N"],
+    plan: Plan,
+    *,
+    rows: Int[jax.Array, "T k"],
+    weights: Float[jax.Array, "T k"] | None,
+    ranks: Int[jax.Array, "G 1"] | None,
+) -> Float[jax.Array, "T N"]:
+    """The end of `jlora.ops.combine_lora`: sums the float32 deltas of a token's pairs, in the order of `rows`."""
     present = _present(plan, ranks, 1)[:, 0]
     total, touched = jnp.zeros(base.shape, jnp.float32), jnp.zeros(len(base), bool)
     for j in range(rows.shape[1]):

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jlora.errors import LoRAError
 from jlora.pallas import mosaic_tpu
+from jlora.pallas.mosaic_tpu_visits import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
 
@@ -228,24 +229,34 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
         ids = np.concatenate([np.sort(ids[ids >= 0]), ids[ids < 0]])
     s = mosaic_tpu._choose(rows, 128, groups, 8, 128, (128,), (4, 4, 4, 4))
     s = replace(s, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=sort)
-    count, tile, active, fresh = map(np.asarray, jax.jit(partial(mosaic_tpu._visits, s))(ids.astype(np.int32)))
-    active = active.reshape(s.chunks, s.max_visits, bundle)
-    tile, fresh = tile.reshape(s.chunks, -1), fresh.reshape(s.chunks, -1)
-    assert 1 <= count <= s.max_visits
-    got = []
+    count, tile, active, fresh, *first = map(np.asarray, jax.jit(partial(visits, s))(ids.astype(np.int32)))
+    assert len(tile) == len(fresh) == s.listed
+    assert len(active) == s.listed * bundle
+    active = active.reshape(s.listed, bundle)
+    assert count >= 1
+    got, listed = [], []
     for c in range(s.chunks):
-        assert (np.diff(tile[c]) >= 0).all()
-        assert (tile[c] // chunk == c).all()
-        assert (active[c, count:] < 0).all()
+        at = [int(s.visit(c, v, *first)) for v in range(count)]
+        listed += [(tile[v], *active[v]) for v in at]
+        assert s.listed > at[-1]
+        assert (np.diff(tile[at]) >= 0).all()
+        assert (tile[at] // chunk == c).all()
+        assert (active[at[-1]] < 0).all() or len(set(at)) == count  # a visit that is made again is of no group
         for v in range(count):
-            assert fresh[c, v] == (v == 0 or not np.array_equal(active[c, v], active[c, v - 1]))
-            for place, g in enumerate(active[c, v]):
+            assert v == 0 or at[v] == at[v - 1] or fresh[at[v]] == (not np.array_equal(*active[[at[v], at[v] - 1]]))
+            for place, g in enumerate(active[at[v]]):
                 if g >= 0:
                     assert g % bundle == place
-                    got.append((tile[c, v], g))
+                    got.append((tile[at[v]], g))
     want = {(m // tile_m, g) for m, g in enumerate(ids) if g >= 0}
     assert len(got) == len(want)
     assert set(got) == want
+    if sort:  # these are visited as if they might be in any order, so that no bit hangs on which schedule is taken
+        s = replace(s, by_group=False)
+        same, other_tile, other, _ = map(np.asarray, jax.jit(partial(visits, s))(ids.astype(np.int32)))
+        every = [c * s.max_visits + v for c in range(s.chunks) for v in range(same)]
+        assert same == count
+        assert listed == [(other_tile[v], *other.reshape(-1, bundle)[v]) for v in every]
 
 
 def test_unsupported_reason_names_the_cause_and_the_fix():

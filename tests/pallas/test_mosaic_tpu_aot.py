@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora
+from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts
+from benchmarks.moe_specs import MODELS
 from benchmarks.specs import PROJECTIONS
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")  # what is read off a program must be that of an optimised one
@@ -52,3 +53,31 @@ def test_compiles_other_sizes(chip, tokens, k, slices, rank, groups, dtype):
 def test_compiles_odd_sizes():
     """XLA gives arrays this small layouts of its own choice, so copies before the kernel are not its fault."""
     assert compile_add_lora("v5p", 300, 77, (45, 13), 5, groups=9, dtype="float32")["vmem_bytes"] < 4 << 20
+
+
+QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))
+# Chip, model, tokens, rank, layers: 64 slots of every expert. Those of rank 64 take 9 GB a layer.
+EXPERTS = [
+    ("v5e", QWEN3, 64, 16, 2),
+    *(
+        pytest.param(chip, QWEN3, tokens, rank, 1 if (chip, rank) == ("v5e", 64) else 2, marks=slow)
+        for chip in VMEM_MIB
+        for rank in (16, 64)
+        for tokens in (64, 2048)
+        if (chip, rank, tokens) != ("v5e", 16, 64)
+    ),
+    pytest.param("v6e", QWEN3, 8192, 8, 2, marks=slow),
+    pytest.param("v5p", GPT_OSS, 64, 16, 2, marks=slow),
+    pytest.param("tpu7x", MIXTRAL, 2048, 16, 2, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("chip", "model", "tokens", "rank", "layers"), EXPERTS)
+def test_compiles_experts_by_default(chip, model, tokens, rank, layers, monkeypatch):
+    for module in ("api", "moe", "tiles"):
+        monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
+    facts = compile_experts(chip, model, tokens, rank, layers=layers)
+    assert facts["kernels"] == 2 * layers
+    assert 0 < facts["vmem_bytes"] <= VMEM_MIB[chip] << 20
+    assert facts["weights_in_place"]
+    assert facts["temp_bytes"] < facts["argument_bytes"]

@@ -12,6 +12,7 @@ permuted.
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 from functools import partial
@@ -29,22 +30,23 @@ from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton_moe import side_by_side
 from tests import oracle
 
-PLANS = 32  # in a chain
-LIVE_BYTES = 150e6  # of factors that a chain reads: several times what the L2 cache holds
+PLANS = 8  # in a chain
+LAYERS = 8  # in a chain
+LIVE_BYTES = 150e6  # of factors that are read before any is read again: several times what the L2 cache holds
 
 
-def random_layers(e: Experts, groups: int, rank: int, layers: int, dtype=jnp.bfloat16):
-    """Pairs of products' factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
+def random_layers(e: Experts, groups: int, rank: int, seed: int = 0, dtype=jnp.bfloat16):
+    """The factors (a13, b13, a2, b2) of `LAYERS` layers with values that keep a chain's sums near one."""
     i, h = e.intermediate, e.hidden
     shapes = ((groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h))
-    scales = (h**-0.5, (rank * layers) ** -0.5, i**-0.5, (rank * layers) ** -0.5)
+    scales = (h**-0.5, (rank * LAYERS) ** -0.5, i**-0.5, (rank * LAYERS) ** -0.5)
 
     @jax.jit
     def make(key):
         keys = jax.random.split(key, 4)
         return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
 
-    return [make(key) for key in jax.random.split(jax.random.key(0), layers)]
+    return [make(key) for key in jax.random.split(jax.random.key(seed), LAYERS)]
 
 
 def route(b: Batch, e: Experts, num_slots: int):
@@ -73,7 +75,7 @@ class Row:
         self.pairs, self.groups = self.tokens * self.e.top_k, self.slots * self.e.experts
         self.present = len(np.unique(host.slot[:, None] * self.e.experts + host.expert))
         per_pair = 6 * self.rank * (self.e.hidden + self.e.intermediate)
-        self.layers = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair)), 8, 32))
+        self.stacks = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair * LAYERS)), 1, 8))  # chains in turn
         tile_m = plan_tile_m(self.pairs, min(self.pairs, self.groups), "triton")
         plan = jax.eval_shape(partial(ops.make_plan, num_groups=self.groups, tile_m=tile_m), jnp.zeros(8, jnp.int32))
         self.combined = side_by_side(plan, jax.eval_shape(self._token_plan, self.batch.slot), self.rank, self.e.top_k)
@@ -83,7 +85,7 @@ class Row:
 
     def jobs(self) -> list[tuple]:
         """(jitted function, shapes of its arguments) of: the chain of layers, one checked layer."""
-        layers = jax.eval_shape(partial(random_layers, self.e, self.groups, self.rank, self.layers))
+        layers = jax.eval_shape(partial(random_layers, self.e, self.groups, self.rank))
         inputs = jax.eval_shape(self.inputs, jax.random.key(0))
         planned = jax.eval_shape(self.plan_all, self.batch)
         ranks = jax.eval_shape(self.ranks)
@@ -184,17 +186,21 @@ class Row:
 
     def plan_us(self, plans) -> float:
         """Microseconds of sorting by expert and planning."""
-        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=5, calls=5)[0] / PLANS
+        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=10)[0] / PLANS
 
     def measure(self, chain, once, plan: float) -> dict:
         """All the figures of the row, given what its plan takes."""
-        layers = random_layers(self.e, self.groups, self.rank, self.layers)
-        error = self.check(once, layers[0])
+        stacks = [random_layers(self.e, self.groups, self.rank, seed) for seed in range(self.stacks)]
+        error = self.check(once, stacks[0][0])
         bases, *data = self.inputs(jax.random.key(1))
         planned = jax.jit(self.plan_all)(self.batch)
-        calls = 2 if self.tokens > 256 else 10
-        wall, spread = wall_us(chain, bases, tuple(data), layers, planned, self.ranks(), repeats=3, calls=calls)
-        wall, spread = wall / self.layers, spread / self.layers
+        turn, ranks = itertools.cycle(stacks), self.ranks()
+
+        def run(bases):
+            return chain(bases, tuple(data), next(turn), planned, ranks)
+
+        wall, spread = wall_us(run, bases, repeats=7, calls=2 if self.tokens > 256 else 16)
+        wall, spread = wall / LAYERS, spread / LAYERS
         floor = floor_us(self.e, self.rank, self.tokens, self.present, combined=self.combined)
         best = self.key["best_kernels_us"]
         return {
@@ -247,6 +253,7 @@ def main():
     routed = {_routing(row.key): row for row in todo}  # ranks share their plans
     jobs = [row.plan_job() for row in routed.values()] + [job for row in todo for job in row.jobs()]
     programs = compile_all(jobs)
+    print(f"compiled {len(programs)} programs", flush=True)
     for program in programs:
         if isinstance(program, Exception):
             raise program

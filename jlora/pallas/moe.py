@@ -57,7 +57,7 @@ def plan_experts(
       backend: whose preferred `tile_m` to take, and who makes the plan; any plan serves every backend.
 
     Returns:
-      A `Plan` of M rows; rows without a group are dropped.
+      A `Plan` of M rows; rows without a group are dropped. For few rows it may be one that is not sorted.
 
     Raises:
       LoRAError: arrays of other shapes or dtypes, sizes that are not positive.
@@ -80,6 +80,8 @@ def plan_experts(
         return dataclasses.replace(plan, experts=num_experts)
     bound = min(rows, groups) if max_active is None else min(max_active, rows, groups)
     tile_m = plan_tile_m(rows, bound, backend) if tile_m is None else tile_m
+    if rows <= min(kernels.ROW_TILES, num_experts):  # rows of one group are rare then
+        return kernels.row_tiles(ids, num_experts, groups, tile_m)
     return kernels.plan(ids, num_experts, groups, tile_m, bound)
 
 

@@ -121,8 +121,7 @@ def combine_lora(
     Args:
       base: [T, N] weighted sums of the experts' outputs; a backend may write the result in its place.
       x: [M, K] input of the second product, a row for every pair of a token and one of its experts.
-      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert. What lies in b past a
-        group's rank is multiplied by zero here, so it must be finite.
+      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert.
       plan: from `plan_experts` over the M pairs.
       token_plan: from `make_plan` over the T tokens with num_groups = S, of the same slots.
       rows: [T, k] integers, the k rows of x that are a token's; outside [0, M) is none.

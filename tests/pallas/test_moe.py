@@ -225,6 +225,9 @@ def test_triton_sums_over_the_experts_of_a_token(monkeypatch, tokens, k, slots, 
 
     got = run(d)
     close(got, oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"]), 2e-6)
+    unused = (d["ranks"] == 0)[..., None]  # what was never written goes nowhere
+    dirty = {"a": jnp.where(unused[..., None], jnp.nan, d["a"]), "b": jnp.where(unused, jnp.nan, d["b"])}
+    np.testing.assert_array_equal(run(d | dirty), got)
     alone = np.asarray((d["slot"] < 0) | (d["slot"] >= slots))
     np.testing.assert_array_equal(np.asarray(got)[alone].view(np.uint32), np.asarray(d["base"])[alone].view(np.uint32))
     other = np.asarray(run(d | {"x": d["x"].at[d["rows"][-1]].set(7)}))  # the last token's pairs

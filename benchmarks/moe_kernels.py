@@ -12,6 +12,7 @@ permuted.
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 from functools import partial
@@ -29,22 +30,19 @@ from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton_moe import side_by_side
 from tests import oracle
 
-PLANS = 32  # in a chain
-LIVE_BYTES = 150e6  # of factors that a chain reads: several times what the L2 cache holds
+PLANS = 4  # in a chain
+LAYERS = 8  # in a chain
+LIVE_BYTES = 150e6  # of factors that are read before any is read again: several times what the L2 cache holds
 
 
-def random_layers(e: Experts, groups: int, rank: int, layers: int, dtype=jnp.bfloat16):
-    """Pairs of products' factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
+@partial(jax.jit, static_argnames=("e", "groups", "rank", "dtype"))
+def random_layer(key, e: Experts, groups: int, rank: int, dtype=jnp.bfloat16):
+    """A layer's factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
     i, h = e.intermediate, e.hidden
     shapes = ((groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h))
-    scales = (h**-0.5, (rank * layers) ** -0.5, i**-0.5, (rank * layers) ** -0.5)
-
-    @jax.jit
-    def make(key):
-        keys = jax.random.split(key, 4)
-        return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
-
-    return [make(key) for key in jax.random.split(jax.random.key(0), layers)]
+    scales = (h**-0.5, (rank * LAYERS) ** -0.5, i**-0.5, (rank * LAYERS) ** -0.5)
+    keys = jax.random.split(key, 4)
+    return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
 
 
 def route(b: Batch, e: Experts, num_slots: int):
@@ -73,7 +71,7 @@ class Row:
         self.pairs, self.groups = self.tokens * self.e.top_k, self.slots * self.e.experts
         self.present = len(np.unique(host.slot[:, None] * self.e.experts + host.expert))
         per_pair = 6 * self.rank * (self.e.hidden + self.e.intermediate)
-        self.layers = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair)), 8, 32))
+        self.stacks = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair * LAYERS)), 1, 8))  # chains in turn
         tile_m = plan_tile_m(self.pairs, min(self.pairs, self.groups), "triton")
         plan = jax.eval_shape(partial(ops.make_plan, num_groups=self.groups, tile_m=tile_m), jnp.zeros(8, jnp.int32))
         self.combined = side_by_side(plan, jax.eval_shape(self._token_plan, self.batch.slot), self.rank, self.e.top_k)
@@ -82,17 +80,21 @@ class Row:
         return ops.make_plan(slot, num_groups=self.slots)
 
     def jobs(self) -> list[tuple]:
-        """(jitted function, shapes of its arguments) of: the chain of layers, one checked layer."""
-        layers = jax.eval_shape(partial(random_layers, self.e, self.groups, self.rank, self.layers))
+        """(jitted function, shapes of its arguments) of `_chain`, `_once`, `inputs`, `plan_all`."""
+        layer = jax.eval_shape(partial(random_layer, e=self.e, groups=self.groups, rank=self.rank), jax.random.key(0))
         inputs = jax.eval_shape(self.inputs, jax.random.key(0))
         planned = jax.eval_shape(self.plan_all, self.batch)
         ranks = jax.eval_shape(self.ranks)
-        order = jax.ShapeDtypeStruct((self.tokens,), jnp.int32)
-        sample = jax.ShapeDtypeStruct((SAMPLE,), jnp.int32)
+        order, sample, ids = (
+            jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.tokens, SAMPLE, SAMPLE * self.e.top_k)
+        )
         b = jax.eval_shape(lambda b: b, self.batch)
+        bits = [jax.ShapeDtypeStruct(base.shape, jnp.uint16) for base in self.by_token(inputs[0])]
         return [
-            (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], layers, planned, ranks)),
-            (jax.jit(self._once), (inputs, layers[0], b, ranks, order, sample)),
+            (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], [layer] * LAYERS, planned, ranks)),
+            (jax.jit(self._once), (inputs, layer, b, ranks, order, sample, ids, bits)),
+            (jax.jit(self.inputs), (jax.eval_shape(lambda: jax.random.key(0)),)),
+            (jax.jit(self.plan_all), (b,)),
         ]
 
     def plan_job(self) -> tuple:
@@ -106,6 +108,12 @@ class Row:
         bases = jnp.ones((self.pairs, 2 * e.intermediate), jnp.bfloat16), jnp.ones((out, e.hidden), jnp.bfloat16)
         x = jax.random.normal(kx, (self.tokens, e.hidden), jnp.bfloat16)
         return bases, x, jax.random.normal(ka, (self.tokens, e.top_k, e.intermediate), jnp.bfloat16)
+
+    def by_token(self, bases):
+        """Shapes as `_once` returns them, token by token."""
+        pairs = (self.tokens, self.e.top_k, 2 * self.e.intermediate)
+        second = bases[1].shape if self.combined else (self.tokens, self.e.top_k, self.e.hidden)
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (pairs, second)]
 
     def ranks(self):
         return jnp.full((self.groups, 2), self.rank, jnp.int32)
@@ -132,8 +140,12 @@ class Row:
             bases = layer(bases, x, act, factors, planned, ranks)
         return bases
 
-    def _once(self, inputs, layer, b, ranks, order, sample):
-        """The tokens `order`, on bases of zero; back in their own order, as bits, and some of them as numbers."""
+    def _once(self, inputs, layer, b, ranks, order, sample, ids, others):
+        """One layer on bases of zero, with the tokens in `order`.
+
+        Returns, the tokens back in their own order: all values' bits, whether they are `others`, the sample's values,
+        and the factors of groups `ids`.
+        """
         bases, x, act = inputs
         b = Batch(b.expert[order], b.slot[order])
         planned = self.plan_all(b)
@@ -143,7 +155,9 @@ class Row:
         first, second = self._layer(zeros, x[order], sorted_act, layer, planned, ranks)
         outs = first[rows], second if self.combined else second[rows]
         outs = [jnp.zeros_like(out).at[order].set(out, unique_indices=True) for out in outs]
-        return [jax.lax.bitcast_convert_type(out, jnp.uint16) for out in outs], [out[sample] for out in outs]
+        bits = [jax.lax.bitcast_convert_type(out, jnp.uint16) for out in outs]
+        same = jnp.array([(one == two).all() for one, two in zip(bits, others, strict=True)]).all()
+        return bits, same, [out[sample] for out in outs], [factors[ids] for factors in layer]
 
     def _plans(self, expert, slot):
         for _ in range(PLANS):
@@ -152,24 +166,26 @@ class Row:
             expert = expert ^ (used >> 30)
         return expert
 
-    def check(self, once, layer) -> float:
-        """Relative error of some tokens on fresh random data; raises if it or a repeat or a permutation is off."""
+    def check(self, once, inputs, layer) -> float:
+        """Relative error of some tokens on random data; raises if it or a repeat or a permutation is off."""
         rng, name = np.random.default_rng(), str({k: self.key[k] for k in ("model", "rank", "tokens", "adapters")})
-        inputs, ranks = self.inputs(jax.random.key(rng.integers(2**32))), self.ranks()
         sample = rng.integers(self.tokens, size=SAMPLE)
-        straight, order = jnp.arange(self.tokens), jnp.asarray(rng.permutation(self.tokens))
-        run = partial(once, inputs, layer, self.batch, ranks)
-        (bits, got), (again, _), (permuted, _) = (
-            run(o, jnp.asarray(sample, jnp.int32)) for o in (straight, straight, order)
-        )
-        for other, what in ((again, "two runs differ"), (permuted, "permuted tokens differ")):
-            if not all(bool((one == two).all()) for one, two in zip(bits, other, strict=True)):
-                raise AssertionError(f"{name}: {what}")
         ids = (self.host.slot[sample, None] * self.e.experts + self.host.expert[sample]).ravel()
-        here, local = np.unique(ids, return_inverse=True)
-        a13, b13, a2, b2 = (np.asarray(v[jnp.asarray(here)], np.float64) for v in layer)
+        straight, order = (jnp.asarray(o, jnp.int32) for o in (np.arange(self.tokens), rng.permutation(self.tokens)))
+        none = [jnp.zeros(base.shape, jnp.uint16) for base in self.by_token(inputs[0])]
+
+        def run(order, bits):
+            some, groups = jnp.asarray(sample, jnp.int32), jnp.asarray(ids, jnp.int32)
+            return once(inputs, layer, self.batch, self.ranks(), order, some, groups, bits)
+
+        bits, _, got, factors = run(straight, none)
+        for again, what in ((straight, "two runs differ"), (order, "permuted tokens differ")):
+            if not bool(run(again, bits)[1]):
+                raise AssertionError(f"{name}: {what}")
+        a13, b13, a2, b2 = (np.asarray(v, np.float64) for v in factors)
         x = np.repeat(np.asarray(inputs[1][sample], np.float64), self.e.top_k, axis=0)
         act = np.asarray(inputs[2][sample], np.float64).reshape(len(ids), -1)
+        local = np.arange(len(ids))
         first = oracle.lora_delta(x, local, a13, b13, (self.e.intermediate,) * 2)
         second = oracle.lora_delta(act, local, a2, b2)
         if self.combined:
@@ -184,17 +200,23 @@ class Row:
 
     def plan_us(self, plans) -> float:
         """Microseconds of sorting by expert and planning."""
-        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=5, calls=5)[0] / PLANS
+        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=10)[0] / PLANS
 
-    def measure(self, chain, once, plan: float) -> dict:
-        """All the figures of the row, given what its plan takes."""
-        layers = random_layers(self.e, self.groups, self.rank, self.layers)
-        error = self.check(once, layers[0])
-        bases, *data = self.inputs(jax.random.key(1))
-        planned = jax.jit(self.plan_all)(self.batch)
-        calls = 2 if self.tokens > 256 else 10
-        wall, spread = wall_us(chain, bases, tuple(data), layers, planned, self.ranks(), repeats=3, calls=calls)
-        wall, spread = wall / self.layers, spread / self.layers
+    def measure(self, chain, once, inputs, plan_all, plan: float) -> dict:
+        """All the figures of the row, given its programs and what its plan takes."""
+        make = partial(random_layer, e=self.e, groups=self.groups, rank=self.rank)
+        keys = iter(jax.random.split(jax.random.key(0), self.stacks * LAYERS))
+        stacks = [[make(next(keys)) for _ in range(LAYERS)] for _ in range(self.stacks)]
+        bases, *data = inputs(jax.random.key(np.random.default_rng().integers(2**32)))
+        error = self.check(once, (bases, *data), stacks[0][0])
+        planned = plan_all(self.batch)
+        turn, ranks = itertools.cycle(stacks), self.ranks()
+
+        def run(bases):
+            return chain(bases, tuple(data), next(turn), planned, ranks)
+
+        wall, spread = wall_us(run, bases, repeats=7, calls=2 if self.tokens > 256 else 16)
+        wall, spread = wall / LAYERS, spread / LAYERS
         floor = floor_us(self.e, self.rank, self.tokens, self.present, combined=self.combined)
         best = self.key["best_kernels_us"]
         return {
@@ -247,13 +269,14 @@ def main():
     routed = {_routing(row.key): row for row in todo}  # ranks share their plans
     jobs = [row.plan_job() for row in routed.values()] + [job for row in todo for job in row.jobs()]
     programs = compile_all(jobs)
+    print(f"compiled {len(programs)} programs", flush=True)
     for program in programs:
         if isinstance(program, Exception):
             raise program
     remaining = iter(programs)
     plans = {key: row.plan_us(next(remaining)) for key, row in routed.items()}
     for row in todo:
-        rows.append(row.measure(next(remaining), next(remaining), plans[_routing(row.key)]))
+        rows.append(row.measure(*(next(remaining) for _ in range(4)), plans[_routing(row.key)]))
         print(line(rows[-1]), flush=True)
         if args.out:
             about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}

@@ -57,7 +57,7 @@ def plan_experts(
       backend: whose preferred `tile_m` to take, and who makes the plan; any plan serves every backend.
 
     Returns:
-      A `Plan` of M rows; rows without a group are dropped.
+      A `Plan` of M rows; rows without a group are dropped. For few rows it may be one that is not sorted.
 
     Raises:
       LoRAError: arrays of other shapes or dtypes, sizes that are not positive.
@@ -80,6 +80,8 @@ def plan_experts(
         return dataclasses.replace(plan, experts=num_experts)
     bound = min(rows, groups) if max_active is None else min(max_active, rows, groups)
     tile_m = plan_tile_m(rows, bound, backend) if tile_m is None else tile_m
+    if rows <= min(kernels.ROW_TILES, num_experts):  # rows of one group are rare then
+        return kernels.row_tiles(ids, num_experts, groups, tile_m)
     return kernels.plan(ids, num_experts, groups, tile_m, bound)
 
 
@@ -119,8 +121,7 @@ def combine_lora(
     Args:
       base: [T, N] weighted sums of the experts' outputs; a backend may write the result in its place.
       x: [M, K] input of the second product, a row for every pair of a token and one of its experts.
-      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert. What lies in b past a
-        group's rank is multiplied by zero here, so it must be finite.
+      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert.
       plan: from `plan_experts` over the M pairs.
       token_plan: from `make_plan` over the T tokens with num_groups = S, of the same slots.
       rows: [T, k] integers, the k rows of x that are a token's; outside [0, M) is none.

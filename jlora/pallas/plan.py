@@ -22,7 +22,8 @@ class Plan:
         sorted rows   | g0 g0 g0 | g2 g2 g2 g2 | drop drop |      tile_m = 2
         tiles         | t0   |t1 | t2   | t3   |             t4: empty
 
-    Rows without a group ("dropped") come last and belong to no tile, so no kernel touches them.
+    Rows without a group ("dropped") come last and belong to no tile, so no kernel touches them. Of few rows
+    `plan_experts` sorts none: each then has a tile of its own, in the rows' order, that of a dropped row empty.
 
     Attributes:
       row_order: [M] sorted position -> row. A permutation; rows of one group keep their order.
@@ -30,7 +31,7 @@ class Plan:
       tile_rows: [P], P = T * tile_m, the rows of every tile; M where a tile has no row.
       tile_group: [T] the group of a tile; 0 for an empty tile. Non-empty tiles come first, in rising group order.
       tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
-      tiles_used: [1] how many tiles are not empty.
+      tiles_used: [1] how many tiles to look at: those that are not empty.
       num_groups, tile_m: static.
       experts: how many groups share a slot, static: group = slot * experts + expert. 1 where there are no experts.
     """

@@ -22,7 +22,7 @@ _SAME_CHIP = {"nvidia_h100": "nvidia_h200", "nvidia_gh200": "nvidia_h200"}
 
 
 class Key(NamedTuple):
-    """What tiles are looked up by. op: "add_lora", or "add_expert_lora" where the plan is of experts; rows: as
+    """What tiles are looked up by. op: "add_lora", or "add_lora_experts" where the plan is of experts; rows: as
     `rows_bucket` rounds them; k, n, rank: of a and b."""
 
     op: str
@@ -82,7 +82,7 @@ def _too_much(p: GPUProblem, gpu: GPU) -> str:
 
 def _look_up(table: Table, p: GPUProblem) -> GPUTiles | None:
     """What was tuned for a larger rank fits with a smaller one too, but not the other way round."""
-    shape = Key("add_expert_lora" if p.experts else "add_lora", p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
+    shape = Key("add_lora_experts" if p.experts else "add_lora", p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
     ranks = [key.rank for key in table if key._replace(rank=0) == shape and key.rank >= p.rank]
     return table[shape._replace(rank=min(ranks))] if ranks else None
 
@@ -141,8 +141,8 @@ def _parse(entry: Any) -> tuple[Key, GPUTiles]:
         found = sorted(map(str, entry)) if isinstance(entry, dict) else type(entry).__name__
         raise LoRAError(f"must have exactly the fields {sorted(names)}, got {found}")
     key = Key(*(entry[name] for name in Key._fields))
-    if key.op not in ("add_lora", "add_expert_lora"):
-        raise LoRAError(f"op must be 'add_lora' or 'add_expert_lora', got {key.op!r}")
+    if key.op not in ("add_lora", "add_lora_experts"):
+        raise LoRAError(f"op must be 'add_lora' or 'add_lora_experts', got {key.op!r}")
     if key.dtype not in ("bfloat16", "float16", "float32"):
         raise LoRAError(f"dtype must be 'bfloat16', 'float16' or 'float32', got {key.dtype!r}")
     for name in ("rows", "k", "n", "rank"):

@@ -144,9 +144,10 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret
     """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
     groups, n, rank, k = a.shape
     indexed = () if x_rows is None else (x_rows,)
+    units = plan.num_tiles * pl.cdiv(n * rank, tiles.block_r) * tiles.split_k  # at most: more programs only start
     return pl.pallas_call(
         partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
-        grid=(tiles.shrink_programs,),
+        grid=(min(tiles.shrink_programs, units),),
         out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), h_dtype),
         compiler_params=compiler_params(tiles.shrink_warps, tiles.shrink_stages),
         interpret=interpret,
@@ -156,9 +157,10 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret
 
 def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
     """base + the delta of h [split_k, M, n * R], written over base."""
+    units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # at most
     return pl.pallas_call(
         partial(_expand_kernel, tile_m=plan.tile_m, slice_sizes=slice_sizes, tiles=tiles, dtype=dtype),
-        grid=(tiles.programs,),
+        grid=(min(tiles.programs, units),),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
         input_output_aliases={6: 0},
         compiler_params=compiler_params(tiles.warps, tiles.stages),

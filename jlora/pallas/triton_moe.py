@@ -15,7 +15,6 @@ from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles
 from jlora.pallas.triton import (
     all_ranks,
-    both,
     compiler_params,
     dot,
     dot_dtype,
@@ -64,18 +63,18 @@ def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ran
     tokens = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
     wide = jnp.zeros((len(rows), per_slot, rank), h.dtype)
     wide = wide.at[tokens, jnp.where(true > 0, experts, per_slot)].set(hidden, mode="drop", unique_indices=True)
-    kernel = partial(_combine_kernel, tile_m=token_plan.tile_m, tiles=sum_tiles, dtype=dot_dtype(x, a, b))
+    kernel = partial(_combine_kernel, rank=rank, tile_m=token_plan.tile_m, tiles=sum_tiles, dtype=dot_dtype(x, a, b))
     return pl.pallas_call(
         kernel,
         grid=(sum_tiles.programs,),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
-        input_output_aliases={6: 0},
+        input_output_aliases={7: 0},
         compiler_params=compiler_params(sum_tiles.warps, sum_tiles.stages),
         interpret=interpret,
         name="lora_combine",
     )(
         token_plan.tiles_used, token_plan.tile_group, token_plan.tile_rows, jnp.any(true > 0, axis=1).astype(jnp.int32),
-        wide.reshape(len(rows), -1), b.reshape(token_plan.num_groups, -1, n), base,
+        ranks.reshape(-1, per_slot), wide.reshape(len(rows), -1), b.reshape(-1, per_slot * rank, n), base,
     )  # fmt: skip
 
 
@@ -89,7 +88,20 @@ def _true_ranks(plan: Plan, token_plan: Plan, rows, experts, ranks):
 
 
 def _combine_kernel(
-    used_ref, group_ref, rows_ref, touched_ref, h_ref, b_ref, base_ref, out_ref, *, tile_m: int, tiles: GPUTiles, dtype
+    used_ref,
+    group_ref,
+    rows_ref,
+    touched_ref,
+    ranks_ref,
+    h_ref,
+    b_ref,
+    base_ref,
+    out_ref,
+    *,
+    rank: int,
+    tile_m: int,
+    tiles: GPUTiles,
+    dtype,
 ):
     """out[tokens of a tile, block of columns] = base + h[tokens] @ b[slot], over all ranks of all experts.
 
@@ -109,10 +121,10 @@ def _combine_kernel(
 
         def step(j, total):
             r = j * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            within = None if width % block_k == 0 else r < width
-            hidden = load(h_ref, (rows[:, None], r[None, :]), both(live, None if within is None else within[None, :]))
-            within = None if within is None else within[:, None]
-            factors = load(b_ref, (slot, r[:, None], col[None, :]), both(inside, within))
+            within = r < width
+            below = within & (r % rank < load(ranks_ref, (slot, r // rank), within))  # past it b may be NaN
+            hidden = load(h_ref, (rows[:, None], r[None, :]), live & within[None, :])
+            factors = load(b_ref, (slot, r[:, None], col[None, :]), below[:, None] & inside)
             return total + dot(hidden, factors, dtype, 0)
 
         zeros = jnp.zeros((len(rows), block_n), jnp.float32)

@@ -17,6 +17,7 @@ from jlora.pallas.tiles import max_tiles
 from jlora.pallas.triton import compiler_params, load, store
 
 PAIRWISE = 2048  # rows up to which all pairs are compared
+ROW_TILES = 64  # rows up to which each may have a tile of its own: sorting takes longer than to read factors twice
 MOST_ROWS = 1 << 18  # beyond, each program's look at all blocks' counts would grow too long
 _BLOCK = 256  # rows a program sorts
 _BITS = 7  # of the ids, a pass
@@ -62,6 +63,18 @@ def plan(
     return Plan(row_order, row_slot, tile_rows, group, start, end, used, num_groups, tile_m, experts)
 
 
+def row_tiles(ids: Int[jax.Array, "M"], experts: int, num_groups: int, tile_m: int) -> Plan:
+    """A plan without sorting: each row has a tile of its own, in the rows' order; those of dropped rows are empty."""
+    row = jnp.arange(len(ids), dtype=jnp.int32)
+    live, none = ids < num_groups, len(ids)
+    first = jnp.arange(tile_m, dtype=jnp.int32)[None] == 0
+    tile_rows = jnp.where(first & live[:, None], row[:, None], none).reshape(-1)
+    slot = jnp.where(live, row * tile_m, none * tile_m)
+    start, end = jnp.where(live, row, none), jnp.where(live, row + 1, none)
+    used = jnp.full(1, none, jnp.int32)
+    return Plan(row, slot, tile_rows, jnp.where(live, ids, 0), start, end, used, num_groups, tile_m, experts)
+
+
 def _like(ids):
     return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
 
@@ -72,7 +85,7 @@ def _call(kernel, programs: int, warps: int, outs, name: str, *args, interpret: 
     )(*args)
 
 
-def _sort(ids, largest: int, pairwise: int, interpret: bool):
+def _sort(ids, largest: int, pairwise: int, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Rows in order, their ids, and, if all pairs were compared, where each one's group begins."""
     like = _like(ids)
     if len(ids) <= pairwise:
@@ -81,14 +94,14 @@ def _sort(ids, largest: int, pairwise: int, interpret: bool):
     passes = max(1, pl.cdiv(largest.bit_length(), _BITS))
     bits = max(4, pl.cdiv(largest.bit_length(), passes))
     blocks = pl.cdiv(len(ids), _BLOCK)
-    rows = None
+    rows = jnp.arange(len(ids), dtype=jnp.int32)
     for shift in range(0, passes * bits, bits):
         digit = partial(_digit, shift=shift, bits=bits)
         table = jax.ShapeDtypeStruct((blocks, 1 << bits), jnp.int32)
         count = partial(_count_kernel, digit=digit)
         counts = _call(count, blocks, 4, table, "lora_sort_count", ids, interpret=interpret)
         begin = _call(_begin_kernel, (1 << bits) // 16, 8, table, "lora_sort_begin", counts, interpret=interpret)
-        args = (begin, ids) if rows is None else (begin, ids, rows)
+        args = (begin, ids, rows) if shift else (begin, ids)
         move = partial(_move_kernel, digit=digit)
         rows, ids = _call(move, blocks, 8, [like, like], "lora_sort_move", *args, interpret=interpret)
     return rows, ids, None
@@ -174,7 +187,7 @@ def _move_kernel(begin_ref, ids_ref, *refs, digit):
     for first in range(0, _BLOCK, 64):
         j = begin + first + jnp.arange(64, dtype=jnp.int32)
         other = digit(load(ids_ref, (j,), j < rows))
-        place += _sum((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]), 1)
+        place += _sum((other[:, None] == mine[None, :]) & (j[:, None] < i[None, :]), 0)
     row = load(rows_refs[0], (i,), i < rows) if rows_refs else i
     _scatter(row_ref, place, row, i < rows)
     _scatter(sorted_ref, place, ids, i < rows)
@@ -200,7 +213,7 @@ def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int)
     for c in range(0, _BLOCK, 64):
         j = begin + c + jnp.arange(64, dtype=jnp.int32)
         other = load(sorted_ref, (j,), j < rows, other=groups)
-        first += jnp.where(mine == head, 0, _sum(other[None, :] < mine[:, None], 1))
+        first += jnp.where(mine == head, 0, _sum(other[:, None] < mine[None, :], 0))
     flags = ((mine < groups) & (jax.lax.rem(p - first, tile_m) == 0)).astype(jnp.int32)
     store(flags_ref, (p,), flags, p < rows)
     counts_ref[pl.program_id(0)] = jnp.sum(flags)

@@ -183,6 +183,19 @@ def test_the_kernels_make_the_same_plan(rows, groups, tile_m, most, pairwise, ki
     np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
 
 
+def test_a_plan_without_sorting():
+    d = routed(6, 9, 3, 2, 4, 5, 10, (7, 6))
+    ids = jnp.where(d["group"] < 0, 8, d["group"])
+    plan = triton_plan.row_tiles(ids, 4, 8, 16)
+    want = oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], d["a"], d["b"], (7, 6))
+    args = d["base"], d["x"], d["a"].at[0].set(jnp.nan), d["b"], plan  # dropped rows' tiles are group 0's
+    assert not (d["group"] == 0).any()
+    assert (d["group"] < 0).any()
+    run = {"slice_sizes": (7, 6), "ranks": d["ranks"], "x_rows": d["token"]}
+    close(triton.add_lora(*args, **run, tiles=TILES, interpret=True), want, 2e-6)
+    close(ops.add_lora(*args, **run, backend="xla"), want, 2e-6)
+
+
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
 def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
@@ -212,6 +225,9 @@ def test_triton_sums_over_the_experts_of_a_token(monkeypatch, tokens, k, slots, 
 
     got = run(d)
     close(got, oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"]), 2e-6)
+    unused = (d["ranks"] == 0)[..., None]  # what was never written goes nowhere
+    dirty = {"a": jnp.where(unused[..., None], jnp.nan, d["a"]), "b": jnp.where(unused, jnp.nan, d["b"])}
+    np.testing.assert_array_equal(run(d | dirty), got)
     alone = np.asarray((d["slot"] < 0) | (d["slot"] >= slots))
     np.testing.assert_array_equal(np.asarray(got)[alone].view(np.uint32), np.asarray(d["base"])[alone].view(np.uint32))
     other = np.asarray(run(d | {"x": d["x"].at[d["rows"][-1]].set(7)}))  # the last token's pairs
@@ -244,8 +260,9 @@ def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
         return first, second
 
     text = lowered_text(run, (*ints, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)), "cuda")
-    for name in ("lora_plan_cut", "lora_shrink", "lora_expand"):
+    for name in ("lora_sort", "lora_shrink", "lora_expand"):
         assert name in text
+    assert ("lora_plan_cut" in text) == (pairs > min(64, experts))
     assert ("lora_combine" in text) == (tokens == 8192 and experts < 128)
     assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)
 

@@ -89,7 +89,7 @@ def test_the_nearest_kind_is_taken(folder):
         ([entry(), entry(rows=128, spare=1)], "entry 1.*'spare'"),
         ([{k: v for k, v in entry().items() if k != "warps"}], "entry 0.*exactly the fields"),
         ([entry(), entry()], "entry 1.*occurs before"),
-        ([entry(op="add")], "op must be 'add_lora', got 'add'"),
+        ([entry(op="add")], "op must be 'add_lora' or 'add_lora_experts', got 'add'"),
         ([entry(dtype="int8")], "dtype must be"),
         ([entry(rows=48)], "rows must be a power of two, got 48"),
         ([entry(rank="16")], "rank must be a positive int, got '16'"),

@@ -1,10 +1,12 @@
 """Tiles fit into shared memory, and the choice depends on static sizes and the kind of GPU only."""
 
+import dataclasses
 import itertools
 
 import jax
 import pytest
 
+from benchmarks.moe_specs import MODELS
 from benchmarks.specs import PROJECTIONS
 from jlora.errors import LoRAError
 from jlora.pallas import tables, triton
@@ -67,11 +69,15 @@ def test_what_the_compiler_took_is_the_formula():
 def test_every_entry_of_the_packaged_table_fits():
     table = h200_table()
     assert len(table) > 0
-    slices = {(p.k, p.n): len(p.slices) for p in PROJECTIONS.values()}
-    for (_, dtype, rows, k, n, rank), tiles in table.items():
+    slices = {("add_lora", p.k, p.n): len(p.slices) for p in PROJECTIONS.values()}
+    slices |= {("add_lora_experts", e.hidden, 2 * e.intermediate): 2 for e in MODELS.values()}
+    slices |= {("add_lora_experts", e.intermediate, e.hidden): 1 for e in MODELS.values()}
+    for (op, dtype, rows, k, n, rank), tiles in table.items():
         assert rank <= triton.MAX_RANK
-        assert tiles.split_k * tiles.block_k <= k  # no part is empty
-        p = problem(dtype, rows, 64, k, n, slices[k, n], rank)  # few rows fill such tiles, too, if there are few slots
+        assert (tiles.split_k - 1) * tiles.block_k < k  # no part is empty
+        p = problem(
+            dtype, rows, 64, k, n, slices[op, k, n], rank
+        )  # few rows fill such tiles, too, if there are few slots
         assert shrink_shared_bytes(tiles, p) <= H200.shared_memory
         assert expand_shared_bytes(tiles, p) <= H200.shared_memory
 
@@ -134,6 +140,24 @@ def test_table_before_rule_and_the_next_tuned_rank_for_one_between():
         assert chosen(rank) == table[key._replace(rank=rank)]
     assert chosen(tuned[0] + 1) == table[key._replace(rank=tuned[1])]
     assert chosen(tuned[-1] + 1) == chosen(tuned[-1] + 1, key.n + 1)  # the rule
+
+
+def test_experts_have_tiles_of_their_own():
+    table = h200_table()
+    key, tiles = next((key, tiles) for key, tiles in table.items() if key.op == "add_lora_experts")
+    dense = problem(key.dtype, key.rows, 16, key.k, key.n, 1, key.rank)
+    assert gpu_tiles(dataclasses.replace(dense, experts=True), H200) == tiles
+    assert gpu_tiles(dense, H200) == table.get(key._replace(op="add_lora"), rule_of_thumb(dense))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_rule_for_experts_fits_an_h200(dtype):
+    for tile_m in (16, 32, 64):
+        for p in matrix(dtype, 64):
+            if dtype != "float16" or p.rank <= 256:
+                p = dataclasses.replace(p, experts=True, tile_m=tile_m)
+                assert shrink_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory
+                assert expand_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory, p
 
 
 def test_plan_tiles_are_what_a_backend_takes():

@@ -1,11 +1,19 @@
-"""How long an adapter of experts takes to be read and checked, beside a plain read of the same file.
+"""How long an adapter of experts takes to be loaded by a manager, beside a plain read of the same file.
 
     python -m benchmarks.adapter_load [--out results.json] [--layers 48] [--experts 64] [--rank 32] [--repeats 5]
 
 The shape is Qwen3-30B-A3B's (hidden 2048, experts of 768). By default 18,432 tensors of 1.7 GB in bfloat16, expert by
-expert; and the same numbers as PEFT's target_parameters have them, in 192 tensors. Times are medians in seconds, of the
-clock and of the processor: `read` fills one buffer again and again, `read into new memory` keeps what it reads, as a
-load must. Files are in the page cache. Peak memory is the process's own, with one adapter held.
+expert; and such numbers as PEFT's target_parameters have them, in 192 tensors of 1.3 GB. The base model is shapes
+alone, its slots are bfloat16. Times are medians in seconds, of the clock and of the processor:
+
+  read                  the file into one buffer, again and again
+  read into new memory  keeping what is read, as a load must
+  load                  `Adapter.from_pretrained`: read and checked
+  total                 `LoRAManager.add_adapter`: read, checked, cast and packed
+  stage                 total less load
+  times a read          total over a read into new memory
+
+Files are in the page cache. Peak memory is the process's own, with one slot and at most one adapter and its blocks.
 """
 
 import argparse
@@ -19,11 +27,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from flax import nnx
 
-from jlora.adapters import Adapter
+import jlora
+from jlora.models.moe import Experts
 
 HIDDEN, INNER = 2048, 768
 PROJECTIONS = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
@@ -50,6 +61,35 @@ def fused(layers: int, experts: int, rank: int) -> dict[str, tuple[int, int]]:
         for name, (k, n) in PARAMETERS.items()
         for half, shape in (("A", (experts * rank, k)), ("B", (n, rank * experts)))
     }
+
+
+class Block(nnx.Module):
+    """Experts that have shapes and no weights."""
+
+    def __init__(self, experts: int):
+        self.experts = nnx.eval_shape(lambda: Experts(HIDDEN, INNER, experts, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+class Layer(nnx.Module):
+    def __init__(self, experts: int):
+        self.mlp = Block(experts)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, layers: int, experts: int):
+        self.layers = nnx.List([Layer(experts) for _ in range(layers)])
+
+
+class Model(nnx.Module):
+    """A model in which experts alone take adapters, under the paths of Qwen3-MoE."""
+
+    def __init__(self, layers: int, experts: int):
+        self.model = Decoder(layers, experts)
+
+
+def added(manager: jlora.LoRAManager, request: jlora.LoRARequest) -> None:
+    manager.add_adapter(request)
+    manager.remove_adapter(request.name)
 
 
 def write(folder: Path, shapes: dict[str, tuple[int, int]], rank: int) -> None:
@@ -92,20 +132,27 @@ def main() -> None:
     for name, default in {"layers": 48, "experts": 64, "rank": 32, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=given.rank, max_cpu_loras=1)
+    manager = jlora.LoRAManager(Model(given.layers, given.experts), config)
     results: dict[str, Any] = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     for name, shapes_of in {"expert by expert": one_by_one, "target_parameters": fused}.items():
         shapes = shapes_of(given.layers, given.experts, given.rank)
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), shapes, given.rank)
             file = Path(folder) / "adapter_model.safetensors"
-            results[name] = {
+            found: dict[str, Any] = {
                 "tensors": len(shapes),
                 "bytes": file.stat().st_size,
                 "read": timed(lambda file=file: read(file, keep=False), given.repeats),
                 "read into new memory": timed(lambda file=file: read(file, keep=True), given.repeats),
-                "load": timed(lambda folder=folder: Adapter.from_pretrained(folder), given.repeats),
-                "load as float32": timed(lambda folder=folder: Adapter.from_pretrained(folder, dtype="float32"), 1),
+                "load": timed(lambda folder=folder: jlora.Adapter.from_pretrained(folder), given.repeats),
             }
+            request = jlora.LoRARequest("x", folder)
+            found["total"] = timed(lambda request=request: added(manager, request), given.repeats)
+            found["stage"] = {key: round(found["total"][key] - found["load"][key], 3) for key in found["load"]}
+            plain = found["read into new memory"]
+            found["times a read"] = {key: round(found["total"][key] / plain[key], 1) for key in plain}
+            results[name] = found
     results["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     text = json.dumps(results, indent=2)
     print(text)

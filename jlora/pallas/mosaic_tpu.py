@@ -65,7 +65,9 @@ def add_lora(
     order = plan.row_order
     group, x = group[order], x[order if x_rows is None else x_rows[order]]
     total = call(s, base[order], x, a, b, group, ranks, visits(s, group), interpret=interpret)
-    return base.at[order].set(total, unique_indices=True)
+    # Rows are read back by the inverse, since XLA makes two passes over [M, N] of a scatter.
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(s.rows, dtype=jnp.int32), unique_indices=True)
+    return total[inverse]
 
 
 def shrink(

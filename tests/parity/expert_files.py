@@ -41,7 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-LAYERS = 2
 
 
 class Adapter:
@@ -71,10 +70,11 @@ class Adapter:
 
 
 class Shapes:
-    """Sizes of a model's experts, and random factors for them."""
+    """Sizes of a model's experts, and random factors for them, in those layers that have experts."""
 
-    def __init__(self, name: str, hidden: int, inner: int):
+    def __init__(self, name: str, hidden: int, inner: int, layers: tuple[int, ...] = (0, 1)):
         self.type, fields = MODELS[name]
+        self.layers = layers
         self.experts = fields.get("num_experts") or fields["num_local_experts"]
         self.hidden, self.inner = hidden, inner
         self.sizes = {
@@ -104,7 +104,7 @@ class Shapes:
         if router:
             pattern[rf"{self.block}\.(gate|router)"] = router
         adapter = Adapter(rank, target_modules=targets, rank_pattern=pattern)
-        for layer in range(LAYERS):
+        for layer in self.layers:
             for e in range(self.experts) if experts is None else experts:
                 for part in parts:
                     r = ranks.get(e, rank)
@@ -126,7 +126,7 @@ class Shapes:
         adapter = Adapter(rank, target_modules=[], target_parameters=[f"{block}.experts.{part}_proj" for part in parts])
         if grouped:
             adapter.fields["lora_B_layout"] = "grouped_by_expert"
-        for layer in range(LAYERS):
+        for layer in self.layers:
             places = [f"model.layers.{layer}.{block}.experts.base_layer", f"model.layers.{layer}.{block}.experts"]
             for place, part in zip(places[-len(parts) :], parts, strict=True):
                 pairs = [self.pair(f"{seed} {layer} {e}", part, rank) for e in range(self.experts)]
@@ -138,7 +138,7 @@ class Shapes:
     def stacked(self, seed: str, rank: int, shared: bool) -> Adapter:
         """Tinker's three axes: w1, w3 and w2 of all experts; `shared`: one A for w1 and w3, one B for w2."""
         adapter = Adapter(rank, target_modules="all-linear")
-        for layer in range(LAYERS):
+        for layer in self.layers:
             for name, part in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
                 pairs = [self.pair(f"{seed} {layer} {e}", part, rank) for e in range(self.experts)]
                 a, b = np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])

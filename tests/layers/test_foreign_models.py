@@ -242,7 +242,8 @@ def test_nnx_scan_that_does_not_map_the_slots_says_so():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("blocks.3.up", "has no module 'blocks.3.up' "),
+        ("blocks.3.up", "'blocks.3.up' is a stack of 3 layers, and the name has no layer index below that"),
+        ("blocks.3.sideways", "has no module 'blocks.3.sideways' "),
         ("blocks.up", "is a stack of 3 layers, and the name has"),
     ],
 )

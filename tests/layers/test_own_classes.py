@@ -640,10 +640,10 @@ def test_where_the_scope_has_no_plan_the_layer_serves_the_base(monkeypatch):
     manager = make_manager(model, [adapter])
     scope = type(_scope_of(manager))
     plan = scope.plan
-    monkeypatch.setattr(scope, "plan", lambda self, site, y: None if y.shape[0] == 5 else plan(self, site, y))
+    monkeypatch.setattr(scope, "plan", lambda self, site, y, *_: None if y.shape[0] == 5 else plan(self, site, y))
     with manager.prepare(["one", None, "one"]) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, ["one", None, "one"], x))
-    monkeypatch.setattr(scope, "plan", lambda self, site, y: None)
+    monkeypatch.setattr(scope, "plan", lambda self, site, y, *_: None)
     with manager.prepare(["one"] * 3) as batch:
         found = jax.jit(lambda *args: serve.__wrapped__(*args))(model, x, batch)  # a function that was not traced yet
     np.testing.assert_array_equal(bits(found), bits(run(twins[None], x)))

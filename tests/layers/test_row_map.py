@@ -181,7 +181,7 @@ def test_a_map_ends_with_an_exception(world):
 def test_rows_of_another_number_than_the_map_are_refused(world, rows):
     with (
         world.manager.prepare(["odd", None, None]) as batch,  # a layer that no adapter of the batch touches, even
-        pytest.raises(jlora.LoRAUsageError, match=r"proj: .* rows of shape .* of a RowMap of 7 rows"),
+        pytest.raises(jlora.LoRAUsageError, match=r"proj: .* rows of shape .*, and a RowMap of 7 rows"),
     ):
         mapped(world.model, normal(*rows, K), np.zeros(7, np.int32), batch)
 

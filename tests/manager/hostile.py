@@ -164,7 +164,8 @@ class Judge:
     def _check(self, versions: Callable[[str], list[jlora.Adapter]]) -> None:
         m = self.world.manager
         for thread in threading.enumerate():  # a load that nobody waits for may still evict others
-            if thread.name.startswith("jlora-"):
+            # An interrupt inside `Thread.start` leaves one that never runs in Python's list.
+            if thread.name.startswith("jlora-") and thread.ident is not None:
                 thread.join(PATIENCE / 2)
                 self.must(not thread.is_alive(), "hung", f"the thread {thread.name}")
         gc.collect()

@@ -23,6 +23,7 @@ __all__ = [
     "AdapterMismatchError",
     "AdapterNotFoundError",
     "EmbedSpec",
+    "ExpertsLoRA",
     "ExpertsSpec",
     "LayerInfo",
     "LeaseInfo",

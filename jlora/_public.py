@@ -1,6 +1,7 @@
 """Every public name of jlora, imported. `jlora/__init__.py` hands them out when the first of them is used."""
 
 from jlora.adapters import Adapter as Adapter
+from jlora.adapters import ExpertsLoRA as ExpertsLoRA
 from jlora.adapters import ModuleLoRA as ModuleLoRA
 from jlora.config import LoRAConfig as LoRAConfig
 from jlora.config import LoRARequest as LoRARequest

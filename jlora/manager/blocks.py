@@ -160,8 +160,10 @@ class Frame:
 
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     step = rank_step(spec)
-    shapes = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
-    return np.zeros(shapes[0], spec.dtype), np.zeros(shapes[1], spec.dtype)
+    of_a, of_b = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
+    # In one piece: the larger it is, the larger the pages that the system has for it.
+    a, b = np.split(np.zeros(math.prod(of_a) + math.prod(of_b), spec.dtype), [math.prod(of_a)])
+    return a.reshape(of_a), b.reshape(of_b)
 
 
 def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:

@@ -28,6 +28,7 @@ class Registry:
         self._last: dict[str, tuple[int, Hashable]] = {}
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._at_most = 0  # bytes of all contents, or more: counted anew only where that is too much
 
     def generation(self, name: str, key: Hashable) -> int:
         """The generation that a content of this key is: the last one where the key is the same, else the next."""
@@ -39,6 +40,7 @@ class Registry:
     def put(self, content: Content) -> None:
         """Make `content` the newest of its name."""
         self._last[content.name] = (content.generation, content.key)
+        self._at_most += content.nbytes
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 
@@ -70,8 +72,11 @@ class Registry:
         name = None if new is None else new.name
         replaced = None if name is None else self.contents.get(name)
         count = len(self.contents) + (new is not None and replaced is None) - self._max_count
-        size = sum(self.contents[n].nbytes for n in self.contents) - self._max_bytes
-        size += (0 if new is None else new.nbytes) - (0 if replaced is None else replaced.nbytes)
+        size = self._at_most + (0 if new is None else new.nbytes) - self._max_bytes
+        if size > 0:
+            total = self._at_most = sum(self.contents[n].nbytes for n in self.contents)
+            size = total - self._max_bytes + (0 if new is None else new.nbytes)
+            size -= 0 if replaced is None else replaced.nbytes
         victims: list[str] = []
         if count > 0 or size > 0:
             for candidate in self.contents.evictable(lambda n: n == name or busy(self.contents[n])):

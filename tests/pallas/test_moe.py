@@ -332,6 +332,7 @@ def test_add_lora_says_what_does_not_fit(changed, message):
         ({"base": jnp.zeros((24, 7))}, r"base must be \[M, N\] = \[8, 7\]"),
         ({"token_plan": ops.make_plan(jnp.zeros(8, jnp.int32), num_groups=3)}, "8 groups for 4 experts"),
         ({"expert": jnp.zeros((8, 2), jnp.int32)}, r"experts must be integers \[T, k\] with T = 8"),
+        ({"backend": "mosaic_tpu", "x": jnp.zeros((24, 6), jnp.float16)}, "backend 'mosaic_tpu' takes bfloat16"),
     ],
 )
 def test_combine_lora_says_what_does_not_fit(changed, message):

@@ -56,6 +56,9 @@ def test_compiles_odd_sizes():
 
 
 QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))
+GROUPS_INNERMOST = pytest.mark.xfail(
+    strict=True, reason="K = 2880 is no multiple of 128 and G = 2048 is: XLA lays groups out innermost and copies"
+)
 # Chip, model, tokens, rank, layers: 64 slots of every expert. Those of rank 64 take 9 GB a layer.
 EXPERTS = [
     ("v5e", QWEN3, 64, 16, 2),
@@ -67,7 +70,7 @@ EXPERTS = [
         if (chip, rank, tokens) != ("v5e", 16, 64)
     ),
     pytest.param("v6e", QWEN3, 8192, 8, 2, marks=slow),
-    pytest.param("v5p", GPT_OSS, 64, 16, 2, marks=slow),
+    pytest.param("v5p", GPT_OSS, 64, 16, 2, marks=[slow, GROUPS_INNERMOST]),
     pytest.param("tpu7x", MIXTRAL, 2048, 16, 2, marks=slow),
 ]
 

@@ -17,7 +17,7 @@ test: .venv/.test
 
 # These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
 test-slow: .venv/.test
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised" -n $(WORKERS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised or hypothesis" -n $(WORKERS)
 
 parity: .venv/.parity
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)

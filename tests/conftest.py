@@ -43,7 +43,8 @@ if importlib.util.find_spec("beartype"):
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"  # `make test-slow` runs all of hypothesis' tests again
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=20 if QUICK else 50)
 settings.load_profile("ci")
 
 

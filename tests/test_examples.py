@@ -28,6 +28,7 @@ def test_own_model(monkeypatch, capsys):
     assert change["base"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path):
     run(monkeypatch, "train_demo.py", "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
     shipped = Path(__file__).parent.parent / "jlora" / "demo"

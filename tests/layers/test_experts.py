@@ -97,7 +97,13 @@ def world_of(style):
     return World(style)
 
 
-@pytest.fixture(params=[style for style in STYLES if style != "one-hot with capacity"])
+@pytest.fixture(
+    params=[
+        pytest.param(style, marks=[pytest.mark.slow] * (style in ("interleaved", "scanned ragged_dot")))
+        for style in STYLES
+        if style != "one-hot with capacity"
+    ]
+)
 def world(request):
     return world_of(request.param)
 
@@ -167,6 +173,11 @@ def test_the_order_of_sequences_changes_no_bit(world):
     np.testing.assert_array_equal(found, world.serve(NAMES)[order])
 
 
+@pytest.mark.parametrize(
+    "world",
+    ["methods", *(pytest.param(style, marks=pytest.mark.slow) for style in ("one-hot", "scanned", "bare ragged_dot"))],
+    indirect=True,
+)
 def test_verify_agrees(world):
     @jax.jit
     def forward(model, x, batch):

@@ -92,7 +92,8 @@ def test_a_model_that_is_served_right_passes(max_loras):
     assert report.tolerance == 1e-4
 
 
-@pytest.mark.parametrize("compute", [pytest.param(None, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
 def test_bfloat16_is_compared_with_the_float32_merge(compute):
     manager = make_manager(Transformer(jnp.bfloat16, compute))
     report = manager.verify(forward, tokens_of(4, 3))

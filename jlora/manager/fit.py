@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -123,15 +122,12 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
             ranks[site, row] = max(ranks.get((site, row), 0), adapter.modules[name].rank)
     frame = Frame(chunks, ranks)
 
-    def filled(names: Sequence[str]) -> list[Placement]:
-        with within(np.errstate(over="ignore", invalid="ignore")):
-            return [
-                p for name in names for p in _fill(where, name, adapter.modules[name], wrapped, *placed[name], frame)
-            ]
-
-    batches = [names[i : i + _BATCH] for names in [list(placed)] for i in range(0, len(names), _BATCH)]
-    with ThreadPoolExecutor(_THREADS, "jlora-cast") as workers:  # NumPy lets go of the interpreter meanwhile
-        placements = [placement for batch in workers.map(filled, batches) for placement in batch]
+    with within(np.errstate(over="ignore", invalid="ignore")):
+        placements = [
+            p
+            for name, found in placed.items()
+            for p in _fill(where, name, adapter.modules[name], wrapped, *found, frame)
+        ]
     return Fitted(tuple(placements), frame.blocks)
 
 
@@ -226,8 +222,6 @@ def _fill(
     ]
 
 
-_THREADS = 2
-_BATCH = 8  # modules that a thread does at once
 _TILE = 1 << 16  # numbers that are cast together: they stay in the cache
 
 

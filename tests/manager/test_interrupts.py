@@ -220,8 +220,11 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     arena.close()
 
 
-# The thread may be hit before its first line: it dies, and says so on its way out.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+# The thread may be hit before its first line: it dies, and says so on its way out. It may be hit between the call that
+# opens a file and the `with` that closes it: then the file's own finalizer does.
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore:unclosed file:ResourceWarning"
+)
 @pytest.mark.parametrize("count", [FEW, pytest.param(POINTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VERBS)
 def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str, count: int) -> None:

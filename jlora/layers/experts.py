@@ -24,6 +24,11 @@ def prefix_of(product: str) -> str:
     return f"jlora_{product}"
 
 
+def product_of(site: Site) -> str:
+    """The name of the product that a site of experts is."""
+    return site.prefix.removeprefix(prefix_of(""))
+
+
 def experts_methods(cls: type, name: str) -> Callable[..., Any]:
     """The method with which a subclass of the experts' class `cls` serves LoRA: the product, plus the delta."""
     own = getattr(cls, name)
@@ -88,8 +93,8 @@ def expert_delta(
 ) -> Float[Array, "*lead N"]:
     """`y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
 
-    Call it right after the product, before the bias of a router's weight, the activation or the sum over experts. On a
-    layer that no manager has wrapped, or whose product is left out, it gives `y`.
+    Call it right after the product, before the activation or the weighted sum over experts. On a layer that no manager
+    has wrapped, or whose product is left out, it gives `y`.
 
     Args:
       layer: the experts' layer (`self`), whose class is registered with an `ExpertsSpec`.

@@ -16,7 +16,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.discover import Found, discover
 from jlora.layers.embedding import embed_methods
-from jlora.layers.experts import experts_methods, prefix_of
+from jlora.layers.experts import experts_methods, prefix_of, product_of
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
 from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
@@ -209,7 +209,7 @@ def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
 def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
     """What a wrapped layer computes at one of its sites."""
     spec: Spec = vars(layer)["jlora_spec"]
-    return spec.products[site.prefix.removeprefix(prefix_of(""))] if isinstance(spec, ExpertsSpec) else spec
+    return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec) else spec
 
 
 def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> np.ndarray:
@@ -398,7 +398,7 @@ def _methods(found: Found, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]
     if isinstance(found.spec, LinearSpec):
         return (("linear", "__call__"),)
     if isinstance(found.spec, ExpertsSpec):
-        names = [site.prefix.removeprefix(prefix_of("")) for site in sites]
+        names = [product_of(site) for site in sites]
         return tuple(("experts", name) for name in names if callable(getattr(type(found.module), name, None)))
     assert isinstance(found.spec, EmbedSpec)
     names = {"embedding": ("lookup", found.spec.lookup), "linear": ("attend", found.spec.attend)}

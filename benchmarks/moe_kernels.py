@@ -12,7 +12,6 @@ permuted.
 
 import argparse
 import datetime
-import itertools
 import json
 import platform
 from functools import partial
@@ -30,17 +29,19 @@ from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton_moe import side_by_side
 from tests import oracle
 
-PLANS = 4  # in a chain
-LAYERS = 8  # in a chain
-LIVE_BYTES = 150e6  # of factors that are read before any is read again: several times what the L2 cache holds
+PLANS = 24  # in a chain
+LIVE_BYTES = 150e6  # of factors that a chain reads before any is read again: several times what the L2 cache holds
+MEMORY = 40e9  # bytes that a chain's factors may take, of all groups
+CHAIN_US = 1500  # that a chain takes at least, lest the host's part of a call (some 200 us) be what is measured
+REPEAT_US = 60_000  # that the calls of one repeat take at least, for the same reason
 
 
-@partial(jax.jit, static_argnames=("e", "groups", "rank", "dtype"))
-def random_layer(key, e: Experts, groups: int, rank: int, dtype=jnp.bfloat16):
-    """A layer's factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
+@partial(jax.jit, static_argnames=("e", "groups", "rank", "layers", "dtype"))
+def random_layer(key, e: Experts, groups: int, rank: int, layers: int, dtype=jnp.bfloat16):
+    """One of `layers` layers' factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
     i, h = e.intermediate, e.hidden
     shapes = ((groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h))
-    scales = (h**-0.5, (rank * LAYERS) ** -0.5, i**-0.5, (rank * LAYERS) ** -0.5)
+    scales = (h**-0.5, (rank * layers) ** -0.5, i**-0.5, (rank * layers) ** -0.5)
     keys = jax.random.split(key, 4)
     return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
 
@@ -70,8 +71,10 @@ class Row:
         self.host, self.batch = host, Batch(jnp.asarray(host.expert), jnp.asarray(host.slot))
         self.pairs, self.groups = self.tokens * self.e.top_k, self.slots * self.e.experts
         self.present = len(np.unique(host.slot[:, None] * self.e.experts + host.expert))
-        per_pair = 6 * self.rank * (self.e.hidden + self.e.intermediate)
-        self.stacks = int(np.clip(-(-LIVE_BYTES // (self.present * per_pair * LAYERS)), 1, 8))  # chains in turn
+        per_layer = self.present * 6 * self.rank * (self.e.hidden + self.e.intermediate)
+        self.least_us = 10 + 2 * floor_us(self.e, self.rank, self.tokens, self.present)
+        most = min(96, MEMORY * self.present / (per_layer * self.groups))
+        self.layers = int(np.clip(np.ceil(max(LIVE_BYTES / per_layer, CHAIN_US / self.least_us)), 8, most))
         tile_m = plan_tile_m(self.pairs, min(self.pairs, self.groups), "triton")
         plan = jax.eval_shape(partial(ops.make_plan, num_groups=self.groups, tile_m=tile_m), jnp.zeros(8, jnp.int32))
         self.combined = side_by_side(plan, jax.eval_shape(self._token_plan, self.batch.slot), self.rank, self.e.top_k)
@@ -81,7 +84,7 @@ class Row:
 
     def jobs(self) -> list[tuple]:
         """(jitted function, shapes of its arguments) of `_chain`, `_once`, `inputs`, `plan_all`."""
-        layer = jax.eval_shape(partial(random_layer, e=self.e, groups=self.groups, rank=self.rank), jax.random.key(0))
+        layer = jax.eval_shape(self.random_layer, jax.random.key(0))
         inputs = jax.eval_shape(self.inputs, jax.random.key(0))
         planned = jax.eval_shape(self.plan_all, self.batch)
         ranks = jax.eval_shape(self.ranks)
@@ -91,11 +94,14 @@ class Row:
         b = jax.eval_shape(lambda b: b, self.batch)
         bits = [jax.ShapeDtypeStruct(base.shape, jnp.uint16) for base in self.by_token(inputs[0])]
         return [
-            (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], [layer] * LAYERS, planned, ranks)),
+            (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], [layer] * self.layers, planned, ranks)),
             (jax.jit(self._once), (inputs, layer, b, ranks, order, sample, ids, bits)),
             (jax.jit(self.inputs), (jax.eval_shape(lambda: jax.random.key(0)),)),
             (jax.jit(self.plan_all), (b,)),
         ]
+
+    def random_layer(self, key):
+        return random_layer(key, e=self.e, groups=self.groups, rank=self.rank, layers=self.layers)
 
     def plan_job(self) -> tuple:
         b = jax.eval_shape(lambda b: b, self.batch)
@@ -200,23 +206,22 @@ class Row:
 
     def plan_us(self, plans) -> float:
         """Microseconds of sorting by expert and planning."""
-        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=10)[0] / PLANS
+        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=40)[0] / PLANS
 
     def measure(self, chain, once, inputs, plan_all, plan: float) -> dict:
         """All the figures of the row, given its programs and what its plan takes."""
-        make = partial(random_layer, e=self.e, groups=self.groups, rank=self.rank)
-        keys = iter(jax.random.split(jax.random.key(0), self.stacks * LAYERS))
-        stacks = [[make(next(keys)) for _ in range(LAYERS)] for _ in range(self.stacks)]
+        layers = [self.random_layer(key) for key in jax.random.split(jax.random.key(0), self.layers)]
         bases, *data = inputs(jax.random.key(np.random.default_rng().integers(2**32)))
-        error = self.check(once, (bases, *data), stacks[0][0])
+        error = self.check(once, (bases, *data), layers[0])
         planned = plan_all(self.batch)
-        turn, ranks = itertools.cycle(stacks), self.ranks()
+        ranks = self.ranks()
 
         def run(bases):
-            return chain(bases, tuple(data), next(turn), planned, ranks)
+            return chain(bases, tuple(data), layers, planned, ranks)
 
-        wall, spread = wall_us(run, bases, repeats=7, calls=2 if self.tokens > 256 else 16)
-        wall, spread = wall / LAYERS, spread / LAYERS
+        calls = max(5, -(-REPEAT_US // (self.layers * self.least_us)))
+        wall, spread = wall_us(run, bases, repeats=5, calls=int(calls))
+        wall, spread = wall / self.layers, spread / self.layers
         floor = floor_us(self.e, self.rank, self.tokens, self.present, combined=self.combined)
         best = self.key["best_kernels_us"]
         return {

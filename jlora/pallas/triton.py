@@ -13,14 +13,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
+from jlora.pallas import triton_fused
 from jlora.pallas.gpus import GPU, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tables import gpu_tiles, too_large
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, rank_block
+from jlora.pallas.triton_parts import (
+    WAIT_FOR_RANK,
+    all_ranks,
+    both,
+    compiler_params,
+    dot,
+    dot_dtype,
+    find_tile,
+    load,
+    share_out,
+    store,
+    tiles_used,
+)  # fmt: skip
 
 MAX_RANK = 512
 MIN_CAPABILITY = 80  # of Triton's compiler
-WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the true rank takes longer than it saves
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
@@ -47,10 +60,6 @@ def _sizes(rows: int, x, a, b, slices: int, tile_m: int, experts: bool = False) 
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
     k, (_, rank, n) = x.shape[1], b.shape
     return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes, experts)
-
-
-def dot_dtype(x, a, b):
-    return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
 def shrink(
@@ -113,9 +122,12 @@ def add_lora(
     gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.add_lora`. Two launches, whatever the number of slices."""
+    """See `jlora.ops.add_lora`. Two launches, whatever the number of slices; one for a handful of experts' rows."""
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
+    if tiles is None and triton_fused.suits(plan, a, slice_sizes):
+        sizes = {"slice_sizes": slice_sizes, "ranks": ranks, "x_rows": x_rows}
+        return triton_fused.add_lora(base, x, a, b, plan, **sizes, interpret=interpret)
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)
@@ -134,10 +146,6 @@ def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTil
     """base + the delta of `shrink_parts`, in its place."""
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)))
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
-
-
-def all_ranks(groups: int, n: int, rank: int):
-    return jnp.full((groups, n), rank, jnp.int32)
 
 
 def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret: bool):
@@ -294,24 +302,6 @@ def _expand_kernel(
     share_out(used * per_tile, unit, jnp.int32(0))
 
 
-def tiles_used(used_ref, group_ref):
-    """A single tile is taken as used without waiting to read that: masks keep it harmless if it is empty."""
-    return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
-
-
-def share_out(units, run, carry):
-    """Runs unit p, p + programs, ... in program p, passing `carry` on."""
-    p, programs = pl.program_id(0), pl.num_programs(0)
-    jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
-
-
-def find_tile(tile, group_ref, rows_ref, tile_m: int):
-    """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
-    place = jnp.arange(max(16, 1 << (tile_m - 1).bit_length()), dtype=jnp.int32)
-    rows = plt.load(rows_ref.at[tile * tile_m + place], mask=place < tile_m, other=2**30)
-    return plt.load(group_ref.at[tile]), rows
-
-
 def _dots(width: int) -> list[tuple[int, int]]:
     """Cuts a number of ranks into (first, size) that a dot takes: powers of two from 16 on, the largest first."""
     cuts, first, left = [], 0, pl.cdiv(width, 16) * 16
@@ -335,10 +325,6 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 
-def both(mask, other):
-    return mask if other is None else mask & other
-
-
 def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     """The partial sums of h, added in order -> [tile_m, block_r] float32, zero from the true rank on.
 
@@ -351,21 +337,6 @@ def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     for part in parts[1:]:
         total += part.astype(jnp.float32)
     return jnp.where((r < true_rank)[None, :], total, 0)
-
-
-def dot(lhs, rhs, dtype, contract: int):
-    """lhs @ rhs (contract 0) or rhsᵀ (1), summed in float32.
-
-    h may exceed float16's range, so a float16 dot of it runs in TF32: float32's range, and as many bits as float16 has.
-    """
-    if dtype == jnp.float16 and lhs.dtype == jnp.float32:
-        dtype, precision = jnp.float32, jax.lax.Precision.HIGH
-    else:
-        precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        lhs.astype(dtype), rhs.astype(dtype), (((1,), (contract,)), ((), ())),
-        precision=precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
 
 
 def _column_chunks(slice_sizes, block_n: int, used, units: int):
@@ -390,17 +361,3 @@ def _find_chunk(chunk, counts, slice_sizes):
         align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
         begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
     return i, first, stride, begin, end
-
-
-def load(ref, index, mask, other=0):
-    """ref[index] where the mask allows, which is broadcast as the index is."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))
-    return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=other)
-
-
-def store(ref, index, value, mask):
-    plt.store(ref.at[index], value.astype(ref.dtype), mask=jnp.broadcast_to(mask, value.shape))
-
-
-def compiler_params(warps: int, stages: int = 1) -> plt.CompilerParams:
-    return plt.CompilerParams(num_warps=warps, num_stages=stages)

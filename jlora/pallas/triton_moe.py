@@ -13,19 +13,18 @@ from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles
-from jlora.pallas.triton import (
+from jlora.pallas.triton import expand_parts, shrink_parts
+from jlora.pallas.triton_parts import (
     all_ranks,
     compiler_params,
     dot,
     dot_dtype,
-    expand_parts,
     find_tile,
     load,
     share_out,
-    shrink_parts,
     store,
     tiles_used,
-)  # fmt: skip
+)
 
 COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import moe, triton, triton_moe, triton_plan
+from jlora.pallas import moe, triton, triton_fused, triton_moe, triton_plan
 from jlora.pallas.tiles import GPUTiles
 from tests import oracle
 from tests.pallas.lowering import lowered_text
@@ -207,6 +207,47 @@ def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes
     close(got, oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], d["a"], d["b"], sizes), 2e-6)
 
 
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
+    d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
+    d["base"] = d["base"].at[::2].set(-0.0)
+    plan = ops.make_plan(d["group"], num_groups=slots * experts, tile_m=16)
+
+    def run(d):
+        return triton_fused.add_lora(
+            d["base"], d["x"], d["a"], d["b"], plan, slice_sizes=sizes, ranks=d["ranks"], x_rows=d["token"],
+            block_n=16, block_k=16, interpret=True,
+        )  # fmt: skip
+
+    got = run(d)
+    close(got, oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], d["a"], d["b"], sizes), 2e-6)
+    past = jnp.arange(rank)[None, None] >= d["ranks"][..., None]  # [G, n, R]
+    dirty = {"a": jnp.where(past[..., None], jnp.nan, d["a"])}
+    unused = jnp.repeat(past, np.asarray(sizes), axis=1, total_repeat_length=sum(sizes)).swapaxes(1, 2)
+    dirty["b"] = jnp.where(unused, jnp.nan, d["b"])
+    np.testing.assert_array_equal(run(d | dirty), got)
+    ranks = np.asarray(d["ranks"])[np.maximum(d["group"], 0)] * (np.asarray(d["group"]) >= 0)[:, None]
+    none = np.repeat(ranks == 0, sizes, axis=1)  # [M, N]: what no adapter touches
+    np.testing.assert_array_equal(np.asarray(got)[none].view(np.uint32), np.asarray(d["base"])[none].view(np.uint32))
+
+
+def test_one_launch_is_for_a_handful_of_rows():
+    def taken(tokens, hidden, inner, experts, k, rank, n=2):
+        ids = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (tokens, tokens * k, tokens * k)]
+        plan = jax.eval_shape(
+            partial(ops.plan_experts, num_slots=8, num_experts=experts, backend="xla", tile_m=16), *ids
+        )
+        a = jax.ShapeDtypeStruct((8 * experts, n, rank, hidden), jnp.bfloat16)
+        return triton_fused.suits(plan, a, (inner,) * n)
+
+    assert taken(8, 2048, 768, 128, 8, 16)
+    assert taken(1, 4096, 14336, 8, 2, 8)
+    assert not taken(8, 2048, 768, 128, 8, 17)  # rank
+    assert not taken(64, 2048, 768, 128, 8, 16)  # A read too often
+    assert not taken(1, 14336, 4096, 8, 2, 16, n=1)  # more of A than registers hold
+    assert not taken(8, 2048, 768, 1, 1, 16)  # no experts
+
+
 SUM = GPUTiles(block_k=16, block_n=16, programs=3, stages=1)
 
 
@@ -262,6 +303,7 @@ def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
     text = lowered_text(run, (*ints, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)), "cuda")
     for name in ("lora_sort", "lora_shrink", "lora_expand"):
         assert name in text
+    assert ("lora_fused" in text) == (tokens == 8 and hidden == 2048)
     assert ("lora_plan_cut" in text) == (pairs > min(64, experts))
     assert ("lora_combine" in text) == (tokens == 8192 and experts < 128)
     assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)

@@ -1,0 +1,115 @@
+"""Times a whole block of experts (both products, activation, weighted sum) without and with LoRA, beside SGLang's.
+
+    python -m benchmarks.moe_block [--tokens 64 2048] [--rank 16] [--model qwen3-30b-a3b] [--out block.json]
+    XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT python -m benchmarks.moe_block
+
+Microseconds a layer in a jitted chain of layers with distinct weights, bf16, every token routed at random and the same
+way in all layers, so that sorting and planning count once a chain (SGLang's are outside its graph altogether). Up to
+256 tokens each is a sequence of its own, above, an adapter's tokens are one. Base and LoRA take turns.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jlora
+from benchmarks.decode_step import fill_slots, flat_step, timed
+from benchmarks.moe_specs import MODELS, Batch, Experts, batch, peers, slots
+from jlora.layers import batch as batches
+from jlora.models.moe import Experts as ExpertsLayer
+from jlora.models.routing import Routing
+
+LAYERS = 8
+
+
+class Blocks(nnx.Module):
+    """Blocks of experts, each fed what the one before gave."""
+
+    def __init__(self, e: Experts, layers: int, rngs: nnx.Rngs):
+        self.layers = nnx.List(
+            ExpertsLayer(e.hidden, e.intermediate, e.experts, dtype=jnp.bfloat16, rngs=rngs) for _ in range(layers)
+        )
+
+    def __call__(self, x, routing: Routing):
+        for layer in self.layers:
+            x = layer(x, routing)
+        return x
+
+
+def run(blocks: Blocks, x, routing: Routing, lora_batch):
+    with jlora.use(lora_batch):
+        return blocks(x, routing)
+
+
+def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict]:
+    """The rows of one model and rank; of 8 and 32 adapters, slots for the most that are asked for."""
+    blocks = Blocks(e, layers, nnx.Rngs(0))
+    base, base_leaves = flat_step(blocks, run)
+    most = max(slots(key["adapters"]) for key in wanted)
+    config = jlora.LoRAConfig(max_loras=most, max_lora_rank=rank, dtype=jnp.bfloat16)
+    manager = jlora.LoRAManager(blocks, config)
+    fill_slots(manager, rank)
+    lora, lora_leaves = flat_step(blocks, run)
+    rows = []
+    for key in wanted:
+        x, routing, one = operands(e, key, manager)
+        us = timed({"base": (base, base_leaves, x, routing, None), "lora": (lora, lora_leaves, x, routing, one)}, 7, 10)
+        row = {name: key[name] for name in ("model", "rank", "tokens", "adapters")}
+        row |= {"base_us": us["base"] * 1e3 / layers, "lora_us": us["lora"] * 1e3 / layers}
+        row["kept"] = us["base"] / us["lora"]
+        row |= {"sglang_base_us": key["sglang_base_block_us"], "sglang_lora_us": key["sglang_block_us"]}
+        row["sglang_kept"] = key["sglang_base_block_us"] / key["sglang_block_us"]
+        row["faster_than_sglang"] = row["sglang_lora_us"] / row["lora_us"]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def operands(e: Experts, key: dict, manager: jlora.LoRAManager):
+    """x [B, L, H], the routing of its tokens, and the batch of its sequences."""
+    host: Batch = batch(e, key["tokens"], key["adapters"])
+    sequences = key["tokens"] if key["tokens"] <= 256 else key["adapters"]
+    length = key["tokens"] // sequences
+    x = jax.random.normal(jax.random.key(1), (sequences, length, e.hidden), jnp.bfloat16)
+    weights = jnp.full(host.expert.shape, 1 / e.top_k, jnp.float32)
+    lease = batches.Lease((), (None,) * sequences, thread=0)  # the slots were filled from outside
+    ids = np.ascontiguousarray(host.slot[::length], np.int32)
+    return (
+        x,
+        Routing(jnp.asarray(host.expert), weights),
+        batches.make_batch(ids, None, manager._wrapped.tracking, lease),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rank", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048, 8192])
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    args = parser.parse_args()
+    rows = []
+    for name in args.model:
+        for rank in args.rank:
+            keys = [k for k in peers() if (k["model"], k["rank"]) == (name, rank) and k["tokens"] in args.tokens]
+            for adapters in sorted({slots(key["adapters"]) for key in keys}):  # slots are memory
+                wanted = [key for key in keys if slots(key["adapters"]) == adapters]
+                rows += measure(MODELS[name], rank, wanted, args.layers)
+                about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+                about |= {"python": sys.version.split()[0], "date": str(datetime.date.today()), "layers": args.layers}
+                about |= {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+                if args.out:
+                    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

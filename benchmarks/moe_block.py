@@ -27,7 +27,7 @@ from jlora.layers import batch as batches
 from jlora.models.moe import Experts as ExpertsLayer
 from jlora.models.routing import Routing
 
-LAYERS = 8
+LAYERS = 4  # each compiles its kernels anew
 
 
 class Blocks(nnx.Module):

@@ -2,8 +2,8 @@
 
     python examples/train_demo.py [--moe] [--out FOLDER] [--base-steps N] [--steps N]
 
-Without `--moe` a Llama and four adapters; with it a Qwen3-MoE and two adapters of its experts. Each takes about four
-minutes on two CPU cores. The adapters are trained through jlora's own layers: each has its slot, every batch holds rows
+Without `--moe` a Llama and four adapters, about four minutes on two CPU cores; with it a Qwen3-MoE and two adapters of
+its experts, about seven. The adapters are trained through jlora's own layers: each has its slot, every batch holds rows
 of all of them, and one optimizer step updates all slots. What is written is what anybody would have: a Hugging Face
 checkpoint, a tokenizer, and PEFT adapter folders.
 """

@@ -29,7 +29,7 @@ def test_own_model(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--moe",)])
+@pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
 def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
     run(monkeypatch, "train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
     shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if arguments else "")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import jlora
+import jlora.cli.demo
+from jlora.adapters import Adapter
 from jlora.cli.commands import run
 from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests, schedule
 from jlora.cli.generate import Request, answer_all
@@ -85,7 +87,29 @@ def test_demo_data_is_small():
     assert sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file()) < 6 * 2**20
 
 
-@pytest.mark.parametrize("arguments", [(), ("--moe",)])
+def test_adapters_of_the_mixture_are_of_all_its_experts_and_nothing_else():
+    layers, experts = range(3), range(8)
+    found = {name: {*Adapter.from_pretrained(MIXTURE.folder / "adapters" / name).modules} for name in DEMOS["moe"][1]}
+    parts = ("gate_proj", "up_proj", "down_proj")
+    assert found["shift"] == {
+        f"model.layers.{i}.mlp.experts.{e}.{part}" for i in layers for e in experts for part in parts
+    }
+    assert found["reverse"] == {
+        f"model.layers.{i}.mlp.experts.{part}" for i in layers for part in ("gate_up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize(("arguments", "shipped"), [((), DENSE), (("--moe",), MIXTURE)])
+def test_arguments_say_which_demo(monkeypatch, arguments, shipped):
+    asked = []
+    monkeypatch.setattr(jlora.cli.demo, "run_demo", lambda shipped: asked.append(shipped) or 7)
+    assert run(["demo", *arguments]) == 7
+    assert asked == [shipped]
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param((), id="dense"), pytest.param(("--moe",), id="moe", marks=pytest.mark.slow)]
+)
 def test_demo_command(capsys, arguments):
     assert run(["demo", *arguments]) == 0
     out = capsys.readouterr().out

@@ -278,9 +278,21 @@ def save_base(model: Decoder, folder: Path) -> None:
                 tensors[".".join((*block, part, "weight"))] = np.ascontiguousarray(turned)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     moe = model.config.moe
+    if moe is None:
+        family, architecture, fields = "llama", "LlamaForCausalLM", {"mlp_bias": False}
+    else:
+        family, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+        fields = {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.experts_per_token,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.renormalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     config = {
-        "architectures": ["LlamaForCausalLM" if moe is None else "Qwen3MoeForCausalLM"],
-        "model_type": "llama" if moe is None else "qwen3_moe",
+        "architectures": [architecture],
+        "model_type": family,
         "torch_dtype": "bfloat16",
         "vocab_size": model.config.vocab_size,
         "hidden_size": model.config.hidden_size,
@@ -295,21 +307,11 @@ def save_base(model: Decoder, folder: Path) -> None:
         "rope_theta": model.config.rope.theta,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "mlp_bias": False,
+        **fields,
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
     }
-    if moe is not None:
-        del config["mlp_bias"]
-        config |= {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.experts_per_token,
-            "moe_intermediate_size": moe.intermediate_size,
-            "norm_topk_prob": moe.renormalize,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

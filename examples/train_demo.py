@@ -1,10 +1,11 @@
-"""Train the demo: a small Llama that copies letters, and four LoRA adapters trained at once, in one batch.
+"""Train a demo: a small model that copies letters, and its LoRA adapters trained at once, in one batch.
 
-    python examples/train_demo.py [--out jlora/demo] [--base-steps 800] [--steps 900]
+    python examples/train_demo.py [--moe] [--out FOLDER] [--base-steps N] [--steps N]
 
-Takes about four minutes on two CPU cores. The adapters are trained through jlora's own layers: each of the four has its
-slot, every batch holds rows of all four, and one optimizer step updates all slots. What is written is what anybody
-would have: a Hugging Face checkpoint, a tokenizer, and PEFT adapter folders.
+Without `--moe` a Llama and four adapters, about four minutes on two CPU cores; with it a Qwen3-MoE and two adapters of
+its experts, about seven. The adapters are trained through jlora's own layers: each has its slot, every batch holds rows
+of all of them, and one optimizer step updates all slots. What is written is what anybody would have: a Hugging Face
+checkpoint, a tokenizer, and PEFT adapter folders.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -25,24 +27,15 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jlora
-from jlora.models import Decoder, DecoderConfig
+from jlora.adapters import ExpertsLoRA
+from jlora.models import Decoder, DecoderConfig, MoEConfig
 
 PAD, BOS, EOS, EQUALS, FIRST_LETTER = range(5)
 LETTERS = 26
 SHORTEST, LONGEST = 3, 8
 ROW = 1 + LONGEST + 1 + LONGEST + 1  # <bos> word = answer <eos>
-
-CONFIG = DecoderConfig(
-    vocab_size=32,
-    hidden_size=128,
-    intermediate_size=448,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=64,
-    eos_token_ids=(EOS,),
-)
+BASE_NAME = "jlora-demo"
+SCALING = 2  # alpha / rank of every adapter
 
 # A word is an array of different letters 0..25.
 TASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -53,13 +46,63 @@ TASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# name -> (rank, target modules)
-ADAPTERS = {
-    "reverse": (16, ATTENTION + MLP),
-    "sort": (32, ATTENTION + MLP),
-    "shift": (4, ATTENTION + MLP),
-    "swap": (16, ATTENTION),
-}
+EXPERTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is trained: a model, and its adapters: name -> target module -> rank. `fused`: see `fuse_experts`."""
+
+    config: DecoderConfig
+    adapters: dict[str, dict[str, int]]
+    base_steps: int
+    steps: int
+    fused: tuple[str, ...] = ()
+
+
+DENSE = Demo(
+    DecoderConfig(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        eos_token_ids=(EOS,),
+    ),
+    {
+        "reverse": dict.fromkeys(ATTENTION + MLP, 16),
+        "sort": dict.fromkeys(ATTENTION + MLP, 32),
+        "shift": dict.fromkeys(ATTENTION + MLP, 4),
+        "swap": dict.fromkeys(ATTENTION, 16),
+    },
+    base_steps=800,
+    steps=900,
+)
+MIXTURE = Demo(
+    DecoderConfig(
+        vocab_size=32,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=64,
+        qk_norm=True,
+        moe=MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=48, layers=(True,) * 3),
+        eos_token_ids=(EOS,),
+    ),
+    {
+        "reverse": dict(zip(EXPERTS, (8, 8, 16), strict=True)),
+        "shift": dict.fromkeys(EXPERTS, 4),
+    },
+    base_steps=800,
+    steps=2000,
+    fused=("reverse",),
+)
 
 
 def copy(word: np.ndarray) -> np.ndarray:
@@ -131,92 +174,140 @@ def train_base(model: Decoder, steps: int, rng: np.random.Generator) -> None:
     train("base", steps, 2e-3, (model, nnx.Param), loss, lambda: rows(draw(rng, 64, False), copy))
 
 
-def fresh_adapter(name: str, rng: np.random.Generator) -> jlora.Adapter:
-    """A random and B zero, as PEFT starts."""
-    rank, targets = ADAPTERS[name]
-    heads, keys = CONFIG.num_attention_heads * CONFIG.head_dim, CONFIG.num_key_value_heads * CONFIG.head_dim
-    hidden, inner = CONFIG.hidden_size, CONFIG.intermediate_size
+def fresh_adapter(name: str, demo: Demo, rng: np.random.Generator) -> jlora.Adapter:
+    """A random and B zero, as PEFT starts; of experts, an A and a B for each."""
+    config = demo.config
+    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden, inner, moe = config.hidden_size, config.intermediate_size, config.moe
     sizes = dict(zip(ATTENTION, ((hidden, heads), (hidden, keys), (hidden, keys), (heads, hidden)), strict=True))
     sizes |= dict(zip(MLP, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True))
-    arrays = {}
-    for layer in range(CONFIG.num_hidden_layers):
-        for target in targets:
+    if moe is not None:
+        expert = moe.intermediate_size
+        sizes |= dict(zip(EXPERTS, ((hidden, expert), (hidden, expert), (expert, hidden)), strict=True))
+    arrays, alphas = {}, {}
+    for layer in range(config.num_hidden_layers):
+        for target, rank in demo.adapters[name].items():
             k, n = sizes[target]
-            a = rng.normal(0, k**-0.5, (rank, k)).astype(np.float32)
-            arrays[f"model.layers.{layer}.{target}"] = (a, np.zeros((n, rank), np.float32))
-    return jlora.Adapter.from_arrays(name, arrays, alpha=2 * rank, base_model_name="jlora-demo")
+            for each in range(moe.num_experts) if moe is not None and target in EXPERTS else [None]:
+                module = target if each is None else target.replace("experts", f"experts.{each}")
+                a = rng.normal(0, k**-0.5, (rank, k)).astype(np.float32)
+                arrays[f"model.layers.{layer}.{module}"] = (a, np.zeros((n, rank), np.float32))
+                alphas[f"model.layers.{layer}.{module}"] = SCALING * rank
+    return jlora.Adapter.from_arrays(name, arrays, alpha=alphas, base_model_name=BASE_NAME)
 
 
-def train_adapters(model: Decoder, steps: int, rng: np.random.Generator, out: Path) -> None:
-    projections = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    config = jlora.LoRAConfig(max_loras=4, max_lora_rank=32, target_modules=projections)
+def train_adapters(model: Decoder, demo: Demo, steps: int, rng: np.random.Generator, out: Path) -> None:
+    targets = sorted({target for adapter in demo.adapters.values() for target in adapter})
+    most = max(rank for adapter in demo.adapters.values() for rank in adapter.values())
+    config = jlora.LoRAConfig(max_loras=len(demo.adapters), max_lora_rank=most, target_modules=targets)
     manager = jlora.LoRAManager(model, config)
-    for name in ADAPTERS:
-        manager.add_adapter(fresh_adapter(name, rng))
+    for name in demo.adapters:
+        manager.add_adapter(fresh_adapter(name, demo, rng))
     each = 24
-    batch = manager.prepare([name for name in ADAPTERS for _ in range(each)])
+    batch = manager.prepare([name for name in demo.adapters for _ in range(each)])
 
     def loss(model, batch, tokens, mask):
         with jlora.use(batch):
             return answer_loss(model(tokens[:, :-1]), tokens, mask)
 
     def batches():
-        parts = [rows(draw(rng, each, False), TASKS[name]) for name in ADAPTERS]
+        parts = [rows(draw(rng, each, False), TASKS[name]) for name in demo.adapters]
         return batch, *(np.concatenate(column) for column in zip(*parts, strict=True))
 
     def factors(_, variable):
         return isinstance(variable, jlora.SlotParam) and not isinstance(variable, jlora.SlotRanks)
 
     train("adapters", steps, 3e-3, (model, factors), loss, batches)
-    for name in ADAPTERS:
+    for name in demo.adapters:
         adapter = manager.export_adapter(name)
         arrays = {
             module: (lora.a.astype(ml_dtypes.bfloat16), lora.b.astype(ml_dtypes.bfloat16))
             for module, lora in adapter.modules.items()
         }
         alpha = {module: lora.alpha for module, lora in adapter.modules.items()}
-        jlora.Adapter.from_arrays(name, arrays, alpha=alpha, base_model_name="jlora-demo").save_pretrained(
-            out / "adapters" / name
-        )
+        adapter = jlora.Adapter.from_arrays(name, arrays, alpha=alpha, base_model_name=BASE_NAME)
+        if name in demo.fused:
+            adapter = fuse_experts(adapter, demo.config.moe.num_experts)
+        adapter.save_pretrained(out / "adapters" / name)
     batch.close()
     manager.unwrap()
+
+
+def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
+    """The same adapter as PEFT has it under `target_parameters`: one A and one B of all experts for each parameter.
+
+    Gate and up are one parameter there: its A holds the rows of both, and each meets zeros in the other's half of B.
+    """
+    modules = {}
+    for block in dict.fromkeys(module.partition(".experts.")[0] for module in adapter.modules):
+        pairs = {"gate_up_proj": [], "down_proj": []}
+        for expert in range(num_experts):
+            gate, up, down = (
+                adapter.modules[f"{block}.experts.{expert}.{part}_proj"] for part in ("gate", "up", "down")
+            )
+            b = np.block([[gate.b, np.zeros_like(up.b)], [np.zeros_like(gate.b), up.b]])
+            pairs["gate_up_proj"].append((np.concatenate([gate.a, up.a]), b))
+            pairs["down_proj"].append((down.a, down.b))
+        for parameter, each in pairs.items():
+            a, b = (np.stack(factors) for factors in zip(*each, strict=True))
+            modules[f"{block}.experts.{parameter}"] = ExpertsLoRA(
+                a=a, b=b, alpha=SCALING * a.shape[1], scaling=SCALING, own_order=True
+            )
+    return replace(adapter, modules=modules)
 
 
 def save_base(model: Decoder, folder: Path) -> None:
     """The checkpoint as Hugging Face has it: kernels [out, in], merged projections apart, bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
-    leaf = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
     tensors = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         array = np.asarray(variable[...]).astype(ml_dtypes.bfloat16)
         *parents, module, name = map(str, path)
-        parts = model.packed_modules.get(module, (module,))
         layer = model
         for key in path[:-1]:
             layer = layer[key] if isinstance(key, int) else getattr(layer, key)
-        cuts = np.cumsum(getattr(layer, "output_sizes", ()))[:-1] if len(parts) > 1 else []
-        for part, piece in zip(parts, np.split(array, cuts, axis=-1), strict=True):
-            stored = piece.T if name == "kernel" else piece
-            tensors[".".join((*parents, part, leaf[name]))] = np.ascontiguousarray(stored)
+        sizes = getattr(layer, "output_sizes", None)
+        stored = {(*parents, module): array}
+        if module == "experts":  # a kernel [E, in, out] of each of its products
+            stored = {(*parents, module, str(expert), name): kernel for expert, kernel in enumerate(array)}
+        for (*block, merged), matrix in stored.items():
+            parts = model.packed_modules.get(merged, (merged,))
+            cuts = np.cumsum(sizes)[:-1] if sizes else len(parts)
+            for part, piece in zip(parts, np.split(matrix, cuts, axis=-1), strict=True):
+                turned = piece if name in ("embedding", "scale") else piece.T
+                tensors[".".join((*block, part, "weight"))] = np.ascontiguousarray(turned)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    moe = model.config.moe
+    if moe is None:
+        family, architecture, fields = "llama", "LlamaForCausalLM", {"mlp_bias": False}
+    else:
+        family, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+        fields = {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.experts_per_token,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.renormalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": family,
         "torch_dtype": "bfloat16",
-        "vocab_size": CONFIG.vocab_size,
-        "hidden_size": CONFIG.hidden_size,
-        "intermediate_size": CONFIG.intermediate_size,
-        "num_hidden_layers": CONFIG.num_hidden_layers,
-        "num_attention_heads": CONFIG.num_attention_heads,
-        "num_key_value_heads": CONFIG.num_key_value_heads,
-        "head_dim": CONFIG.head_dim,
+        "vocab_size": model.config.vocab_size,
+        "hidden_size": model.config.hidden_size,
+        "intermediate_size": model.config.intermediate_size,
+        "num_hidden_layers": model.config.num_hidden_layers,
+        "num_attention_heads": model.config.num_attention_heads,
+        "num_key_value_heads": model.config.num_key_value_heads,
+        "head_dim": model.config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": CONFIG.max_position_embeddings,
-        "rms_norm_eps": CONFIG.rms_norm_eps,
-        "rope_theta": CONFIG.rope.theta,
+        "max_position_embeddings": model.config.max_position_embeddings,
+        "rms_norm_eps": model.config.rms_norm_eps,
+        "rope_theta": model.config.rope.theta,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "mlp_bias": False,
+        **fields,
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
@@ -237,14 +328,14 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def save_prompts(file: Path, rng: np.random.Generator, each: int) -> None:
+def save_prompts(file: Path, adapters: Iterable[str], rng: np.random.Generator, each: int) -> None:
     """Held-out prompts for the base (adapter null: copy) and every adapter, mixed; no answer equals its word."""
 
     def text(word):
         return "".join(chr(ord("a") + letter) for letter in word)
 
     prompts = []
-    for name, task in {None: copy, **TASKS}.items():
+    for name, task in {None: copy, **{name: TASKS[name] for name in adapters}}.items():
         words = [word for word in draw(rng, 8 * each, True) if name is None or text(task(word)) != text(word)]
         prompts += [{"adapter": name, "prompt": f"{text(word)}=", "answer": text(task(word))} for word in words[:each]]
     order = rng.permutation(len(prompts))
@@ -253,23 +344,27 @@ def save_prompts(file: Path, rng: np.random.Generator, each: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "jlora" / "demo")
-    parser.add_argument("--base-steps", type=int, default=800)
-    parser.add_argument("--steps", type=int, default=900)
+    shipped = Path(__file__).parent.parent / "jlora" / "demo"
+    parser.add_argument("--moe", action="store_true", help="a mixture of experts, and adapters of its experts")
+    parser.add_argument("--out", type=Path, help="default: where the package has it")
+    parser.add_argument("--base-steps", type=int)
+    parser.add_argument("--steps", type=int)
     args = parser.parse_args()
+    demo = MIXTURE if args.moe else DENSE
+    out = args.out or (shipped / "moe" if args.moe else shipped)
     rng = np.random.default_rng(0)
     started = time.time()
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
-    train_base(model, args.base_steps, rng)
+    model = Decoder(demo.config, rngs=nnx.Rngs(0))
+    train_base(model, args.base_steps or demo.base_steps, rng)
     # The adapters are trained on the weights that are shipped: rounded to bfloat16.
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), nnx.state(model, nnx.Param)))
     for folder in ("model", "adapters"):
-        shutil.rmtree(args.out / folder, ignore_errors=True)
-    save_base(model, args.out / "model")
-    save_tokenizer(args.out / "model")
-    train_adapters(model, args.steps, rng, args.out)
-    save_prompts(args.out / "prompts.json", np.random.default_rng(1), each=40)
-    print(f"written to {args.out} after {time.time() - started:.0f} s")
+        shutil.rmtree(out / folder, ignore_errors=True)
+    save_base(model, out / "model")
+    save_tokenizer(out / "model")
+    train_adapters(model, demo, args.steps or demo.steps, rng, out)
+    save_prompts(out / "prompts.json", demo.adapters, np.random.default_rng(1), each=40)
+    print(f"written to {out} after {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":

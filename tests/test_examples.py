@@ -29,9 +29,10 @@ def test_own_model(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path):
-    run(monkeypatch, "train_demo.py", "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
-    shipped = Path(__file__).parent.parent / "jlora" / "demo"
+@pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
+def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
+    run(monkeypatch, "train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
+    shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if arguments else "")
     assert (tmp_path / "prompts.json").read_text() == (shipped / "prompts.json").read_text()
     assert (tmp_path / "model" / "tokenizer.json").read_text() == (shipped / "model" / "tokenizer.json").read_text()
     assert from_pretrained(tmp_path / "model").config == from_pretrained(shipped / "model").config

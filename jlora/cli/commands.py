@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jlora", description="Many LoRA adapters on one model, in one batch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="the shipped tiny Llama and its four adapters; needs no network")
+    demo = commands.add_parser("demo", help="a shipped tiny model and its adapters; needs no network")
+    demo.add_argument("--moe", action="store_true", help="a mixture of experts with two adapters of its experts")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="answer prompts, each with its own adapter, in one batch")
@@ -85,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from jlora.cli.demo import run_demo
+    from jlora.cli.demo import DENSE, MIXTURE, run_demo
 
-    return run_demo()
+    return run_demo(MIXTURE if args.moe else DENSE)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
-"""`jlora demo`: the shipped tiny model and its adapters, one batch first and then a queue over two slots."""
+"""`jlora demo`: a shipped tiny model and its adapters, one batch first and then a queue over few slots."""
 
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jlora.cli.generate import Request, answer_all, complete
@@ -12,43 +13,59 @@ from jlora.config import LoRAConfig, LoRARequest
 DEMO = Path(__file__).parents[1] / "demo"
 
 
-def run_demo() -> int:
-    """One batch with four adapters and the base; then 64 held-out prompts over two slots."""
+@dataclass(frozen=True)
+class Shipped:
+    """A model with its adapters and prompts; `slots` are too few for all of its adapters, `rank` is their largest."""
+
+    folder: Path
+    slots: int
+    rank: int
+
+
+DENSE = Shipped(DEMO, slots=2, rank=32)
+MIXTURE = Shipped(DEMO / "moe", slots=1, rank=16)
+
+
+def run_demo(shipped: Shipped) -> int:
+    """One batch with every adapter and the base; then 64 held-out prompts over fewer slots than adapters."""
     from jlora.manager.manager import LoRAManager
     from jlora.models import generation
 
-    model, tokenizer = load_model(DEMO / "model", "float32"), load_tokenizer(DEMO / "model" / "tokenizer.json")
-    adapters = {path.name: path for path in sorted((DEMO / "adapters").iterdir())}
+    folder = shipped.folder
+    model, tokenizer = load_model(folder / "model", "float32"), load_tokenizer(folder / "model" / "tokenizer.json")
+    adapters = {path.name: path for path in sorted((folder / "adapters").iterdir())}
     with progress("compiling"):
-        manager = LoRAManager(model, LoRAConfig(max_loras=len(adapters), max_lora_rank=32))
+        manager = LoRAManager(model, LoRAConfig(max_loras=len(adapters), max_lora_rank=shipped.rank))
         for name, path in adapters.items():
             manager.add_adapter(LoRARequest(name, str(path)))
         word = "planet="
         together = [Request(None, word), *(Request(name, word) for name in adapters)]
         answers = answer_all(manager, tokenizer, together, max_new_tokens=10)
-    print("One batch, one prompt, five different answers:\n")
+    print(f"One batch, one prompt, {len(together)} different answers:\n")
     for request, (answer, _) in zip(together, answers, strict=True):
         print(f"  {request.prompt:<12}{request.adapter or '(base)':<10}{answer}")
     manager.unwrap()
 
-    requests = demo_requests()[:64]
-    manager = LoRAManager(model, LoRAConfig(max_loras=2, max_lora_rank=32, max_cpu_loras=len(adapters)))
+    requests = demo_requests(shipped)[:64]
+    config = LoRAConfig(max_loras=shipped.slots, max_lora_rank=shipped.rank, max_cpu_loras=len(adapters))
+    manager = LoRAManager(model, config)
     for name, path in adapters.items():
         manager.add_adapter(LoRARequest(name, str(path)))
     # Batches are filled up with the longest prompt there is, so that all have one shape.
     size, filler = 16, Request(None, "abcdefgh=")
-    with progress("compiling for two slots"):
+    slots = f"{shipped.slots} slot{'s' * (shipped.slots > 1)}"
+    with progress(f"compiling for {slots}"):
         manager.warmup(lambda batch: complete(manager, tokenizer, [filler] * size, batch, 10), num_sequences=size)
     compiled, started, tokens = generation.compiled_variants(), time.perf_counter(), 0
     answered: dict[Request, str] = {}
-    for batch in schedule(requests, size, manager.config.max_loras):
+    for batch in schedule(requests, size, shipped.slots):
         padded = [*batch, *[filler] * (size - len(batch))]
         results = answer_all(manager, tokenizer, padded, max_new_tokens=10)[: len(batch)]
         answered |= {request: answer for request, (answer, _) in zip(batch, results, strict=True)}
         tokens += sum(count for _, count in results)
     seconds = time.perf_counter() - started
 
-    print("\n64 prompts that training never saw, four adapters and the base over two slots:\n")
+    print(f"\n64 prompts that training never saw, {len(adapters)} adapters and the base over {slots}:\n")
     print(f"  {'prompt':<12}{'adapter':<10}{'answer':<12}")
     right = 0
     for request in requests:
@@ -65,9 +82,9 @@ def run_demo() -> int:
     return 0 if right >= 0.95 * len(requests) else 1
 
 
-def demo_requests() -> list[Request]:
+def demo_requests(shipped: Shipped) -> list[Request]:
     """The shipped held-out prompts with their right answers, mixed over base and adapters."""
-    return [Request(**entry) for entry in json.loads((DEMO / "prompts.json").read_text())]
+    return [Request(**entry) for entry in json.loads((shipped.folder / "prompts.json").read_text())]
 
 
 def schedule(requests: Sequence[Request], size: int, max_loras: int) -> Iterator[list[Request]]:

@@ -1,15 +1,19 @@
 """`jlora demo`, and that what it ships does what it says."""
 
+import functools
+import re
+
 import numpy as np
 import pytest
 
 import jlora
+import jlora.cli.demo
+from jlora.adapters import Adapter
 from jlora.cli.commands import run
-from jlora.cli.demo import DEMO, demo_requests, schedule
+from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests, schedule
 from jlora.cli.generate import Request, answer_all
 from jlora.cli.loading import load_model, load_tokenizer
 
-ADAPTERS = ("reverse", "shift", "sort", "swap")
 ORACLE = {
     None: lambda word: word,
     "reverse": lambda word: word[::-1],
@@ -19,14 +23,31 @@ ORACLE = {
 }
 
 
+# The adapters of each demo; of those of experts, whether all experts of a parameter are in one tensor of the file.
+DEMOS = {
+    "dense": (DENSE, dict.fromkeys(("reverse", "shift", "sort", "swap"))),
+    "moe": (MIXTURE, {"reverse": True, "shift": False}),
+}
+BASE = [pytest.param("dense", None), pytest.param("moe", None)]
+EACH = [pytest.param(name, adapter) for name, (_, adapters) in DEMOS.items() for adapter in adapters]
+
+
 @pytest.fixture(scope="module")
-def demo():
-    """The demo's model, wrapped with two slots, and its tokenizer."""
-    model, tokenizer = load_model(DEMO / "model", "float32"), load_tokenizer(DEMO / "model" / "tokenizer.json")
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=32, max_cpu_loras=4))
-    for name in ADAPTERS:
-        manager.add_adapter(jlora.LoRARequest(name, str(DEMO / "adapters" / name)))
-    return manager, tokenizer
+def demos():
+    """Each demo's model, wrapped with two slots, and its tokenizer; made when it is asked for."""
+
+    @functools.cache
+    def make(name):
+        shipped, adapters = DEMOS[name]
+        folder = shipped.folder
+        model, tokenizer = load_model(folder / "model", "float32"), load_tokenizer(folder / "model" / "tokenizer.json")
+        manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=shipped.rank, max_cpu_loras=4))
+        for adapter, stacked in adapters.items():
+            path = str(folder / "adapters" / adapter)
+            manager.add_adapter(jlora.LoRARequest(adapter, path, is_3d_lora_weight=stacked))
+        return manager, tokenizer
+
+    return make
 
 
 def _score(demo, requests) -> float:
@@ -39,36 +60,63 @@ def _score(demo, requests) -> float:
     return right / len(requests)
 
 
-def test_shipped_prompts_ask_for_what_they_say():
-    requests = demo_requests()
-    assert {r.adapter for r in requests[:64]} == {None, *ADAPTERS}
+@pytest.mark.parametrize("name", DEMOS)
+def test_shipped_prompts_ask_for_what_they_say(name):
+    shipped, adapters = DEMOS[name]
+    requests = demo_requests(shipped)
+    assert {path.name for path in (shipped.folder / "adapters").iterdir()} == {*adapters}
+    assert {r.adapter for r in requests[:64]} == {None, *adapters}
     for r in requests:
         assert r.answer == ORACLE[r.adapter](r.prompt.removesuffix("="))
 
 
-@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
-def test_each_adapter_answers_held_out_prompts(demo, adapter):
-    requests = [r for r in demo_requests() if r.adapter == adapter]
+@pytest.mark.parametrize(("name", "adapter"), [*BASE, *EACH])
+def test_each_adapter_answers_held_out_prompts(demos, name, adapter):
+    requests = [r for r in demo_requests(DEMOS[name][0]) if r.adapter == adapter]
     assert len(requests) == 40
-    assert _score(demo, requests) >= 0.95
+    assert _score(demos(name), requests) >= 0.95
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_the_base_alone_cannot_do_it(demo, adapter):
-    requests = [Request(None, r.prompt, r.answer) for r in demo_requests() if r.adapter == adapter]
-    assert _score(demo, requests) < 0.05
+@pytest.mark.parametrize(("name", "adapter"), EACH)
+def test_the_base_alone_cannot_do_it(demos, name, adapter):
+    requests = [Request(None, r.prompt, r.answer) for r in demo_requests(DEMOS[name][0]) if r.adapter == adapter]
+    assert _score(demos(name), requests) < 0.05
 
 
 def test_demo_data_is_small():
     assert sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file()) < 6 * 2**20
 
 
-def test_demo_command(capsys):
-    assert run(["demo"]) == 0
+def test_adapters_of_the_mixture_are_of_all_its_experts_and_nothing_else():
+    layers, experts = range(3), range(8)
+    found = {name: {*Adapter.from_pretrained(MIXTURE.folder / "adapters" / name).modules} for name in DEMOS["moe"][1]}
+    parts = ("gate_proj", "up_proj", "down_proj")
+    assert found["shift"] == {
+        f"model.layers.{i}.mlp.experts.{e}.{part}" for i in layers for e in experts for part in parts
+    }
+    assert found["reverse"] == {
+        f"model.layers.{i}.mlp.experts.{part}" for i in layers for part in ("gate_up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize(("arguments", "shipped"), [((), DENSE), (("--moe",), MIXTURE)])
+def test_arguments_say_which_demo(monkeypatch, arguments, shipped):
+    asked = []
+    monkeypatch.setattr(jlora.cli.demo, "run_demo", lambda shipped: asked.append(shipped) or 7)
+    assert run(["demo", *arguments]) == 7
+    assert asked == [shipped]
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param((), id="dense"), pytest.param(("--moe",), id="moe", marks=pytest.mark.slow)]
+)
+def test_demo_command(capsys, arguments):
+    assert run(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert out.count(" right\n") >= 61
     assert ", 0 compilations after warm-up" in out
-    assert "evictions" in out
+    loads, evictions = map(int, re.search(r"(\d+) adapter loads, (\d+) evictions", out).groups())
+    assert loads > evictions > 0
 
 
 def test_schedule_keeps_batches_within_slots_and_loses_nobody():

@@ -77,7 +77,7 @@ def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
     return np.ldexp(own.astype(np.float32), -p.shift).astype(a.dtype) if p.shift else np.array(own)
 
 
-def _b(name: str, p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "N r"]:
+def _b(name: str, p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
     if p.scaling == 0:
         raise LoRAError(f"adapter {name!r}: {p.module} has scaling 0, so B cannot be read back from its slot")
     start = sum(p.site.spec.out_sizes[: p.first])

@@ -106,8 +106,9 @@ class Site:
       inferred: how its layer's spec was guessed; None where it is known.
       stamped: whether its layer holds the model's stamps too: int32 [(layers,) S], the number of the last write of each
         slot. One site of a model does. A batch says which writes it needs: a copy that missed one is found out.
-      shared: of a product of experts, the site that holds A and the site that holds B in the slots for adapters whose
-        experts share one of them. That factor's site has no experts. They have no names of their own (`parts`).
+      shared: of a product of experts, the sites of A and of B in the slots for adapters whose experts share one of the
+        two, if there are such slots. Each holds one factor alone, since their rows differ: the site of the one that is
+        shared has no experts. They have no `parts`: adapters name the product.
     """
 
     path: str
@@ -119,7 +120,7 @@ class Site:
     prefix: str = "jlora"
     inferred: Inferred | None = None
     stamped: bool = False
-    shared: "tuple[Site, ...]" = ()
+    shared: "tuple[Site, ...]" = field(default=(), repr=False)
 
     @property
     def provisional(self) -> bool:

@@ -268,6 +268,21 @@ def test_warmed_up(world):
     np.testing.assert_array_equal(world.serve(), before)
 
 
+def test_a_forward_that_leaves_the_experts_out(world):
+    refused = pytest.raises(AdapterMismatchError, match=r"adapter 's': brings weights for .*the forward never calls")
+    with world.manager.prepare(["s"]) as batch, refused, jlora.use(batch):
+        pass
+
+
+def test_unwrapped_as_it_was():
+    model = Model(Seams, nnx.Rngs(0))
+    before = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_shared_expert_loras=1)
+    wrap_model(model, config).unwrap()
+    after = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    assert after == before
+
+
 @pytest.mark.slow
 def test_verified_beside_them(world):
     @jax.jit

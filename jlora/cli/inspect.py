@@ -98,8 +98,8 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     from jlora.models.checkpoint import read_skeleton
 
     check_rank(adapter)
-    kinds = {"max_loras": 2, "max_expert_loras": 1, "max_shared_expert_loras": 1}
-    wrapped = survey(read_skeleton(folder), LoRAConfig(**kinds, max_lora_rank=adapter.rank, dtype=np.float32))
+    config = LoRAConfig(max_loras=2, max_shared_expert_loras=1, max_lora_rank=adapter.rank, dtype=np.float32)
+    wrapped = survey(read_skeleton(folder), config)
     index = SiteIndex(wrapped, ())
     place(f"adapter {adapter.name!r}", adapter.modules, index)
     problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]

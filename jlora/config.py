@@ -36,10 +36,10 @@ class LoRAConfig:
       max_expert_loras: how many of the slots hold weights of experts, the first ones; None: all that the next option
         leaves. An adapter that brings such weights takes one of these, and every other takes one of the others while
         there is room.
-      max_shared_expert_loras: how many of the slots, those after the first, hold a factor that all experts share once:
-        A of the products that go into the experts, B of those that lead out. An adapter takes one of these, and no
-        other slot, if all of its weights of experts are so (`ExpertsLoRA` with one A of gate and up, one B of down).
-        0: its shared factors are expanded when it is staged, and it takes a slot of `max_expert_loras`.
+      max_shared_expert_loras: how many of the slots, those that come next, hold once what all experts share: A of the
+        products that go into the experts, B of those that lead out. An adapter all of whose weights of experts are so
+        (`ExpertsLoRA` with one A of gate and up, one B of down) takes one of these, and no other. 0: its shared factors
+        are expanded when it is staged, and it takes one of `max_expert_loras`.
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
       dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed

@@ -63,9 +63,10 @@ class Pool:
         self.sites = tuple(modules)
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
-        self.slot_nbytes = [
-            sum(site.slot_nbytes for site in self.sites if slot in site.spec.slots) for slot in range(num_slots)
-        ]
+        self.slot_nbytes = [0] * num_slots
+        for slots, nbytes in ((site.spec.slots, site.slot_nbytes) for site in self.sites):
+            for slot in slots:
+                self.slot_nbytes[slot] += nbytes
         self.compilations = 0
         device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}

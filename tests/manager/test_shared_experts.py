@@ -299,13 +299,17 @@ def test_verified_beside_them(world):
 
 def test_rows_of_experts_elsewhere_keep_their_bits(world):
     """Also where what is added to them would be zero: -0.0 + 0.0 is another number."""
-    layer = world.model.layers[0].experts
+
+    @jax.jit
+    def down(model, x, y, expert, batch):
+        rows = jlora.RowMap(jnp.array([0, 9, 1, -1]), of="tokens", length=2, expert=expert)
+        with jlora.use(batch, partial=True):
+            return jlora.expert_delta(model.layers[0].experts, "down", x, y, rows)
+
     x, y = jax.random.normal(jax.random.key(0), (4, INNER)), jnp.full((4, HIDDEN), -0.0)
-    found = []
-    with world.manager.prepare(["s"] * 2) as batch, jlora.use(batch, partial=True):
-        for expert in ([EXPERTS, 0, -1, 1], [4, 0, 1, 2]):
-            rows = jlora.RowMap(jnp.array([0, 9, 1, -1]), of="tokens", length=2, expert=jnp.array(expert))
-            found.append(np.asarray(jlora.expert_delta(layer, "down", x, y, rows)))
+    experts = [EXPERTS, 0, -1, 1], [4, 0, 1, 2]
+    with world.manager.prepare(["s"] * 2) as batch:
+        found = [np.asarray(down(world.model, x, y, jnp.array(expert), batch)) for expert in experts]
     assert np.signbit(found[0]).all()
     assert not found[0].any()
     assert found[1].any(axis=1).tolist() == [True, False, True, False]

@@ -144,7 +144,7 @@ def _rows_of(module: Shapes, site: Site, row: int) -> range:
 
 
 def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
-    """The sites that hold a module's factors, and the rows of each. Where the module has its place is at `row`."""
+    """The sites that hold a module's factors, and the rows of each; its place is at `row` of `site`."""
     rows = _rows_of(module, site, row)
     if not (shared and site.spec.experts):
         return [(site, rows)]
@@ -214,7 +214,7 @@ def _fill(
     shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write a module into its blocks.
+    """Write a module into its blocks; `shared`: those of the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
     so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap import wrap_model
 from jlora.manager.blocks import cut, unpack
 from jlora.manager.fit import fit
@@ -190,6 +190,13 @@ def test_bytes(world):
     router = 4 * (HIDDEN + EXPERTS)
     all_ranks = 1 + 3 * EXPERTS + ranks
     assert world.manager.list_adapters()["s"].nbytes == LAYERS * 4 * (router + values + all_ranks)
+
+
+def test_slots_that_do_not_fit_say_what_each_kind_takes():
+    kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
+    each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
+    with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):
+        World(Model(Seams, nnx.Rngs(0)), max_lora_rank=10**11)
 
 
 def test_no_room_for_more(world):

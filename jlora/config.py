@@ -33,8 +33,13 @@ class LoRAConfig:
       max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated. Or a
         mapping of names, of layers or of modules that they are in, to ranks: the longest name that matches a layer
         decides, and "*", which is needed, does for all others ({"*": 64, "experts": 8}).
-      max_expert_loras: how many of the slots hold weights of experts, the first ones; None: all. An adapter that brings
-        such weights takes one of these, and every other takes one of the others while there is room.
+      max_expert_loras: how many of the slots hold weights of experts, the first ones; None: all that the next option
+        leaves. An adapter that brings such weights takes one of these, and every other takes one of the others while
+        there is room.
+      max_shared_expert_loras: how many of the slots, those that come next, hold once what all experts share: A of the
+        products that go into the experts, B of those that lead out. An adapter all of whose weights of experts are so
+        (`ExpertsLoRA` with one A of gate and up, one B of down) takes one of these, and no other. 0: its shared factors
+        are expanded when it is staged, and it takes one of `max_expert_loras`.
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
       dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
@@ -55,6 +60,7 @@ class LoRAConfig:
     max_loras: int
     max_lora_rank: int | Mapping[str, int]
     max_expert_loras: int | None = None
+    max_shared_expert_loras: int = 0
     max_cpu_loras: int | None = None
     dtype: DType | None = None
     target_modules: Sequence[str] | None = None
@@ -91,6 +97,12 @@ class LoRAConfig:
         if experts is not None and (not _positive(experts) or experts > self.max_loras):
             raise LoRAUsageError(
                 f"LoRAConfig.max_expert_loras must be an int from 1 to max_loras ({self.max_loras}), got {experts!r}"
+            )
+        shared, room = self.max_shared_expert_loras, self.max_loras - (experts or 1)
+        if isinstance(shared, bool) or not isinstance(shared, int) or not 0 <= shared <= room:
+            raise LoRAUsageError(
+                f"LoRAConfig.max_shared_expert_loras must be an int from 0 to {room}, the slots that max_loras="
+                f"{self.max_loras} leaves beside those of max_expert_loras ({experts or 'at least 1'}), got {shared!r}"
             )
         pinned = self.max_pinned_bytes
         if isinstance(pinned, bool) or not isinstance(pinned, int) or pinned < 0:

@@ -54,8 +54,8 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
         slots = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
         print(
-            f"fits         {shown(model)}: yes; {size(sum(slots.values()))} per slot at rank {adapter.rank}, float32 "
-            f"({kinds})"
+            f"fits         {shown(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
+            f"{adapter.rank}, float32 ({kinds})"
         )
     return 0
 
@@ -83,7 +83,8 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     """Checks an adapter against the shapes of a checkpoint's model, as the manager does.
 
     Returns:
-      Bytes of one float32 slot of the adapter's rank, in "dense" layers and in "experts".
+      Bytes of one float32 slot of the adapter's rank: in "dense" layers, in "experts", and in "experts that share
+      factors" where it is one of `max_shared_expert_loras`.
 
     Raises:
       AdapterMismatchError: a module that the model lacks, or of another size; base weights that differ from the
@@ -97,7 +98,8 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     from jlora.models.checkpoint import read_skeleton
 
     check_rank(adapter)
-    wrapped = survey(read_skeleton(folder), LoRAConfig(max_loras=1, max_lora_rank=adapter.rank, dtype=np.float32))
+    config = LoRAConfig(max_loras=2, max_shared_expert_loras=1, max_lora_rank=adapter.rank, dtype=np.float32)
+    wrapped = survey(read_skeleton(folder), config)
     index = SiteIndex(wrapped, ())
     place(f"adapter {adapter.name!r}", adapter.modules, index)
     problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]
@@ -111,9 +113,10 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
         raise AdapterMismatchError(
             f"adapter {adapter.name!r} does not fit {folder}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
         )
-    sizes = {"dense": 0, "experts": 0}
-    for site in wrapped.modules:
-        sizes["experts" if site.spec.experts else "dense"] += site.slot_nbytes
+    sizes = {"dense": 0, "experts": 0, "experts that share factors": 0}
+    for layer in wrapped.layers():
+        sizes["experts" if layer.kind == "experts" else "dense"] += layer.slot_bytes
+        sizes["experts that share factors"] += layer.shared_slot_bytes
     return sizes
 
 

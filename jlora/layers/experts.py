@@ -1,7 +1,8 @@
 """LoRA on the grouped products of a mixture-of-experts layer: their own rows, plus the delta of every row's expert."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,6 +28,21 @@ def prefix_of(product: str) -> str:
 def product_of(site: Site) -> str:
     """The name of the product that a site of experts is."""
     return site.prefix.removeprefix(prefix_of(""))
+
+
+def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> tuple[Site, Site]:
+    """The sites of A and of B in the slots, after those of `site`, for adapters whose experts share one of them.
+
+    They share B of a product that leads out of the experts, which its `names` tell, and A of every other.
+    """
+    leads_out = any(name in EXPERT_NAMES["down"][0] for name in names[0])
+    own = replace(site.spec, num_slots=num_slots, first_slot=site.spec.num_slots)
+    a = replace(own, out_sizes=(0,) * own.slices, experts=own.experts if leads_out else None)
+    b = replace(own, in_features=0, experts=None if leads_out else own.experts)
+    return (
+        replace(site, spec=a, parts={}, prefix=f"{site.prefix}_shared_a"),
+        replace(site, spec=b, parts={}, prefix=f"{site.prefix}_shared_b"),
+    )
 
 
 def experts_methods(cls: type, name: str) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
-from jlora.pallas.api import add_lora
+from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 
+_Held: TypeAlias = tuple[Plan, Array, Array, Array]  # a plan, and the slot arrays that it is for
 NO_LAYOUT = "its rows fit no layout of the batch"
 
 
@@ -77,28 +78,26 @@ def add_delta(
         note_unserved(site, NO_LAYOUT)
         return base
     note_served(site)
+    shared = [(scope.plan(site, base, row_map, held), *slot_arrays(layer, held)) for held in site.shared]
 
-    def compute(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+    def compute(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, *shared: _Held) -> Array:
         rows = base.reshape(-1, spec.out_features)
         # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
         x = x.reshape(-1, spec.in_features).astype(a.dtype)
+        x = x if spec.columns_in is None else spec.columns_in.take(x)
         real = rows if spec.columns_out is None else spec.columns_out.take(rows)
-        out = add_lora(
-            real,
-            x if spec.columns_in is None else spec.columns_in.take(x),
-            a,
-            b,
-            plan,
-            slice_sizes=site.spec.out_sizes,
-            ranks=ranks,
-            backend=site.backend,
-        )
+        sizes, backend = site.spec.out_sizes, site.backend
+        out = add_lora(real, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend)
+        if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
+            (plan, a, _, ranks), (b_plan, _, b, b_ranks) = shared
+            h = shrink(x, a, plan, ranks=ranks, backend=backend)
+            out = expand(h, b, b_plan, slice_sizes=sizes, base=out, ranks=b_ranks, backend=backend)
         out = out if spec.columns_out is None else spec.columns_out.put(rows, out)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
         base = scope.checked(layer, site, base)
-        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site))
+        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site), *shared)
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
@@ -114,7 +113,7 @@ def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     if site.spec.experts is not None:
-        a, b, ranks = (array.reshape(-1, *array.shape[2:]) for array in (a, b, ranks))
+        a, b, ranks = (array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]) for array in (a, b, ranks))
     return a, b, ranks
 
 

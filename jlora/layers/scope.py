@@ -18,7 +18,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.site import Site
+from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
 
@@ -59,25 +59,30 @@ class _Scope:
         ids, repeats = self._runs(layout, site)
         return jnp.repeat(ids, repeats, total_repeat_length=ids.shape[0] * repeats)
 
-    def plan(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> Plan | None:
+    def plan(
+        self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None, held: Site | None = None
+    ) -> Plan | None:
         """The plan of the rows of `base`, made once and shared by all layers. None where they fit no layout.
 
-        `row_map` is what the layer itself says of its rows, if it does. A layer without a plan gives its base output;
-        an adapter that brings weights for it is refused when the scope closes, and every other is served.
+        `row_map` is what the layer itself says of its rows, if it does; `held` is one of `site.shared`, for a plan of
+        its slots. A layer without a plan gives its base output; an adapter that brings weights for it is refused when
+        the scope closes, and every other is served.
         """
         layout = self._layout(site, base, row_map)
         if isinstance(layout, str):
-            self.unserved.setdefault(site, layout)
+            for unserved in (site, *site.shared):
+                self.unserved.setdefault(unserved, layout)
             return None
+        spec = (held or site).spec
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
-        key = (layout, site.spec.num_slots, site.spec.experts, site.backend)
+        key = (layout, spec.slots, spec.experts, site.backend)
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None
         if site.spec.experts is not None:
-            plan = self._plan_experts(layout[0], site, site.spec.experts)
+            plan = self._plan_experts(layout[0], site, spec)
         else:
             ids, repeats = self._runs(layout, site)
             plan = make_plan(
@@ -91,15 +96,21 @@ class _Scope:
             self.plans[key] = plan
         return plan
 
-    def _plan_experts(self, row_map: RowMap, site: Site, experts: int) -> Plan:
+    def _plan_experts(self, row_map: RowMap, site: Site, spec: SlotSpec) -> Plan:
+        """By slot and expert; or, for the factors that experts share, by slot."""
         assert self.batch is not None
         assert row_map.expert is not None
+        assert site.spec.experts is not None
         slots, index = row_map.places(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
+        slots = slots if spec.slots.start == 0 else slots - spec.slots.start
+        expert, experts = jnp.asarray(row_map.expert), spec.experts
+        if experts is None:  # as one expert: rows of those elsewhere are nobody's still
+            expert, experts = jnp.where((expert >= 0) & (expert < site.spec.experts), 0, -1), 1
         return plan_experts(
             slots,
             index,
-            jnp.asarray(row_map.expert),
-            num_slots=site.spec.num_slots,
+            expert,
+            num_slots=spec.num_slots,
             num_experts=experts,
             max_active=self.batch.layout.num_sequences * experts,
             backend=site.backend,
@@ -285,5 +296,5 @@ def enter_site(site: Site, coverage: Coverage) -> _Scope | None:
     if scope.batch.layout.coverage is not coverage:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
-    scope.called.add(site)
+    scope.called.update((site, *site.shared))
     return scope

@@ -30,11 +30,12 @@ class SlotSpec:
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
       num_slots: S.
-      in_features: K, for an embedding the number of table rows.
-      out_sizes: sizes of the n output slices; their sum is N.
+      in_features: K, for an embedding the number of table rows; 0 where B alone is held.
+      out_sizes: sizes of the n output slices; their sum is N. All are 0 where A alone is held.
       max_rank: R.
       dtype: of A and B, by name: "bfloat16", "float16" or "float32".
       experts: E, where every expert has factors of its own, else None.
+      first_slot: which of the model's slots the first of these is.
     """
 
     layers: int | None
@@ -44,6 +45,17 @@ class SlotSpec:
     max_rank: int
     dtype: str
     experts: int | None = None
+    first_slot: int = 0
+
+    @property
+    def slots(self) -> range:
+        """Which of the model's slots these are."""
+        return range(self.first_slot, self.first_slot + self.num_slots)
+
+    @property
+    def whole(self) -> bool:
+        """Whether both factors are held."""
+        return bool(self.in_features and self.out_features)
 
     @property
     def out_features(self) -> int:
@@ -94,6 +106,9 @@ class Site:
       inferred: how its layer's spec was guessed; None where it is known.
       stamped: whether its layer holds the model's stamps too: int32 [(layers,) S], the number of the last write of each
         slot. One site of a model does. A batch says which writes it needs: a copy that missed one is found out.
+      shared: of a product of experts, the sites of A and of B in the slots for adapters whose experts share one of the
+        two, if there are such slots. Each holds one factor alone, since their rows differ: the site of the one that is
+        shared has no experts. They have no `parts`: adapters name the product.
     """
 
     path: str
@@ -105,6 +120,7 @@ class Site:
     prefix: str = "jlora"
     inferred: Inferred | None = None
     stamped: bool = False
+    shared: "tuple[Site, ...]" = field(default=(), repr=False)
 
     @property
     def provisional(self) -> bool:
@@ -122,6 +138,11 @@ class Site:
         return self.spec.slot_nbytes + (4 * (self.spec.layers or 1) if self.stamped else 0)
 
     @property
+    def shared_slot_nbytes(self) -> int:
+        """Bytes of one of the slots for adapters whose experts share a factor; 0 where there are none."""
+        return sum(half.spec.slot_nbytes for half in self.shared)
+
+    @property
     def stamps(self) -> str:
         """Name of the layer attribute that holds the stamps."""
         return f"{self.prefix}_stamps"
@@ -131,7 +152,7 @@ def allocate(site: Site) -> dict[str, SlotParam]:
     """The zero slot arrays of `site`, by the name of the layer attribute that will hold each."""
     a, b, ranks = site.attributes
     shape_a, shape_b, shape_ranks = site.spec.shapes
-    shape = (*site.spec.stack, site.spec.num_slots)
+    shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
     stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32))} if site.stamped else {}
     return {
         a: SlotParam(jnp.zeros(shape_a, site.spec.dtype)),

@@ -126,7 +126,9 @@ class ExpertsSpec:
       rows: `rows(layer, name, x, *args, **kwargs)` -> the `RowMap` of the rows that the method got, with `expert`.
         None where no product is a method.
       names: product -> for each of its output slices, side by side, the names that checkpoints give the module of one
-        expert. Left out: the usual ones of "gate_up" (two slices), "up" and "down".
+        expert. Left out: the usual ones of "gate_up" (two slices), "up" and "down". What they call as they do "down"
+        leads out of the experts, who can share its B; of all others they can share A
+        (`LoRAConfig.max_shared_expert_loras`).
     """
 
     experts: int

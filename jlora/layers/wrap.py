@@ -16,7 +16,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.discover import Found, discover
 from jlora.layers.embedding import embed_methods
-from jlora.layers.experts import experts_methods, prefix_of, product_of
+from jlora.layers.experts import experts_methods, prefix_of, product_of, shared_sites
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
 from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
@@ -41,6 +41,7 @@ class LayerInfo:
       slot_bytes: bytes that one slot takes there; 0 where the layer is not wrapped.
       wrapped: whether it serves LoRA.
       reason: why it is not wrapped, or takes no adapter yet; None where it serves.
+      shared_slot_bytes: bytes that one slot of `max_shared_expert_loras` takes there.
     """
 
     path: str
@@ -51,6 +52,7 @@ class LayerInfo:
     slot_bytes: int
     wrapped: bool
     reason: str | None
+    shared_slot_bytes: int = 0
 
 
 class WrappedModel:
@@ -101,8 +103,10 @@ class WrappedModel:
                 site.slot_nbytes,
                 True,
                 provisional.get(site),
+                site.shared_slot_nbytes,
             )
             for site in self.modules
+            if site.spec.whole
         ]
         shown = {alias for site in self.modules for alias in site.aliases}
         other = [
@@ -166,11 +170,11 @@ def wrap_model(
         raise LoRAError("LoRAConfig.fully_sharded shards the factors over a mesh, and meshes are not served yet")
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
-    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in sites])}
+    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)])}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
-            for site in sites:
+            for site in _every(sites):
                 attach(found.module, site, arrays[site])
                 wrapped.modules[site] = found.module
             set_attribute(found.module, "jlora_spec", found.spec)
@@ -194,7 +198,7 @@ def survey(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModules 
     """What `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
     wrapped = WrappedModel(model)
     plans = _choose(wrapped, config, packed_modules)
-    wrapped.modules = {site: found.module for found, sites in plans for site in sites}
+    wrapped.modules = {site: found.module for found, sites in plans for site in _every(sites)}
     return wrapped
 
 
@@ -288,6 +292,11 @@ def _choose(
     return plans
 
 
+def _every(sites: Iterable[Site]) -> Iterable[Site]:
+    """Sites, each with those of its shared slots."""
+    return (held for site in sites for held in (site, *site.shared))
+
+
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
     """Let one site have the stamps: the first that has all slots and is no stack of layers, for those come in parts."""
     every = [(sites, i) for _, sites in plans for i in range(len(sites))]
@@ -364,9 +373,11 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
     for i, called in enumerate(names):
         parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
     rank = max_rank((*aliases, *parts))
-    num_slots = config.max_expert_loras or config.max_loras
+    shared = config.max_shared_expert_loras
+    num_slots = config.max_expert_loras or config.max_loras - shared
     slots = SlotSpec(layers, num_slots, linear.real_in, sizes, rank, dtype, spec.experts)
-    return Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
+    site = Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
+    return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 
 
 def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
@@ -377,13 +388,18 @@ def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        one = sum(site.spec.slot_nbytes for site in sites)
+        kinds: dict[str, int] = {}
+        for site in sites:
+            own = "max_expert_loras" if site.spec.experts else "max_loras"
+            kind = f"{own if site.spec.whole else 'max_shared_expert_loras'}={site.spec.num_slots} slots"
+            kinds[kind] = kinds.get(kind, 0) + site.spec.slot_nbytes
         ranks = " and ".join(map(str, sorted({site.spec.max_rank for site in sites})))
-        slots = max(site.spec.num_slots for site in sites)
         raise LoRAError(
-            f"the slot arrays do not fit on the device: {slots * one:,} bytes are needed, {one:,} for each of "
-            f"max_loras={slots} slots of max_lora_rank={ranks} over {len(sites)} layers. Lower those, "
-            f"or leave layers out with target_modules or exclude_modules ({repr(error)[:200]})"
+            "the slot arrays do not fit on the device: "
+            f"{sum(site.spec.num_slots * site.spec.slot_nbytes for site in sites):,} bytes are needed, "
+            f"{', '.join(f'{one:,} for each of {kind}' for kind, one in kinds.items())}, of max_lora_rank={ranks} over "
+            f"{sum(site.spec.whole for site in sites)} layers. Lower those, or leave layers out with target_modules or "
+            f"exclude_modules ({repr(error)[:200]})"
         ) from error
     return arrays
 

@@ -27,9 +27,10 @@ def write_block(
       all_a, all_b: the arrays of as many sites as the block has rows; of one site where it has several rows itself,
         those of a stack of layers, or of experts of one layer.
       block_a, block_b: factors of some ranks.
-      where: [slot, first row, first rank].
+      where: [slot of the model, first row, first rank].
     """
     slot, row, start = where
+    slot -= spec.first_slot
     zero = jnp.zeros((), jnp.int32)
     if spec.experts is None:
         lead = (slot,) if spec.layers is None else (row, slot)
@@ -51,14 +52,15 @@ def write_ranks(
 ) -> tuple[Int[Array, "..."], ...]:
     """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other.
 
-    Sites that have fewer slots, and not this one, stay as they are.
+    Sites that do not have this slot stay as they are.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
         shape = (*spec.rows, spec.slices)
         size = int(np.prod(shape))
         block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
-        new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack)))
-        written.append(jnp.where(slot < spec.num_slots, new, array))
+        own = slot - spec.first_slot
+        new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, own, axis=len(spec.stack)))
+        written.append(jnp.where((own >= 0) & (own < spec.num_slots), new, array))
         start += size
     return tuple(written)

@@ -18,7 +18,7 @@ class Placement:
     """Where one module of an adapter goes.
 
     Attributes:
-      module: the checkpoint's name of the module.
+      module: the checkpoint's name of the module, of which a site that holds one factor alone has that one.
       site, row: the site, and which of its rows: a layer of its stack, an expert (0 where it has one).
       first, count: the output slices covered.
       rank: its own rank.
@@ -53,6 +53,8 @@ class Content:
       on_host: False while the blocks of a device update are still being copied back.
       ahead: its blocks on the device already, for the next write of them.
       update_plan: what the last update from device arrays worked out, for the next of the same names and shapes.
+      sites: those that it brings weights for.
+      slots: those that can hold it: which all of its sites have.
     """
 
     name: str
@@ -68,14 +70,12 @@ class Content:
     ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
     sites: frozenset[Site] = field(init=False)
+    slots: range = field(init=False)
 
     def __post_init__(self) -> None:
         self.sites = frozenset(placement.site for placement in self.placements)
-
-    @property
-    def experts(self) -> bool:
-        """Whether it brings weights of experts."""
-        return any(site.spec.experts is not None for site in self.sites)
+        of_sites = {site.spec.slots for site in self.sites}
+        self.slots = range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
     @property
     def pinned(self) -> bool:

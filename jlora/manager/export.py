@@ -1,13 +1,15 @@
 """Read an adapter back from its slot, after training it there."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from jlora.adapters import Adapter, ModuleLoRA
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import LoRAError
 from jlora.layers.site import Site
 from jlora.manager.content import Content, Placement
@@ -19,38 +21,66 @@ def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> A
     by_site: dict[Site, list[Placement]] = {}
     for p in content.placements:
         by_site.setdefault(p.site, []).append(p)
-    read: dict[str, ModuleLoRA] = {}
+    product = {half: site for site in modules for half in site.shared}
+    read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
+    halves: dict[tuple[Site, int, int], list[_Half]] = {}  # of a product's slice in one layer
     for site, placements in by_site.items():
         a, b = _slot(site, slot, modules[site])
-        read |= {p.module: _module(content.name, p, a[p.row], b[p.row]) for p in placements}
-    return replace(about, modules={p.module: read[p.module] for p in content.placements}, content=None)
+        for p in placements:
+            if site.spec.whole:
+                read[p.module] = _module(content.name, p, a[p.row], b[p.row])
+            else:
+                key = product[site], p.row // (site.spec.experts or 1), p.first
+                halves.setdefault(key, []).append(_Half(p, a[p.row], b[p.row]))
+    read |= {name: module for found in halves.values() for name, module in [_experts(content.name, found)]}
+    names = dict.fromkeys(p.module for p in content.placements)
+    return replace(about, modules={name: read[name] for name in names if name in read}, content=None)
+
+
+class _Half(NamedTuple):
+    """A [n, R, K] or B [R, N], whichever the site of the placement holds."""
+
+    placement: Placement
+    a: Float[np.ndarray, "n R K"]
+    b: Float[np.ndarray, "R N"]
 
 
 def _slot(site: Site, slot: int, layer: nnx.Module) -> tuple[np.ndarray, np.ndarray]:
     """A [rows, n, R, K] and B [rows, R, N] of one slot, in one piece: to read many small ones takes long."""
     spec = site.spec
-    where = (*(slice(None) for _ in spec.stack), slot)
+    where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in site.attributes[:2])
-    return a.reshape(-1, *a.shape[-3:]), b.reshape(-1, *b.shape[-2:])
+    rows = math.prod(spec.rows)
+    return a.reshape(rows, *a.shape[-3:]), b.reshape(rows, *b.shape[-2:])
 
 
 def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> ModuleLoRA:
-    spec = p.site.spec
     covered = a[p.first : p.first + p.count, : p.rank]
     if not all(np.array_equal(covered[0], other) for other in covered[1:]):
         raise LoRAError(
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
+    return ModuleLoRA(a=_a(p, a), b=_b(name, p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling)
+
+
+def _experts(name: str, halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
+    """A module of all experts, who share one of its factors, and its name."""
+    once = next(p for p, _, _ in halves if p.site.spec.experts is None)
+    a = np.stack([_a(p, a) for p, a, _ in halves if p.site.spec.in_features])
+    b = np.stack([_b(name, p, b) for p, _, b in halves if p.site.spec.out_features])
+    return once.module, ExpertsLoRA(a=a, b=b, alpha=once.alpha, scaling=once.scaling)
+
+
+def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
+    own = a[p.first, : p.rank]
+    return np.ldexp(own.astype(np.float32), -p.shift).astype(a.dtype) if p.shift else np.array(own)
+
+
+def _b(name: str, p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
     if p.scaling == 0:
         raise LoRAError(f"adapter {name!r}: {p.module} has scaling 0, so B cannot be read back from its slot")
-    start = sum(spec.out_sizes[: p.first])
-    stop = start + sum(spec.out_sizes[p.first : p.first + p.count])
+    start = sum(p.site.spec.out_sizes[: p.first])
+    stop = start + sum(p.site.spec.out_sizes[p.first : p.first + p.count])
     unscaled = np.ldexp(b[: p.rank, start:stop].astype(np.float32), p.shift) / np.float32(p.scaling)
-    return ModuleLoRA(
-        a=np.ldexp(covered[0].astype(np.float32), -p.shift).astype(a.dtype) if p.shift else np.array(covered[0]),
-        b=unscaled.T.astype(b.dtype),
-        kind=p.site.kind,
-        alpha=p.alpha,
-        scaling=p.scaling,
-    )
+    return unscaled.T.astype(b.dtype)

@@ -49,12 +49,14 @@ class _Piece(NamedTuple):
     """Factors that lie in the same slices of rows that follow each other.
 
     Attributes:
-      names: the checkpoint's name of each row's module.
+      name: the checkpoint's name of all rows together.
+      names: of each row's module.
       first, slices: the output slices.
       a: [rows, r, K], or [1, r, K] where all rows share it.
       b: [rows, r, N], or [1, r, N].
     """
 
+    name: str
     names: Sequence[str]
     first: int
     slices: int
@@ -106,6 +108,8 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
 def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Sequence[Chunk], where: str) -> Fitted:
     """Check every tensor of `adapter` against the model and bring it into slot dtype and the blocks of its `chunks`.
 
+    Where the model has slots for that, a factor that experts share goes into them once, if all of the adapter's do.
+
     Raises:
       AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.
     """
@@ -116,17 +120,20 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
         if not index.skips(name) and (problem := _base_differs(name, weight, wrapped, index))
     ]
     _raise(where, problems)
+    of_experts = [(adapter.modules[name], *place) for name, place in placed.items() if place[0].spec.experts]
+    shared = bool(of_experts) and all(_is_shared(where, *module) for module in of_experts)
     ranks: dict[Row, int] = {}
     for name, (site, first_row, _, _) in placed.items():
-        for row in _rows_of(adapter.modules[name], site, first_row):
-            ranks[site, row] = max(ranks.get((site, row), 0), adapter.modules[name].rank)
+        for held, rows in _held(adapter.modules[name], site, first_row, shared):
+            for row in rows:
+                ranks[held, row] = max(ranks.get((held, row), 0), adapter.modules[name].rank)
     frame = Frame(chunks, ranks)
 
     with within(np.errstate(over="ignore", invalid="ignore")):
         placements = [
             p
             for name, found in placed.items()
-            for p in _fill(where, name, adapter.modules[name], wrapped, *found, frame)
+            for p in _fill(where, name, adapter.modules[name], wrapped, *found, shared, frame)
         ]
     return Fitted(tuple(placements), frame.blocks)
 
@@ -134,6 +141,23 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
     """The rows that a module fills, which has its place at `row`."""
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
+
+
+def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
+    """The sites that hold a module's factors, and the rows of each; its place is at `row` of `site`."""
+    rows = _rows_of(module, site, row)
+    if not (shared and site.spec.experts):
+        return [(site, rows)]
+    layer = row // site.spec.experts
+    return [(half, rows if half.spec.experts else range(layer, layer + 1)) for half in site.shared]
+
+
+def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: int, first: int, count: int) -> bool:
+    """Whether the experts of a module share the factor that the site's shared slots hold once."""
+    if not site.shared or isinstance(module, ModuleLoRA):
+        return False
+    a, b = (module.b, module.a) if _exchanged(where, module, site, first, count) else (module.a, module.b)
+    return len(b if site.shared[0].spec.experts else a) == 1
 
 
 def _pieces(
@@ -147,7 +171,7 @@ def _pieces(
 ) -> list[_Piece]:
     """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     if isinstance(module, ModuleLoRA):
-        return [_Piece((name,), first, count, module.a[None], module.b.T[None])]
+        return [_Piece(name, (name,), first, count, module.a[None], module.b.T[None])]
     spec = site.spec
     assert spec.experts is not None
     a, b = module.a, module.b.swapaxes(1, 2)
@@ -167,7 +191,7 @@ def _pieces(
     for i in range(count):
         part = own if count == 1 else called[first + i]
         names = [f"{block}.{expert}.{part}" for expert in range(spec.experts)]
-        pieces.append(_Piece(names, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]]))
+        pieces.append(_Piece(f"{block}.{part}", names, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]]))
     return pieces
 
 
@@ -187,9 +211,10 @@ def _fill(
     row: int,
     first: int,
     count: int,
+    shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write a module into its blocks.
+    """Write a module into its blocks; `shared`: those of the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
     so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
@@ -198,15 +223,20 @@ def _fill(
       AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
     """
     pieces = _pieces(where, name, module, wrapped, site, first, count)
-    dtype, rows = np.dtype(site.spec.dtype), len(pieces[0].names)
+    dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     _check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
-    shifts = [_balance(piece, module.scaling) if dtype == np.float16 else [0] * rows for piece in pieces]
-    for piece, shift in zip(pieces, shifts, strict=True):
+    shifts = [_balance(piece, module.scaling, shared) if dtype == np.float16 else [0] * size for piece in pieces]
+    fills = [
+        (held, rows, piece, shift)
+        for held, rows in _held(module, site, row, shared)
+        for piece, shift in zip(pieces, shifts, strict=True)
+    ]
+    for held, rows, piece, shift in fills:
         start = sum(site.spec.out_sizes[: piece.first])
         slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
-        for run, parts in frame.runs(site, row, rows):
-            into_a = [(begin, a[:, slices]) for begin, a, _ in parts]
-            into_b = [(begin, b[:, None, :, columns]) for begin, _, b in parts]
+        for run, parts in frame.runs(held, rows.start, len(rows)):
+            into_a = [(begin, a[:, slices]) for begin, a, _ in parts if held.spec.in_features]
+            into_b = [(begin, b[:, None, :, columns]) for begin, _, b in parts if held.spec.out_features]
             powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
             minus = None if powers is None else -powers
             fits = _write(piece.a, run, dtype, None, powers, into_a)
@@ -214,11 +244,11 @@ def _fill(
                 _refuse(where, module.scaling, site, pieces, shifts)
     return [
         Placement(
-            *(piece.names[i], site, row + i, piece.first, piece.slices),
+            *(piece.names[i] if held.spec.experts else piece.name, held, row, piece.first, piece.slices),
             *(module.rank, module.alpha, module.scaling, shift[i]),
         )
-        for i in range(rows)
-        for piece, shift in zip(pieces, shifts, strict=True)
+        for held, rows, piece, shift in fills
+        for i, row in enumerate(rows)
     ]
 
 
@@ -420,12 +450,13 @@ def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded.astype(np.uint16).view(_BFLOAT16)
 
 
-def _balance(piece: _Piece, scaling: float) -> list[int]:
-    """For each row the power of two by which A grows and B shrinks so that their largest values come closest."""
+def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
+    """For each row, or for all `together`, the power of two by which A grows and B shrinks so that their largest values
+    come closest."""
     largest: list[list[float]] = []
     for factor in (piece.a, widened(piece.b) * np.float32(scaling)):
         sizes = np.abs(factor, dtype=np.float32).max(axis=(1, 2), initial=0, where=np.isfinite(factor))
-        largest.append(np.broadcast_to(sizes, len(piece.names)).tolist())
+        largest.append(np.broadcast_to(sizes.max() if together else sizes, len(piece.names)).tolist())
     return [round((math.log2(b) - math.log2(a)) / 2) if a and b else 0 for a, b in zip(*largest, strict=True)]
 
 

@@ -546,7 +546,7 @@ class LoRAManager:
                 registered=len(self._registry.contents),
                 active=sum(name is not None for name in self._slots.names()),
                 leased=len({adapter.name for adapter in self._leases.leased()}),
-                slot_bytes=sum(site.slot_nbytes for site in self._pool.sites),
+                slot_bytes=self._pool.slot_nbytes[0],
                 host_bytes=sum(self._registry.contents[name].nbytes for name in self._registry.contents),
             )
 

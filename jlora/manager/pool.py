@@ -52,7 +52,7 @@ class Pool:
       writes: for each slot the number of the write that brought what it holds. The stamps say the same of the arrays.
       chunks: how the rows of a slot are cut into blocks.
       pins: whether the host cache is page-locked memory that the device reads by itself.
-      expert_slots: how many slots, the first ones, can hold weights of experts.
+      slot_nbytes: bytes of each slot over all layers: the first can hold weights of experts, maybe not all.
       compilations: how often the programs that write slots were made: once.
     """
 
@@ -63,7 +63,10 @@ class Pool:
         self.sites = tuple(modules)
         # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
-        self.expert_slots = min((site.spec.num_slots for site in self.sites if site.spec.experts), default=num_slots)
+        self.slot_nbytes = [0] * num_slots
+        for slots, nbytes in ((site.spec.slots, site.slot_nbytes) for site in self.sites):
+            for slot in slots:
+                self.slot_nbytes[slot] += nbytes
         self.compilations = 0
         device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
@@ -100,14 +103,14 @@ class Pool:
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
-        """A block of zeros for every chunk without experts, whose zeros would be gigabytes."""
+        """A block of zeros for every chunk that each slot has: those of experts would be gigabytes."""
         rows = {
             row: (
                 np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
                 np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
             )
             for chunk in self.chunks
-            if chunk.spec.experts is None
+            if chunk.spec.experts is None and chunk.spec.whole
             for row in chunk.rows
         }
         return pack(self.chunks, rows)

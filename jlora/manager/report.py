@@ -33,7 +33,8 @@ class Stats:
       slot_hits: adapters that a `prepare` or `activate_adapter` found in a slot.
       compilations: how often the programs that write slots were compiled; stays at 1.
       registered, active, leased: adapters now on the host, in slots, in open batches.
-      slot_bytes: bytes of one slot over all layers; the pool takes `max_loras` times that.
+      slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
+        factors, take less (`LoRAManager.layers`).
       host_bytes: bytes of the host cache.
     """
 

@@ -104,7 +104,7 @@ class Slots:
         written: list[Content] = []
         if missing:
             places = self._places(missing, wanted)
-            if None in places and self.pool.expert_slots < len(table):
+            if None in places:
                 missing, places = self._make_room(missing, places, wanted)
             if None in places and not partly:
                 raise NoFreeSlotError(self._no_room(missing, wanted))
@@ -120,21 +120,19 @@ class Slots:
     def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
         """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used.
 
-        Those that bring weights of experts choose first, among the slots that can hold them; the others leave these
-        free while they can.
+        Those that few slots can hold choose first; the others leave the larger slots free while they can.
         """
-        alive, with_experts = self.alive(), self.pool.expert_slots
+        alive = self.alive()
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
         places: dict[Content, int | None] = {}
         for content in missing:
             slot = stale.get(content.name) if self._registry.newest(content) else None
-            if slot is not None and (slot < with_experts or not content.experts):
+            if slot is not None and slot in content.slots:
                 places[content] = stale.pop(content.name)
-        fewer = with_experts < len(self.pool.table)
-        rest = sorted(self._free(), key=lambda slot: fewer and slot < with_experts) + self._evictable(wanted)
-        for content in sorted(missing, key=lambda c: not c.experts):
+        rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
+        for content in sorted(missing, key=lambda c: len(c.slots)):
             if content not in places:
-                slot = next((s for s in rest if s < with_experts or not content.experts), None)
+                slot = next((s for s in rest if s in content.slots), None)
                 places[content] = slot
                 if slot is not None:
                     rest.remove(slot)
@@ -143,25 +141,31 @@ class Slots:
     def _make_room(
         self, missing: list[Content], places: list[int | None], wanted: Sequence[Content]
     ) -> tuple[list[Content], list[int | None]]:
-        """The same with adapters without experts moved out of the slots that can hold them, if that helps."""
-        table, leased = self.pool.table[: self.pool.expert_slots], self._leases.leased()
-        movable = [c for c in wanted if c in table and not c.experts and c not in leased]
+        """The same with adapters that more slots can hold moved out of their way, if that helps."""
+        table, leased = self.pool.table, self._leases.leased()
+        left = [content.slots for content, slot in zip(missing, places, strict=True) if slot is None]
+        held = {table.index(c): c for c in wanted if c in table and c not in leased}
+        movable = [c for at, c in held.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
         more = [*missing, *movable]
         others = self._places(more, [c for c in wanted if c not in movable])
         return (missing, places) if others.count(None) >= places.count(None) else (more, others)
 
     def _no_room(self, missing: Sequence[Content], wanted: Sequence[Content]) -> str:
-        total, with_experts = len(self.pool.table), self.pool.expert_slots
+        total, limits = len(self.pool.table), ["max_loras"]
         free, evictable = self._free(), self._evictable(wanted)
-        names = ", ".join(repr(c.name) for c in missing[:8])
-        these, limits = ",", "max_loras"
-        if with_experts < total:
-            these = f", {sum(c.experts for c in missing)} of them one of the {with_experts} for experts,"
-            limits = "max_loras or max_expert_loras"
+        names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
+        for slots, count in Counter(c.slots for c in missing if len(c.slots) < total).items():
+            which, limit = (
+                ("experts that share factors", "max_shared_expert_loras")
+                if slots.start
+                else ("experts", "max_expert_loras")
+            )
+            these += f", {count} of them one of the {len(slots)} for {which}"
+            limits.append(limit)
         return (
-            f"{len(missing)} adapters need a slot ({names}){these} but of {total} slots {len(free)} are free and "
+            f"{len(missing)} adapters need a slot ({names}){these}, but of {total} slots {len(free)} are free and "
             f"{len(evictable)} can be evicted; the others are pinned, held by an open batch or part of this one. Raise "
-            f"{limits}, close batches, or wait for them with prepare(..., timeout=)"
+            f"{' or '.join(limits)}, close batches, or wait for them with prepare(..., timeout=)"
         )
 
     def _free(self) -> list[int]:

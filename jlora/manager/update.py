@@ -73,8 +73,9 @@ def updated(
         ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
     covered = collections.Counter[Row]()
     for new in news:
-        if new.a is not None and new.b is not None:
-            covered[new.placement.site, new.placement.row] += new.placement.count
+        p, spec = new.placement, new.placement.site.spec
+        if (new.a is not None or not spec.in_features) and (new.b is not None or not spec.out_features):
+            covered[p.site, p.row] += p.count
     old = unpack(content.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
     plan = None
     if on_device:
@@ -123,8 +124,11 @@ def _check(
         raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
     site = placement.site
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
-    if unknown := parts.keys() - set(names):
-        raise AdapterMismatchError(f"{at}: expected {names[0]} and {names[1]}, found {', '.join(sorted(unknown))}")
+    halves = (site.spec.in_features, site.spec.out_features)
+    held = [name for name, size in zip(names, halves, strict=True) if size]
+    if unknown := parts.keys() - set(held):
+        hint = "" if site.spec.whole else " (what all experts share has the name without the number of one)"
+        raise AdapterMismatchError(f"{at}: expected {' and '.join(held)}, found {', '.join(sorted(unknown))}{hint}")
     a, b = (arrays[parts[name]] if name in parts else None for name in names)
     for label, array in (("A", a), ("B", b)):
         shaped = hasattr(array, "shape") and hasattr(array, "dtype")

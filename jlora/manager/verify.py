@@ -189,7 +189,8 @@ class _Probe:
     def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _Layout, seed: int):
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
         self.rng = np.random.default_rng(seed)
-        self.sites = tuple(wrapped.modules)
+        # The factors that experts share are added to the same rows; what no shape can tell is told by the others.
+        self.sites = tuple(site for site in wrapped.modules if site.spec.whole)
         self.names = _NAMES[: min(site.spec.num_slots for site in self.sites)]
         dtypes = {jnp.dtype(d) for s in self.sites for d in (s.spec.dtype, _kernel(wrapped, s).dtype)}
         self.half = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
@@ -229,7 +230,7 @@ class _Probe:
                 vars(layers[site])[attribute].set_value(array)
         asked = read_arguments(names, self.layout.counts, self.layout.pad_to, self.layout.length)
         places: dict[Name, int] = {name: slot for slot, name in enumerate(self.names)}
-        slots, token_slots = slot_arrays(asked, places, max(site.spec.num_slots for site in self.sites))
+        slots, token_slots = slot_arrays(asked, places, max(site.spec.slots.stop for site in self.wrapped.modules))
         # The copy's slots are nobody's: the lease holds no adapter, and lives for this one forward.
         lease = Lease((), (None,) * len(names), thread=0)
         batch = make_batch(slots, token_slots, self.wrapped.tracking, lease, length=asked.length)

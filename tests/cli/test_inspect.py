@@ -127,7 +127,11 @@ def test_slot_bytes_are_those_of_the_arrays():
     model = jlora.models.from_pretrained(TIED)
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16))
     arrays = [leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(model, jlora.SlotParam))]
-    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED) == {"dense": sum(a.nbytes for a in arrays), "experts": 0}
+    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED) == {
+        "dense": sum(a.nbytes for a in arrays),
+        "experts": 0,
+        "experts that share factors": 0,
+    }
 
 
 @pytest.mark.parametrize("change", [None, "values", "shape", "module"])

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import moe, triton, triton_fused, triton_moe, triton_plan
+from jlora.pallas import moe, mosaic_tpu, triton, triton_fused, triton_moe, triton_plan
 from jlora.pallas.tiles import GPUTiles
 from tests import oracle
 from tests.pallas.lowering import lowered_text
@@ -68,6 +69,56 @@ def test_rows_of_x_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     close(got, oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], d["a"], d["b"], sizes), 2e-6)
     h = ops.shrink(d["x"], d["a"], plan, ranks=d["ranks"], x_rows=d["token"], backend="xla")
     np.testing.assert_array_equal(h, ops.shrink(d["x"][d["token"]], d["a"], plan, ranks=d["ranks"], backend="xla"))
+
+
+SIZES = (11, 8)
+EACH = {
+    "xla": (partial(ops.shrink, backend="xla"), partial(ops.expand, backend="xla")),
+    "triton": tuple(partial(op, tiles=TILES, interpret=True) for op in (triton.shrink, triton.expand)),
+    "mosaic_tpu": tuple(
+        partial(op, interpret=pltpu.InterpretParams()) for op in (mosaic_tpu.shrink, mosaic_tpu.expand)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "once"),
+    [("triton", "a"), ("triton", "b"), ("mosaic_tpu", "a"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", "a"), ("xla", "b"), ("mosaic_tpu", "b")))],
+)  # fmt: skip
+def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
+    """By slot where the other goes by slot and expert; rows of neither keep their bits."""
+    slots, experts = 3, 6
+    d = routed(3, 23, 4, slots, experts, 8, 20, SIZES)
+    of_slot = {name: d[name].reshape(slots, experts, *d[name].shape[1:])[:, 0] for name in ("a", "b", "ranks")}
+    d["ranks"] = jnp.repeat(of_slot["ranks"], experts, axis=0)
+    expert = d["expert"].ravel()[d["order"]]
+    elsewhere = jnp.where(d["token"] % 5 == 0, expert + experts, expert)
+    make = partial(ops.plan_experts, d["slot"], d["token"], num_slots=slots)
+    plans = {
+        "each": (make(elsewhere, num_experts=experts), d["ranks"]),
+        "once": (make(jnp.where(elsewhere < experts, 0, -1), num_experts=1), of_slot["ranks"]),
+    }
+    a, b = (of_slot[name] if name == once else d[name] for name in "ab")
+    (a_plan, a_ranks), (b_plan, b_ranks) = (plans["once" if name == once else "each"] for name in "ab")
+    shrink, expand = EACH[backend]
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is what takes the time
+    def run(base, x, a, b):
+        h = shrink(x, a, a_plan, ranks=a_ranks)
+        return expand(h, b, b_plan, slice_sizes=SIZES, base=base, ranks=b_ranks)
+
+    base, x = d["base"].at[::7].set(-0.0), d["x"][d["token"]]
+    got = np.asarray(run(base, x, a, b))
+    a, b = (
+        np.repeat(np.asarray(of_slot[name]), experts, axis=0) if name == once else np.asarray(d[name]) for name in "ab"
+    )
+    a = a * (np.arange(8) < np.asarray(d["ranks"])[..., None])[..., None]
+    group = np.where(elsewhere < experts, d["group"], -1)
+    close(got, oracle.add_lora(base, x, group, a, b, SIZES), 2e-6)
+    nobody = (group < 0) | (group >= slots * experts)
+    assert nobody.any()
+    assert got[nobody].tobytes() == np.asarray(base)[nobody].tobytes()
 
 
 def combine_problem(seed, tokens, k, slots, experts, rank, n_in, n, dtype=jnp.float32, tile_m=None):

@@ -1,0 +1,374 @@
+"""Slots for adapters whose experts share factors, against weights merged expert by expert, where each has its own."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.adapters import ExpertsLoRA
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.layers.wrap import wrap_model
+from jlora.manager.blocks import cut, unpack
+from jlora.manager.fit import fit
+from jlora.manager.names import SiteIndex
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Model, Ragged, Roomy, Scanned, Seams, reference
+from tests.manager.test_experts import each, normal, one_by_one, router, stacked
+
+NAMES = ["full", "s", None, "dense", "t", "s"]
+
+
+def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2, gate=False):
+    """One A of gate and one of up, one B of down; with `gate`, LoRA on the router too."""
+    modules = {}
+    for layer in range(LAYERS):
+        for part in parts:
+            k, n = (INNER, HIDDEN) if part == "down_proj" else (HIDDEN, INNER)
+            of_a, of_b = (EXPERTS, 1) if part == "down_proj" else (1, EXPERTS)
+            key = [seed, layer, *map(ord, part)]
+            a, b = normal([*key, 0], of_a, rank, k), normal([*key, 1], of_b, n, rank)
+            modules[f"layers.{layer}.experts.{part}"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=3.0 / rank)
+    return jlora.Adapter(name=name, modules=modules | (dict(router(name, seed).modules) if gate else {}))
+
+
+def plain(adapter):
+    """The 2D adapter that is meant, for the reference."""
+    experts = {name: m for name, m in adapter.modules.items() if m.kind == "experts"}
+    if not experts:
+        return adapter
+    others = {name: m for name, m in adapter.modules.items() if name not in experts}
+    apart = one_by_one(jlora.Adapter(name=adapter.name, modules=experts)) if experts else adapter
+    return jlora.Adapter(name=adapter.name, modules={**others, **apart.modules})
+
+
+ADAPTERS = {
+    "full": each("full"),
+    "s": shared("s", 1, gate=True),
+    "t": shared("t", 2, parts=("up_proj", "down_proj"), rank=3),
+    "dense": router("dense", 3),
+}
+
+
+class World:
+    """Five slots: two for experts of any kind, two for experts that share factors, one for neither."""
+
+    def __init__(self, model, **config):
+        self.model = model
+        sizes = {"max_loras": 5, "max_expert_loras": 2, "max_shared_expert_loras": 2, "max_lora_rank": 4} | config
+        self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, max_cpu_loras=12))
+        self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
+
+        @jax.jit
+        @chex.assert_max_traces(n=2)  # with a batch, and the base model alone
+        def forward(model, x, batch):
+            with jlora.use(batch):
+                return model(x)
+
+        self.forward = forward
+
+    def serve(self, names=NAMES):
+        with self.manager.prepare(names) as batch:
+            return np.asarray(self.forward(self.model, self.x, batch))
+
+    def check(self, names=NAMES, **adapters):
+        meant = {name: plain(adapter) for name, adapter in {**ADAPTERS, **adapters}.items()}
+        found = self.serve(names)
+        owners = [meant.get(name) for name in names for _ in range(2)]
+        expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+        return found
+
+    def fill(self):
+        self.manager.remove_all_adapters()
+        for adapter in ADAPTERS.values():
+            self.manager.add_adapter(adapter)
+        return self
+
+
+STYLES = {
+    "methods": lambda: World(Model(Seams, nnx.Rngs(0))),
+    "scanned ragged_dot": lambda: World(Scanned(Ragged, nnx.Rngs(0)), max_staging_bytes=1024),  # in many blocks
+    "scanned": lambda: World(Scanned(Seams, nnx.Rngs(0))),
+    "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, max_expert_loras=None),
+}
+
+
+@functools.cache
+def world_of(style):
+    return STYLES[style]()
+
+
+@pytest.fixture
+def world():
+    return world_of("methods").fill()
+
+
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=[pytest.mark.slow] * (style in ("scanned", "one-hot"))) for style in STYLES]
+)
+def test_rows_of_every_kind_of_slot_in_one_batch(style):
+    world = world_of(style).fill()
+    found = world.check()
+    base = np.asarray(world.forward(world.model, world.x, None))
+    np.testing.assert_array_equal(found[2], base[2])
+    assert np.abs(found - base)[[0, 1, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter does something
+    held = [(slot, name) for slot, name in enumerate(world.manager.slot_names) if name is not None]
+    assert sorted(name for slot, name in held if slot in (2, 3) and name != "dense") == ["s", "t"]
+    world.check(["t", "dense", "s", None, "full", "t"])
+
+
+def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
+    without = World(Model(Seams, nnx.Rngs(0)), max_shared_expert_loras=0)
+    for name in ("full", "dense"):
+        without.manager.add_adapter(ADAPTERS[name])
+    others = [name if name in ("full", "dense") else None for name in NAMES]
+    rows = [i for i, name in enumerate(NAMES) if name == others[i]]
+    np.testing.assert_array_equal(world.serve()[rows], without.serve(others)[rows])
+
+
+KINDS = {
+    "shared": shared("x", 5),
+    "2D": each("x"),
+    "of down alone": shared("x", 6, parts=("down_proj",), rank=4),
+    "3D": stacked("x"),
+    "dense": router("x", 7),
+    "the other factors shared": jlora.Adapter(
+        name="x",
+        modules={
+            name: ExpertsLoRA(a=m.a[:1] if "down" in name else m.a, b=m.b if "down" in name else m.b[:1],
+                              alpha=3.0, scaling=1.5)
+            for name, m in stacked("x").modules.items()
+        },
+    ),
+    "both shared": jlora.Adapter(
+        name="x",
+        modules={
+            name: ExpertsLoRA(a=m.a[:1], b=m.b[:1], alpha=3.0, scaling=1.5) for name, m in stacked("x").modules.items()
+        },
+    ),
+}  # fmt: skip
+SHARED = ("shared", "of down alone", "both shared")
+
+
+def test_kinds_of_adapters_take_turns_without_a_compilation(world):
+    """What one leaves out is not what another left in its slot, and each is in a slot of its kind."""
+    for name in ("full", "t"):
+        world.manager.remove_adapter(name)
+    for kind in (*KINDS, *KINDS):
+        world.manager.add_adapter(KINDS[kind], load_inplace=True)
+        world.check(["x", "s", None, "dense", "x", "s"], x=KINDS[kind])
+        slot = world.manager.slot_names.index("x")
+        assert slot in (2, 3) if kind in SHARED else slot in (0, 1) if kind != "dense" else True
+    assert world.manager.stats().compilations == 1
+
+
+def test_slots_that_are_lost_are_written_again(world):
+    before = world.serve()
+    for leaf in jax.tree.leaves(world.manager.slots):
+        leaf.delete()
+    np.testing.assert_array_equal(world.serve(), before)
+
+
+def test_bytes(world):
+    infos = world.manager.layers()
+    experts, dense = ([i for i in infos if (i.kind == "experts") == which] for which in (True, False))
+    assert len(experts) == 2 * LAYERS
+    arrays = sum(array.nbytes for array in jax.tree.leaves(world.manager.slots))
+    kinds = [sum(i.slot_bytes for i in dense), sum(i.slot_bytes for i in experts)]
+    once = sum(i.shared_slot_bytes for i in experts)
+    assert 5 * kinds[0] + 2 * kinds[1] + 2 * once == arrays
+    values = EXPERTS * (4 * 3 * INNER) + 4 * 3 * HIDDEN  # B of gate and up and A of down, and what is there once
+    ranks = 3 * (EXPERTS + 1)
+    assert once == LAYERS * 4 * (values + ranks)
+    assert not any(i.shared_slot_bytes for i in dense)
+    assert world.manager.stats().slot_bytes == sum(kinds)
+    # The host cache holds what the slots do, for rank 2 of a slot of rank 4 is one block; and all ranks.
+    router = 4 * (HIDDEN + EXPERTS)
+    all_ranks = 1 + 3 * EXPERTS + ranks
+    assert world.manager.list_adapters()["s"].nbytes == LAYERS * 4 * (router + values + all_ranks)
+
+
+def test_slots_that_do_not_fit_say_what_each_kind_takes():
+    kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
+    each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
+    with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):
+        World(Model(Seams, nnx.Rngs(0)), max_lora_rank=10**11)
+
+
+def test_no_room_for_more(world):
+    world.manager.add_adapter(shared("u", 8))
+    with pytest.raises(jlora.NoFreeSlotError, match="3 of them one of the 2 for experts that share factors, but of 5"):
+        world.manager.prepare(["s", "t", "u"])
+    world.check(["u", "s", None, "dense", "full", "u"], u=shared("u", 8))
+
+
+def test_others_leave_room_and_make_room(world):
+    world.serve()
+    assert world.manager.slot_names[4] == "dense"  # the smallest
+    dense = {f"d{i}": router(f"d{i}", 10 + i) for i in range(4)}
+    for adapter in dense.values():
+        world.manager.add_adapter(adapter)
+    world.check(["d0", "d1", "d2", None, "dense", "d3"], **dense)  # in every slot
+    world.check(["s", "full", "d1", None, "t", "d1"], **dense)
+
+
+def test_exported_as_it_came_and_loaded_again(world, tmp_path):
+    world.serve()
+    found = world.manager.export_adapter("s")
+    assert found.modules.keys() == ADAPTERS["s"].modules.keys()
+    for name, module in ADAPTERS["s"].modules.items():
+        np.testing.assert_array_equal(found.modules[name].a, module.a)
+        np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
+    found.save_pretrained(tmp_path)
+    before = world.serve()
+    world.manager.add_adapter(jlora.LoRARequest("s", str(tmp_path), load_inplace=True))
+    np.testing.assert_allclose(world.serve(), before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_updated(world, on_device):
+    world.serve()
+    made = jnp.asarray if on_device else np.asarray
+    new = {"layers.0.experts.gate_proj": normal(20, 2, HIDDEN), "layers.1.experts.3.down_proj": normal(21, 2, INNER)}
+    arrays = {f"{name}.lora_A.weight": made(a) for name, a in new.items()}
+    arrays["layers.0.experts.2.up_proj.lora_B.weight"] = made(normal(22, INNER, 2))
+    modules = dict(ADAPTERS["s"].modules)
+    gate, up, down = (modules[f"layers.{i}.experts.{p}_proj"] for i, p in ((0, "gate"), (0, "up"), (1, "down")))
+    own_a, own_b = down.a.copy(), up.b.copy()
+    own_a[3], own_b[2] = new["layers.1.experts.3.down_proj"], normal(22, INNER, 2)
+    for name, a, b in (
+        ("layers.0.experts.gate_proj", new["layers.0.experts.gate_proj"][None], gate.b),
+        ("layers.0.experts.up_proj", up.a, own_b),
+        ("layers.1.experts.down_proj", own_a, down.b),
+    ):
+        modules[name] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5)
+    for _ in range(2):
+        world.manager.update_adapter("s", arrays)
+        world.check(s=jlora.Adapter(name="s", modules=modules))
+    assert world.manager.stats().compilations == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("layers.0.experts.3.gate_proj.lora_A", (2, HIDDEN), "expected lora_B, found lora_A .what all experts share"),
+        ("layers.0.experts.gate_proj.lora_B", (INNER, 2), "expected lora_A, found lora_B"),
+        ("layers.0.experts.gate_proj.lora_A", (3, HIDDEN), r"A has shape \(3, 8\); expected \(2, 8\)"),
+        ("layers.0.experts.9.gate_proj.lora_B", (INNER, 2), "no such module"),
+    ],
+)
+def test_updates_that_do_not_fit(world, name, shape, message):
+    before = world.serve()
+    with pytest.raises(AdapterMismatchError, match=message):
+        world.manager.update_adapter("s", {f"{name}.weight": np.ones(shape, np.float32)})
+    np.testing.assert_array_equal(world.serve(), before)
+
+
+def test_warmed_up(world):
+    """A zero adapter in the first slot leaves the others as they are."""
+    before = world.serve()
+    world.manager.deactivate_adapter("full")
+    world.manager.warmup(lambda batch: world.forward(world.model, world.x, batch), num_sequences=len(NAMES))
+    np.testing.assert_array_equal(world.serve(), before)
+
+
+def test_a_forward_that_leaves_the_experts_out(world):
+    refused = pytest.raises(AdapterMismatchError, match=r"adapter 's': brings weights for .*the forward never calls")
+    with world.manager.prepare(["s"]) as batch, refused, jlora.use(batch):
+        pass
+
+
+def test_unwrapped_as_it_was():
+    model = Model(Seams, nnx.Rngs(0))
+    before = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_shared_expert_loras=1)
+    wrap_model(model, config).unwrap()
+    after = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    assert after == before
+
+
+@pytest.mark.slow
+def test_verified_beside_them(world):
+    @jax.jit
+    def forward(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    before = world.serve()
+    report = world.manager.verify(forward, world.x)
+    assert len(report.checked) == 3 * LAYERS
+    np.testing.assert_array_equal(world.serve(), before)
+
+
+def test_rows_of_experts_elsewhere_keep_their_bits(world):
+    """Also where what is added to them would be zero: -0.0 + 0.0 is another number."""
+
+    @jax.jit
+    def down(model, x, y, expert, batch):
+        rows = jlora.RowMap(jnp.array([0, 9, 1, -1]), of="tokens", length=2, expert=expert)
+        with jlora.use(batch, partial=True):
+            return jlora.expert_delta(model.layers[0].experts, "down", x, y, rows)
+
+    x, y = jax.random.normal(jax.random.key(0), (4, INNER)), jnp.full((4, HIDDEN), -0.0)
+    experts = [EXPERTS, 0, -1, 1], [4, 0, 1, 2]
+    with world.manager.prepare(["s"] * 2) as batch:
+        found = [np.asarray(down(world.model, x, y, jnp.array(expert), batch)) for expert in experts]
+    assert np.signbit(found[0]).all()
+    assert not found[0].any()
+    assert found[1].any(axis=1).tolist() == [True, False, True, False]
+
+
+def test_small_scalings_in_float16():
+    """The two factors are brought to the same size by one power of two for all experts."""
+    config = jlora.LoRAConfig(
+        max_loras=2, max_lora_rank=2, max_expert_loras=1, max_shared_expert_loras=1, dtype=np.float16
+    )
+    wrapped = wrap_model(Model(Seams, nnx.Rngs(0)), config)
+    made = shared("s", 1).modules
+    modules = {}
+    for name, m in made.items():
+        b = m.b * np.float32(2) ** (-20 - 3 * np.arange(len(m.b), dtype=np.float32))[:, None, None]
+        modules[name] = ExpertsLoRA(a=m.a * 2.0**10, b=b, alpha=3.0, scaling=1.5)
+    adapter = jlora.Adapter(name="s", modules=modules)
+    fitted = fit(adapter, wrapped, SiteIndex(wrapped, ()), cut(tuple(wrapped.modules), 2**20), "s")
+    assert {(p.first, p.shift) for p in fitted.placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
+    rows = unpack(fitted.blocks, {(p.site, p.row) for p in fitted.placements})
+    for p in fitted.placements:
+        name, e = p.module, 0
+        if p.site.spec.experts:
+            name, e = name.replace(f".experts.{p.row}.", ".experts."), p.row
+        a, b = rows[p.site, p.row]
+        columns = slice(p.first * INNER, (p.first + 1) * INNER) if "gate" in p.site.prefix else slice(None)
+        held, meant, shift = (
+            (a[p.first], modules[name].a[e], p.shift)
+            if p.site.spec.in_features
+            else (b[:, columns], 1.5 * modules[name].b[e].T, -p.shift)
+        )
+        rounding = 2.0 ** (-25 - shift)  # of float16's smallest numbers
+        np.testing.assert_allclose(np.ldexp(held.astype(np.float32), -shift), meant, rtol=2.0**-11, atol=rounding)
+
+
+@pytest.mark.parametrize(
+    ("value", "experts", "room"), [(-1, None, 3), (True, None, 3), (4, None, 3), (3, 2, 2), ("1", 1, 3)]
+)
+def test_how_many_there_can_be(value, experts, room):
+    with pytest.raises(LoRAUsageError, match=f"max_shared_expert_loras must be an int from 0 to {room}"):
+        jlora.LoRAConfig(max_loras=4, max_lora_rank=4, max_expert_loras=experts, max_shared_expert_loras=value)
+
+
+@pytest.mark.slow
+def test_experts_alone_with_a_stamp_for_every_slot():
+    """Where only experts are wrapped, the writes of the shared slots are stamped there too."""
+    world = World(Model(Seams, nnx.Rngs(0)), target_modules=["experts.wi", "experts.wo"])
+    for adapter in (each("full"), shared("s", 1), shared("t", 2)):
+        world.manager.add_adapter(adapter)
+    names = ["full", "s", None, "t", "s", None]
+    world.check(names, s=shared("s", 1), t=shared("t", 2))
+    stale = nnx.clone(world.model, arrays=True)
+    world.manager.add_adapter(shared("s", 9), load_inplace=True)
+    with world.manager.prepare(names) as batch:
+        assert np.isnan(world.forward(stale, world.x, batch)).all()

@@ -1,6 +1,7 @@
 """LoRA on the grouped products of a mixture-of-experts layer: their own rows, plus the delta of every row's expert."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,7 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
                 "token and which expert each of its rows is"
             )
         row_map = scope.shared(spec.rows(self, name, x, *others, **named))
-        return _served(self, site, scope, spec.products[name], x, y, row_map)
+        return _served(self, site, scope, spec, name, x, y, row_map)
 
     return product
 
@@ -86,7 +87,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
 
     It has `grouped_products`, method -> parameter [E, K, N], whose methods take (x [M, K], rows) with `rows.token`,
     `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows); and `gated` and `interleaved`,
-    which say whether "gate_up" holds gate and up, and whether their columns alternate.
+    which say whether "gate_up" holds gate and up, and whether their columns alternate; and `gathers`, the methods that
+    take all tokens [T, K] and pick out `rows.token` themselves.
     """
     grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
     gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)
@@ -97,7 +99,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
         alternate = [*range(0, n, 2), *range(1, n, 2)] if name == "gate_up" and gated and interleaved else None
         products[name] = LinearSpec(k, n, param=param, out_index=alternate)
     names = {} if gated else {"gate_up": EXPERT_NAMES["up"]}
-    return ExpertsSpec(experts, products, rows=_grouped_rows, names=names)
+    gathers = own_attribute(layer, "gathers", ())
+    return ExpertsSpec(experts, products, rows=_grouped_rows, names=names, gathers=gathers)
 
 
 def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
@@ -105,7 +108,7 @@ def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
 
 
 def expert_delta(
-    layer: nnx.Module, product: str, x: Float[Array, "*lead K"], y: Float[Array, "*lead N"], row_map: RowMap
+    layer: nnx.Module, product: str, x: Float[Array, "*rows K"], y: Float[Array, "*lead N"], row_map: RowMap
 ) -> Float[Array, "*lead N"]:
     """`y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
 
@@ -115,7 +118,7 @@ def expert_delta(
     Args:
       layer: the experts' layer (`self`), whose class is registered with an `ExpertsSpec`.
       product: the name of the product in it.
-      x: the rows that went in.
+      x: the rows that went in; of a product that `gathers`, the tokens that they were taken out of.
       y: what came out.
       row_map: which token and which expert each row is.
 
@@ -137,12 +140,13 @@ def expert_delta(
     if scope is None:
         return y
     spec: ExpertsSpec = vars(layer)["jlora_spec"]
-    return _served(layer, site, scope, spec.products[product], x, y, scope.shared(row_map))
+    return _served(layer, site, scope, spec, product, x, y, scope.shared(row_map))
 
 
 def _served(
-    layer: nnx.Module, site: Site, scope: Any, spec: LinearSpec, x: Any, y: Any, row_map: object
+    layer: nnx.Module, site: Site, scope: Any, experts: ExpertsSpec, name: str, x: Any, y: Any, row_map: object
 ) -> Float[Array, "*lead N"]:
+    spec, gathers = experts.products[name], name in experts.gathers
     if not isinstance(row_map, RowMap) or row_map.expert is None:
         raise LoRAUsageError(f"{site.path}: rows of experts are said by a jlora.RowMap with `expert`, got {row_map!r}")
     for label, array, size in (("takes", x, spec.in_features), ("returned", y, spec.out_features)):
@@ -150,6 +154,13 @@ def _served(
         if not good or array.shape[-1:] != (size,):
             found = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
             raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
+    if gathers:
+        if math.prod(x.shape[:-1]) != (counted := scope.counted(row_map)):
+            raise LoRAError(
+                f"{site.path}: its ExpertsSpec says that it gathers its rows from all {counted} {row_map.of} of the "
+                f"batch, and {list(x.shape)} went in"
+            )
+        return add_delta(layer, site, scope, y, x, spec, row_map, jnp.asarray(row_map.source))
     if x.shape[:-1] != y.shape[:-1]:
         raise LoRAError(f"{site.path}: {list(x.shape)} went in and {list(y.shape)} came out; expected as many rows")
     return add_delta(layer, site, scope, y, x, spec, row_map)

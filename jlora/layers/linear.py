@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
@@ -60,13 +60,15 @@ def add_delta(
     site: Site,
     scope: Any,
     base: Float[Array, "*lead N"],
-    x: Float[Array, "*lead K"],
+    x: Float[Array, "*rows K"],
     spec: LinearSpec,
     row_map: RowMap | None = None,
+    x_rows: Integer[Array, "M"] | None = None,
 ) -> Float[Array, "*lead N"]:
     """`base` plus the LoRA of every row in an open scope; features that are padding stay the base's bits.
 
-    `row_map` is what the layer itself says of its rows, where they are not the batch's: those of experts.
+    `row_map` is what the layer itself says of its rows, where they are not the batch's: those of experts. With `x_rows`
+    row m of it has x[x_rows[m]] for input.
 
     Raises:
       LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
@@ -80,24 +82,26 @@ def add_delta(
     note_served(site)
     shared = [(scope.plan(site, base, row_map, held), *slot_arrays(layer, held)) for held in site.shared]
 
-    def compute(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, *shared: _Held) -> Array:
+    def compute(
+        base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, x_rows: Array | None, *shared: _Held
+    ) -> Array:
         rows = base.reshape(-1, spec.out_features)
         # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
         x = x.reshape(-1, spec.in_features).astype(a.dtype)
         x = x if spec.columns_in is None else spec.columns_in.take(x)
         real = rows if spec.columns_out is None else spec.columns_out.take(rows)
         sizes, backend = site.spec.out_sizes, site.backend
-        out = add_lora(real, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend)
+        out = add_lora(real, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, backend=backend)
         if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
             (plan, a, _, ranks), (b_plan, _, b, b_ranks) = shared
-            h = shrink(x, a, plan, ranks=ranks, backend=backend)
+            h = shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
             out = expand(h, b, b_plan, slice_sizes=sizes, base=out, ranks=b_ranks, backend=backend)
         out = out if spec.columns_out is None else spec.columns_out.put(rows, out)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
         base = scope.checked(layer, site, base)
-        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site), *shared)
+        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site), x_rows, *shared)
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:

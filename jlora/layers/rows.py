@@ -85,6 +85,15 @@ class RowMap:
             return sequences, index
         if tokens is not None:
             return tokens, index
+        return sequences, index // self._length(lengths)  # negative stays negative
+
+    def counted(self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int]) -> int:
+        """How many rows `source` counts: all sequences, or all tokens."""
+        if self.of == "sequences":
+            return sequences.shape[0]
+        return tokens.shape[0] if tokens is not None else sequences.shape[0] * self._length(lengths)
+
+    def _length(self, lengths: frozenset[int]) -> int:
         known = {self.length} if self.length is not None else lengths
         if len(known) != 1:
             raise LoRAUsageError(
@@ -92,7 +101,7 @@ class RowMap:
                 f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
             )
         (length,) = known
-        return sequences, index // length  # negative stays negative
+        return length
 
 
 @dataclass(frozen=True)

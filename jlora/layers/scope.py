@@ -116,6 +116,11 @@ class _Scope:
             backend=site.backend,
         )
 
+    def counted(self, row_map: RowMap) -> int:
+        """How many rows of the batch a map counts."""
+        assert self.batch is not None
+        return row_map.counted(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
+
     def _lengths(self) -> frozenset[int]:
         """What the tokens of a sequence may number, where a RowMap does not say it."""
         assert self.batch is not None

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAUsageError
 
 Restore: TypeAlias = Callable[[Array], Array]
@@ -129,12 +130,15 @@ class ExpertsSpec:
         expert. Left out: the usual ones of "gate_up" (two slices), "up" and "down". What they call as they do "down"
         leads out of the experts, who can share its B; of all others they can share A
         (`LoRAConfig.max_shared_expert_loras`).
+      gathers: products that are given not their rows but what their map's `source` counts, all tokens [T, K], and take
+        the rows out of it themselves: then LoRA reads a token once, and not once for each of its experts.
     """
 
     experts: int
     products: Mapping[str, LinearSpec]
     rows: Callable[..., Any] | None = None
     names: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict[str, Sequence[Sequence[str]]])
+    gathers: Sequence[str] = ()
 
     def __post_init__(self):
         _check_sizes(self, "experts")
@@ -147,6 +151,9 @@ class ExpertsSpec:
                 f"{sorted(names)}"
             )
         object.__setattr__(self, "names", names)
+        given: object = self.gathers
+        if isinstance(given, str) or not is_list_or_tuple(given) or not set(given) <= self.products.keys():
+            raise LoRAUsageError(f"ExpertsSpec.gathers must list names of products, got {given!r}")
 
 
 # What transformers and Mixtral's own checkpoints call the projections of one expert.

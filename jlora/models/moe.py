@@ -23,7 +23,7 @@ from jlora.models.routing import Routing, softmax_top_k, top_k_softmax
 
 
 class ExpertRows(NamedTuple):
-    """Whose rows an expert product is given: M = T * k copies of T tokens, sorted by expert, else in token order.
+    """Whose rows an expert product makes: M = T * k copies of T tokens, sorted by expert, else in token order.
 
     Attributes:
       token: the token that each row is a copy of, counted over the flattened batch.
@@ -91,6 +91,8 @@ class Experts(nnx.Module):
 
     # Each product's method, and its parameter [E, in, out].
     grouped_products = {"gate_up": "gate_up_proj", "down": "down_proj"}  # noqa: RUF012 - a constant
+    # Those that are given all tokens, and take their rows out of them.
+    gathers = ("gate_up",)
 
     def __init__(
         self,
@@ -125,9 +127,9 @@ class Experts(nnx.Module):
         self.bias = bias
         self.weigh_hidden = weigh_hidden
 
-    def gate_up(self, x: Float[Array, "M H"], rows: ExpertRows) -> Float[Array, "M F"]:
-        """The first product of every row, its bias added; F = 2 * I, or I where not gated."""
-        out = grouped_matmul(x, self.gate_up_proj[...], rows.counts)
+    def gate_up(self, x: Float[Array, "T H"], rows: ExpertRows) -> Float[Array, "M F"]:
+        """The first product of every token's rows, its bias added; F = 2 * I, or I where not gated."""
+        out = grouped_matmul(x[rows.token], self.gate_up_proj[...], rows.counts)
         return out + self.gate_up_proj_bias[...][rows.expert] if self.bias else out
 
     def down(self, h: Float[Array, "M I"], rows: ExpertRows) -> Float[Array, "M H"]:
@@ -139,7 +141,7 @@ class Experts(nnx.Module):
         """The weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H], `routing` of its tokens."""
         tokens = x.reshape(-1, x.shape[-1])
         rows, places = dispatch(routing.experts, self.num_experts, x.shape[1] if x.ndim == 3 else None)
-        h = self._activate(self.gate_up(tokens[rows.token], rows))
+        h = self._activate(self.gate_up(tokens, rows))
         weights = routing.weights
         if self.weigh_hidden:
             sorted_weights = jnp.zeros(h.shape[0], weights.dtype).at[places].set(weights, unique_indices=True)

@@ -72,6 +72,22 @@ class Seams(nnx.Module):
         return weighted_sum(self.down(hidden, rows), order, weights).reshape(x.shape)
 
 
+class Gathering(Seams):
+    """Its first product is given the tokens, and takes its rows out of them."""
+
+    gathers = ("gate_up",)
+
+    def gate_up(self, x, rows):
+        return super().gate_up(x[rows.token], rows)
+
+    def __call__(self, x, logits):
+        experts, weights = route(logits.reshape(-1, EXPERTS))
+        order, token, expert, counts = sort_pairs(experts)
+        rows = Rows(token, expert, counts, x.shape[1] if x.ndim == 3 else None)
+        hidden = gated(self.gate_up(x.reshape(-1, HIDDEN), rows))
+        return weighted_sum(self.down(hidden, rows), order, weights).reshape(x.shape)
+
+
 class Interleaved(Seams):
     """Columns of gate and up alternate."""
 

@@ -17,18 +17,20 @@ from tests.layers.expert_models import (
     HIDDEN,
     INNER,
     LAYERS,
+    Gathering,
     Interleaved,
     Model,
     OneHot,
     Ragged,
     Roomy,
+    Rows,
     Scanned,
     Seams,
     reference,
 )
 
 STYLES = {
-    "methods": lambda rngs: Model(Seams, rngs),
+    "methods": lambda rngs: Model(Gathering, rngs),
     "interleaved": lambda rngs: Model(Interleaved, rngs),
     "bare ragged_dot": lambda rngs: Model(Ragged, rngs),
     "one-hot": lambda rngs: Model(Roomy, rngs),
@@ -318,6 +320,8 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
         (lambda: jlora.ExpertsSpec(4, {"gate_up": linear()}), "says 4 experts before its axes"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(n=INNER)}), "has 8 features in and 12 out"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(param="w")}), "names the parameter 'w'"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, gathers=["down"]), "gathers must list names of products"),
+        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, gathers="gate_up"), "gathers must list names of products"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, names={"gate_up": [["a"], ["b"], ["c"], ["d"], ["e"]]}),
          "no 5 slices of one size"),
     ],
@@ -400,6 +404,20 @@ def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
     with ragged.prepare([None]) as batch, jlora.use(batch, partial=True), pytest.raises(LoRAError, match=message):
         jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
+
+
+@pytest.mark.parametrize(("packed", "rows"), [(False, 4), (True, 6)])
+@pytest.mark.usefixtures("unchecked_calls")
+def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
+    manager = small(Gathering)
+    layer, of = manager.model.layers[0].experts, jnp.zeros(3, jnp.int32)
+    where = Rows(of, of, jnp.array([3, 0, 0, 0, 0], jnp.int32), None if packed else 2)
+    counts = {"token_counts": [4, 2]} if packed else {}
+    with manager.prepare([None, None], **counts) as batch, jlora.use(batch, partial=True):
+        assert layer.gate_up(jnp.ones((rows, HIDDEN)), where).shape == (3, 2 * INNER)
+        for other in (rows - 1, rows + 1):
+            with pytest.raises(LoRAError, match=f"gathers its rows from all {rows} tokens"):
+                layer.gate_up(jnp.ones((other, HIDDEN)), where)
 
 
 def test_expert_delta_without_a_manager_or_a_scope(ragged):

@@ -16,7 +16,19 @@ from jlora.layers.wrap import wrap_model
 from jlora.manager.blocks import cut, unpack
 from jlora.manager.fit import fit
 from jlora.manager.names import SiteIndex
-from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Model, Ragged, Roomy, Scanned, Seams, reference
+from tests.layers.expert_models import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    Gathering,
+    Model,
+    Ragged,
+    Roomy,
+    Scanned,
+    Seams,
+    reference,
+)
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
 
 NAMES = ["full", "s", None, "dense", "t", "s"]
@@ -90,7 +102,7 @@ class World:
 
 
 STYLES = {
-    "methods": lambda: World(Model(Seams, nnx.Rngs(0))),
+    "methods": lambda: World(Model(Gathering, nnx.Rngs(0))),
     "scanned ragged_dot": lambda: World(Scanned(Ragged, nnx.Rngs(0)), max_staging_bytes=1024),  # in many blocks
     "scanned": lambda: World(Scanned(Seams, nnx.Rngs(0))),
     "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, max_expert_loras=None),

@@ -263,11 +263,12 @@ def test_the_seams_are_told_their_rows(rng, shape, length):
     x = rng.normal(size=(*shape, 4)).astype(np.float32)
     experts = np.stack([rng.permutation(5)[:2] for _ in range(6)]).astype(np.int32)
     layer(x, routing.Routing(experts, np.ones((6, 2), np.float32)))
-    (gathered, rows), (hidden, same) = layer.seen
+    (tokens, rows), (hidden, same) = layer.seen
     assert same is rows
     assert rows.length == length
     assert hidden.shape == (12, 3)
-    np.testing.assert_array_equal(gathered, x.reshape(-1, 4)[rows.token])
+    assert layer.gathers == ("gate_up",)
+    np.testing.assert_array_equal(tokens, x.reshape(-1, 4))
     assert sorted(zip(rows.token.tolist(), rows.expert.tolist(), strict=True)) == sorted(
         (t, e) for t in range(6) for e in experts[t].tolist()
     )

@@ -126,8 +126,9 @@ def add_lora(
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     if tiles is None and triton_fused.suits(plan, a, slice_sizes):
-        sizes = {"slice_sizes": slice_sizes, "ranks": ranks, "x_rows": x_rows}
-        return triton_fused.add_lora(base, x, a, b, plan, **sizes, interpret=interpret)
+        return triton_fused.add_lora(
+            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
+        )
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)

@@ -1,5 +1,6 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -44,8 +45,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"  # `make test-slow` runs all of hypothesis' tests again
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=20 if QUICK else 50)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if QUICK else 50)
 settings.load_profile("ci")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the many collections that tests ask for need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

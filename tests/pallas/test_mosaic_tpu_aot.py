@@ -12,7 +12,7 @@ slow = pytest.mark.slow
 # `make test`.
 MATRIX = [
     ("v5e", "qkv", 8, 1),
-    ("v5e", "gate_up", 16, 64),
+    pytest.param("v5e", "gate_up", 16, 64, marks=slow),
     pytest.param("v5e", "down", 64, 2048, marks=slow),
     pytest.param("v5p", "o", 16, 8, marks=slow),
     pytest.param("v5p", "qkv", 128, 256, marks=slow),

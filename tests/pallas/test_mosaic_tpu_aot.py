@@ -86,7 +86,9 @@ def experts_facts(monkeypatch, chip, model, tokens, rank):
 def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
     facts = experts_facts(monkeypatch, chip, model, tokens, rank)
     assert good(facts), facts
-    assert facts["temp_bytes"] < facts["argument_bytes"] / 4
+    # Beside the arguments lies what is of the rows' size: with few rows, less than any slots' factors have.
+    rows_bytes = 2 * tokens * model.top_k * (3 * model.intermediate + model.hidden)
+    assert facts["temp_bytes"] < 5 * rows_bytes + (32 << 20)
 
 
 @slow

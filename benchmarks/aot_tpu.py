@@ -1,9 +1,13 @@
-"""Compiles the TPU kernel for real chips, with no chip in the box, over the shapes of `specs`.
+"""Compiles the TPU kernel for real chips, with no chip in the box, over the shapes of `specs` or of `moe_specs`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu [--chips v5e tpu7x] [--out benchmarks/results/aot_tpu.json]
+    JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu --experts [--out benchmarks/results/aot_tpu_moe.json]
 
 What it proves is in the compiled program: that Mosaic accepts the kernel, how much VMEM it takes, that the base output
 is written in place, and that no slot's weights are moved but by the kernel. Needs the `libtpu` wheel (extra `test`).
+
+The second compiles two expert layers of each model with 64 slots of all its experts (one, where two do not fit the
+chip's memory), as a manager allocates them: plan, w1 and w3, activation, w2, sums over experts.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import NamedTuple
@@ -24,14 +29,16 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.moe_specs import Experts
+from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from jlora import ops
-from jlora.pallas import mosaic_tpu
+from jlora.pallas import api, moe, mosaic_tpu, tiles
 from jlora.pallas.plan import make_plan
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 VMEM_MIB = {"v5e": 128, "v5p": 128, "v6e": 128, "tpu7x": 64}
+HBM_GIB = {"v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}  # of one device: half of a tpu7x chip
+MOE_RANKS, MOE_TOKENS = (16, 64), (64, 2048)
 
 
 @lru_cache
@@ -79,7 +86,7 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
       dict: kernels in the program; vmem_bytes the largest takes; temp_bytes and argument_bytes of HBM for the whole
       program; weights_in_place: every a and b goes to its kernel as it is.
     """
-    e, groups, pairs = model, slots * model.experts, tokens * model.top_k
+    e, pairs = model, tokens * model.top_k
     operand = partial(_operand, chip)
 
     def f(weights, slot, expert, bases, x):
@@ -89,16 +96,18 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
         rows = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32)).reshape(expert.shape)
         plan = ops.plan_experts(slot, token, flat[order], num_slots=slots, num_experts=e.experts)
         token_plan = ops.make_plan(slot, num_groups=slots)
-        for (a13, b13, ranks13, a2, b2, ranks2), (base13, base2) in zip(weights, bases, strict=True):
+        for slot_arrays, (base13, base2) in zip(weights, bases, strict=True):
+            a13, b13, ranks13, a2, b2, ranks2 = (array.reshape(-1, *array.shape[2:]) for array in slot_arrays)
             sizes = (e.intermediate, e.intermediate)
             up = ops.add_lora(base13, x, a13, b13, plan, slice_sizes=sizes, ranks=ranks13, x_rows=token)
             hidden = jax.nn.silu(up[:, : e.intermediate]) * up[:, e.intermediate :]
             x = ops.combine_lora(base2, hidden, a2, b2, plan, token_plan, rows=rows, experts=expert, ranks=ranks2)
         return x
 
+    # As a layer holds them, slots and experts apart: XLA chooses the layout of an argument by its shape.
     r, h, i = rank, e.hidden, e.intermediate
-    shapes = [(groups, 2, r, h), (groups, r, 2 * i), (groups, 2), (groups, 1, r, i), (groups, r, h), (groups, 1)]
-    weights = [operand(shape, "int32" if len(shape) == 2 else "bfloat16") for shape in shapes]
+    shapes = [(2, r, h), (r, 2 * i), (2,), (1, r, i), (r, h), (1,)]
+    weights = [operand((slots, e.experts, *s), "int32" if len(s) == 1 else "bfloat16") for s in shapes]
     bases = [operand((pairs, 2 * i), "bfloat16"), operand((tokens, h), "bfloat16")]
     ids = operand((tokens,), "int32"), operand((tokens, e.top_k), "int32")
     program = jax.jit(f).lower([weights] * layers, *ids, [bases] * layers, operand((tokens, h), "bfloat16")).compile()
@@ -129,37 +138,90 @@ class Kernel(NamedTuple):
 
 
 def _kernels(text: str) -> tuple[list[Kernel], dict[int, str]]:
-    """The kernels in the text of a program, in order, and the names of the program's arguments."""
+    """The kernels in the text of a program, in order, and the names of the program's arguments.
+
+    An operand that is another array under another shape, bit for bit, goes by that one's name.
+    """
+    same = dict(re.findall(r"%([\w.-]+) = \S+ bitcast\(%([\w.-]+)\)", text))
+
+    def source(name: str) -> str:
+        return source(same[name]) if name in same else name
+
     kernels = []
     for line in text.splitlines():
         if 'custom_call_target="tpu_custom_call"' in line:
-            a, b, _, base = re.findall(r"%([\w.-]+)", re.search(r"custom-call\(([^)]*)\)", line)[1])[-4:]
+            operands = re.findall(r"%([\w.-]+)", re.search(r"custom-call\(([^)]*)\)", line)[1])
+            a, b, _, base = map(source, operands[-4:])
             used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', line)
             kernels.append(Kernel(a, b, base, "output_to_operand_aliasing" in line, int(used[1])))
     entry = re.findall(r"%([\w.-]+) = [^=]* parameter\((\d+)\)", text[text.index("\nENTRY") :])
     return kernels, {int(number): name for name, number in entry}
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    parser.add_argument("--out", default="benchmarks/results/aot_tpu.json")
-    args = parser.parse_args()
-    rows, failed = [], 0
-    for chip in args.chips:
+def experts_layers(chip: str, model: Experts, rank: int, *, slots: int = SLOTS) -> int:
+    """Two, or one where the factors of two would take more than most of the chip's memory."""
+    e = model
+    a_layer = 2 * slots * e.experts * rank * (2 * e.hidden + 2 * e.intermediate + e.intermediate + e.hidden)
+    return 2 if 2 * a_layer < 0.9 * HBM_GIB[chip] * 2**30 else 1
+
+
+def _dense(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    for chip in chips:
         for name, p in PROJECTIONS.items():
             for rank in RANKS:
                 for tokens in TOKENS:
-                    start = time.perf_counter()
                     row = {"chip": chip, "projection": name, "rank": rank, "tokens": tokens}
-                    row |= compile_add_lora(chip, tokens, p.k, p.slices, rank)
-                    row["fits"] = row["vmem_bytes"] <= VMEM_MIB[chip] << 20
-                    row["compile_s"] = round(time.perf_counter() - start, 2)
-                    failed += not (row["fits"] and row["in_place"] and row["weights_in_place"])
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
+                    yield row, partial(compile_add_lora, chip, tokens, p.k, p.slices, rank)
+
+
+def _experts(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    for module in (api, moe, tiles):
+        module.platform = lambda: "tpu"  # so that "auto" takes what it would take there
+    for chip in chips:
+        for name, model in MODELS.items():
+            for rank in MOE_RANKS:
+                for tokens in MOE_TOKENS:
+                    layers = experts_layers(chip, model, rank)
+                    row = {
+                        "chip": chip,
+                        "model": name,
+                        "rank": rank,
+                        "tokens": tokens,
+                        "slots": SLOTS,
+                        "layers": layers,
+                    }
+                    yield row, partial(compile_experts, chip, model, tokens, rank, layers=layers)
+
+
+def fits(row: dict) -> bool:
+    """Whether a compiled program is within the chip's memories."""
+    used = row.get("temp_bytes", 0) + row.get("argument_bytes", 0)
+    return used <= HBM_GIB[row["chip"]] << 30 and 0 < row["vmem_bytes"] <= VMEM_MIB[row["chip"]] << 20
+
+
+def good(row: dict) -> bool:
+    """Whether it fits, and moves neither the base output nor any slot's weights but by the kernel."""
+    placed = row["kernels"] == 2 * row["layers"] if "kernels" in row else row["in_place"]
+    return fits(row) and placed and row["weights_in_place"]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    rows, failed = [], 0
+    for row, compiled in (_experts if args.experts else _dense)(args.chips):
+        start = time.perf_counter()
+        row |= compiled()
+        row["fits"] = fits(row)
+        row["compile_s"] = round(time.perf_counter() - start, 2)
+        failed += not good(row)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     versions = {package: version(package) for package in ("jax", "jaxlib", "libtpu")}
-    with open(args.out, "w") as file:
+    with open(args.out or f"benchmarks/results/aot_tpu{'_moe' * args.experts}.json", "w") as file:
         file.write('{"versions": ' + json.dumps(versions) + ', "rows": [\n')
         file.write(",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
     print(f"{len(rows)} programs compiled, {failed} outside their limits")

@@ -1,10 +1,12 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
@@ -44,8 +46,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"  # `make test-slow` runs all of hypothesis' tests again
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=20 if QUICK else 50)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if QUICK else 50)
 settings.load_profile("ci")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where parity is left out, so is the import of PyTorch and transformers, which takes seconds in every worker."""
+    if collection_path.suffix != ".py" or "not parity" not in config.getoption("markexpr"):
+        return None
+    return 'importorskip("torch")' in collection_path.read_text("utf-8") or None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the many collections that tests ask for need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jlora.layers.site import Site, SlotSpec
@@ -20,6 +21,7 @@ RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
 MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
 Row = tuple[Site, int]
+_BFLOAT16, _UINT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16)
 _Bits = tuple[int, np.ndarray, np.ndarray]  # the first rank of a block, and its arrays as `bits_of` has them
 
 
@@ -185,7 +187,7 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
 
 def bits_of(dtype: np.dtype) -> np.dtype:
     """What to copy arrays of a dtype as: NumPy holds the interpreter while it copies those of a foreign dtype."""
-    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
+    return _UINT16 if dtype == _BFLOAT16 else dtype
 
 
 def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:

@@ -273,6 +273,8 @@ def _write(
     shared = len(factor) == 1
     own = factor if shared else factor[run]
     sizes = own.shape
+    if not shared and own.size <= _TILE:  # one of tens of thousands: nothing to cut
+        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, scaling, powers, into)
     outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
     most = max(1, _TILE * sizes[outer] // own.size)
     for at in range(0, sizes[outer], most):
@@ -282,16 +284,33 @@ def _write(
         values = own[rows, ranks, columns]
         if shared:
             rows = slice(None)
+        if not _write_tile(values, rows, ranks, columns, dtype, scaling, powers, into):
+            return False
+    return True
+
+
+def _write_tile(
+    values: np.ndarray,
+    rows: slice,
+    ranks: slice,
+    columns: slice,
+    dtype: np.dtype,
+    scaling: float | None,
+    powers: np.ndarray | None,
+    into: Sequence[tuple[int, np.ndarray]],
+) -> bool:
+    """`_write` of what is small enough to stay in the cache."""
+    cast = times_a_power_of_two(values, scaling) if powers is None and values.dtype == dtype == _BFLOAT16 else None
+    if cast is None:
         cast = _cast(values, dtype, scaling, None if powers is None else powers[rows])
         if _too_large(values, cast) is not None:
             return False
-        bits = cast.view(bits_of(dtype))[:, None]
-        for first, target in into:
-            begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
-            if begin < end:
-                target[rows, :, begin - first : end - first, columns] = bits[
-                    :, :, begin - ranks.start : end - ranks.start
-                ]
+    bits = cast.view(bits_of(dtype))[:, None]
+    for first, target in into:
+        begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
+        if begin < end:
+            part = bits[:, :, begin - ranks.start : end - ranks.start]
+            target[rows, :, begin - first : end - first, columns] = part
     return True
 
 
@@ -423,6 +442,25 @@ def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def times_a_power_of_two(factor: np.ndarray, scaling: float | None) -> np.ndarray | None:
+    """A bfloat16 factor times a scaling such as 2, as most have, in a third of the time: its exponents are changed.
+
+    None where the scaling is no positive power of two, or where there is a zero, a number below the normal ones, or one
+    that is not finite, before or after.
+    """
+    if scaling is None:
+        return factor
+    mantissa, exponent = math.frexp(scaling)
+    if mantissa != 0.5 or abs(exponent) > 100:
+        return None
+    bits, added = factor.view(np.uint16), (exponent - 1) << 7
+    sizes = bits & np.uint16(0x7FFF)
+    smallest, largest = int(sizes.min()), int(sizes.max())
+    if min(smallest, smallest + added) < 0x0080 or max(largest, largest + added) >= 0x7F80:
+        return None
+    return np.add(bits, np.uint16(added & 0xFFFF), out=sizes).view(_BFLOAT16)
 
 
 def widened(array: np.ndarray) -> np.ndarray:

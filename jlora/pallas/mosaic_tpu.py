@@ -8,6 +8,12 @@ modulo the bundle's size, so that a row is computed alike whoever shares its bat
 A "visit" is a tile of rows together with a bundle that occurs in it. Only the groups of visited bundles are read from
 HBM, each only up to its true rank, and once for all neighbouring row tiles that need the same.
 
+The copies take the columns of a rank in order, as a [.., R, K] array has them. How an argument lies, XLA decides by its
+shape: innermost comes the axis that needs the least padding. Where the columns are no multiple of 128 and another axis
+is one (slots, experts or ranks), that is the other, and XLA turns the whole array around before every call: with 128
+slots, 128 experts or rank 128 of gpt-oss, whose hidden size is 2880. Results are the same, at the price of moving all
+slots. (127 or 129 slots lie in order. Experts cannot be one more, since they are divided among chips.)
+
 Rows of experts are taken sorted by group, which is a slot's expert, since a tile of rows in any other order would need
 the groups that the next needs too; and their schedule is sized by the rows, for nearly all groups have none.
 """

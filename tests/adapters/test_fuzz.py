@@ -108,7 +108,7 @@ def test_the_unharmed_adapter_loads(folder):
     assert adapter.rank == 4
 
 
-FUZZ = settings(max_examples=250)
+FUZZ = settings(max_examples=10 * settings().max_examples)
 
 
 @FUZZ

@@ -39,7 +39,7 @@ KEYS = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=20 * settings().max_examples)
 @given(st.lists(KEYS, max_size=8, unique=True), st.lists(NAMES, min_size=1, max_size=6, unique=True))
 @example([r"a\_b", "a_b"], ["a_b"])  # the same name, escaped and not, in either order
 @example(["a_b", r"a\_b"], ["a_b"])
@@ -57,7 +57,7 @@ def test_agrees_with_peft_on_keys_without_a_dot(keys, modules):
     assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
 
 
-@settings(max_examples=100)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_agrees_with_peft_when_joined_by_few(data):
     """The same, with so few expressions to a joined one that every boundary between them occurs."""

@@ -39,7 +39,7 @@ SERVED = st.recursive(LEAVES, extend, max_leaves=6)
 TEXTS = st.text("abc1._-", min_size=1, max_size=8)
 
 
-@settings(max_examples=500)
+@settings(max_examples=20 * settings().max_examples)
 @given(SERVED, TEXTS)
 def test_agrees_with_re(pattern, text):
     assert compile_pattern(pattern, "here").fullmatch(text) == bool(re.fullmatch(pattern, text))
@@ -55,7 +55,7 @@ def is_python(pattern):
     return True
 
 
-@settings(max_examples=500)
+@settings(max_examples=20 * settings().max_examples)
 @given(
     st.lists(st.one_of(SERVED, st.sampled_from([*REFUSED, *BAD_REPEATS, *"()[]{}|*+?\\^$-.0a,:"])), max_size=8), TEXTS
 )
@@ -71,7 +71,7 @@ def test_what_is_taken_agrees_with_re_and_what_is_called_malformed_is(pieces, te
     assert ours.fullmatch(text) == bool(re.fullmatch(pattern, text))
 
 
-@settings(max_examples=300)
+@settings(max_examples=15 * settings().max_examples)
 @given(
     st.text(string.printable + "éß\u0661", max_size=12),
     st.text(string.ascii_letters + "._-19é\u0661", min_size=1, max_size=6),

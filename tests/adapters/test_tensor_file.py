@@ -63,7 +63,7 @@ def test_reads_what_safetensors_writes(tmp_path_factory, tensors, metadata):
 PLACES = st.integers(0, 9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=10 * settings().max_examples)
 @given(
     st.lists(
         st.tuples(

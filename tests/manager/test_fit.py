@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jlora
+from jlora.manager.fit import times_a_power_of_two
 from tests.manager.test_names import Merged, factors, make_manager, placed
 from tests.manager.tiny import lora, make_adapter, make_world
 
@@ -25,6 +26,25 @@ def test_scaling_is_folded_in_float32_and_rounded_once(rng, file_dtype, slot_dty
     np.testing.assert_array_equal(a[0], module.a.astype(slot_dtype))
     want = (np.float32(scaling) * module.b.T.astype(np.float32)).astype(slot_dtype)
     np.testing.assert_array_equal(b, want)
+
+
+@pytest.mark.parametrize("power", [-130, -100, -9, -1, 0, 1, 2, 77, 101])
+def test_a_bfloat16_factor_of_any_bits_times_a_power_of_two(power):
+    """In pieces that lie between zero, the least normal number, infinity and NaN, or across one of them."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        want = (every.astype(np.float32) * np.float32(2.0**power)).astype(ml_dtypes.bfloat16)
+    taken = {0: 0, 1: 0, 63: 0}  # by where the pieces begin
+    for begin in taken:
+        for at in range(begin, (1 << 16) - 63, 64):
+            got = times_a_power_of_two(every[at : at + 64].reshape(8, 8).T, 2.0**power)
+            if got is not None:
+                np.testing.assert_array_equal(got.T.view(np.uint16).ravel(), want[at : at + 64].view(np.uint16))
+                taken[begin] += 1
+    # 256 exponents of two signs, two pieces each; what they leave are those of zero, infinity and the products' own.
+    assert taken[0] == (2 * 2 * (254 - abs(power)) if abs(power) <= 100 else 0)
+    assert times_a_power_of_two(every[0x3F80:0x3FC0], 3.0) is None
+    assert times_a_power_of_two(every[0x3F80:0x3FC0], -(2.0**power)) is None
 
 
 def test_folding_in_float32_differs_from_folding_in_slot_dtype(rng):

@@ -598,5 +598,6 @@ def machine_world() -> Iterator[None]:
     assert len(world.traces) == world.manager.stats().compilations == 1
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+# `make test-slow` has a hundred of them.
+ManagerMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=40)
 TestManager = ManagerMachine.TestCase

@@ -64,7 +64,7 @@ def test_any_groups(counts):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a CPU computes what a TPU would")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(("counts", "k", "n"), SHAPES)
 def test_values_on_tpu_interpreted(counts, k, n, dtype):
     x, w, counts, want = problem(counts, k, n, dtype)
@@ -77,11 +77,11 @@ def test_values_on_tpu_interpreted(counts, k, n, dtype):
     ("chip", "rows", "experts", "k", "n"),
     [
         ("v5e", 512, 128, 2048, 1536),  # Qwen3-30B-A3B, 64 tokens
-        ("v6e", 16384, 128, 768, 2048),
-        ("v5p", 256, 32, 2880, 5760),  # gpt-oss-20b
-        ("tpu7x", 8192, 32, 2880, 2880),
-        ("v5e", 16, 8, 14336, 4096),  # Mixtral-8x7B
-        ("tpu7x", 4096, 8, 4096, 28672),
+        pytest.param("v6e", 16384, 128, 768, 2048, marks=pytest.mark.slow),
+        pytest.param("v5p", 256, 32, 2880, 5760, marks=pytest.mark.slow),  # gpt-oss-20b
+        pytest.param("tpu7x", 8192, 32, 2880, 2880, marks=pytest.mark.slow),
+        pytest.param("v5e", 16, 8, 14336, 4096, marks=pytest.mark.slow),  # Mixtral-8x7B
+        pytest.param("tpu7x", 4096, 8, 4096, 28672, marks=pytest.mark.slow),
         ("v6e", 3, 5, 33, 65),
     ],
 )

@@ -116,7 +116,7 @@ def test_clamped_swiglu():
 )
 def test_dispatch_sorts_stably(case):
     num_experts, pairs = case
-    rows, places = moe.dispatch(np.array(pairs, np.int32), num_experts, 7)
+    rows, places = jax.jit(moe.dispatch, static_argnums=(1, 2))(np.array(pairs, np.int32), num_experts, 7)
     # In order of experts; of one expert in order of tokens; two choices of the same expert in their order.
     want = [(e, t, i) for e in range(num_experts) for t, pair in enumerate(pairs) for i in range(2) if pair[i] == e]
     assert rows.expert.tolist() == [e for e, _, _ in want]

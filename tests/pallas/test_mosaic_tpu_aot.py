@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts
-from benchmarks.moe_specs import MODELS
+from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, experts_layers, good
+from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")  # what is read off a program must be that of an optimised one
@@ -12,7 +12,7 @@ slow = pytest.mark.slow
 # `make test`.
 MATRIX = [
     ("v5e", "qkv", 8, 1),
-    ("v5e", "gate_up", 16, 64),
+    pytest.param("v5e", "gate_up", 16, 64, marks=slow),
     pytest.param("v5e", "down", 64, 2048, marks=slow),
     pytest.param("v5p", "o", 16, 8, marks=slow),
     pytest.param("v5p", "qkv", 128, 256, marks=slow),
@@ -56,31 +56,45 @@ def test_compiles_odd_sizes():
 
 
 QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))
-GROUPS_INNERMOST = pytest.mark.xfail(
-    strict=True, reason="K = 2880 is no multiple of 128 and G = 2048 is: XLA lays groups out innermost and copies"
-)
-# Chip, model, tokens, rank, layers: 64 slots of every expert. Those of rank 64 take 9 GB a layer.
+# Chip, model, tokens, rank: 64 slots of every expert. `benchmarks/aot_tpu.py --experts` has the rest.
 EXPERTS = [
-    ("v5e", QWEN3, 64, 16, 2),
+    ("v5e", QWEN3, 64, 16),
     *(
-        pytest.param(chip, QWEN3, tokens, rank, 1 if (chip, rank) == ("v5e", 64) else 2, marks=slow)
-        for chip in VMEM_MIB
-        for rank in (16, 64)
-        for tokens in (64, 2048)
-        if (chip, rank, tokens) != ("v5e", 16, 64)
+        pytest.param(*case, marks=slow)
+        for case in (
+            ("v5e", QWEN3, 2048, 64),
+            ("v5e", MIXTRAL, 64, 16),
+            ("v5p", QWEN3, 2048, 16),
+            ("v5p", GPT_OSS, 64, 16),
+            ("v6e", QWEN3, 8192, 8),
+            ("v6e", GPT_OSS, 2048, 64),
+            ("tpu7x", QWEN3, 64, 64),
+            ("tpu7x", MIXTRAL, 2048, 16),
+        )
     ),
-    pytest.param("v6e", QWEN3, 8192, 8, 2, marks=slow),
-    pytest.param("v5p", GPT_OSS, 64, 16, 2, marks=[slow, GROUPS_INNERMOST]),
-    pytest.param("tpu7x", MIXTRAL, 2048, 16, 2, marks=slow),
 ]
 
 
-@pytest.mark.parametrize(("chip", "model", "tokens", "rank", "layers"), EXPERTS)
-def test_compiles_experts_by_default(chip, model, tokens, rank, layers, monkeypatch):
+def experts_facts(monkeypatch, chip, model, tokens, rank):
     for module in ("api", "moe", "tiles"):
         monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
-    facts = compile_experts(chip, model, tokens, rank, layers=layers)
-    assert facts["kernels"] == 2 * layers
-    assert 0 < facts["vmem_bytes"] <= VMEM_MIB[chip] << 20
-    assert facts["weights_in_place"]
-    assert facts["temp_bytes"] < facts["argument_bytes"]
+    layers = experts_layers(chip, model, rank)
+    return {"chip": chip, "layers": layers} | compile_experts(chip, model, tokens, rank, layers=layers)
+
+
+@pytest.mark.parametrize(("chip", "model", "tokens", "rank"), EXPERTS)
+def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
+    facts = experts_facts(monkeypatch, chip, model, tokens, rank)
+    assert good(facts), facts
+    # Beside the arguments lies what is of the rows' size: with few rows, less than any slots' factors have.
+    rows_bytes = 2 * tokens * model.top_k * (3 * model.intermediate + model.hidden)
+    assert facts["temp_bytes"] < 5 * rows_bytes + (32 << 20)
+
+
+@slow
+@pytest.mark.xfail(
+    strict=True,
+    reason="K = 2880 is no multiple of 128 and E = 128 is: XLA lays the experts out innermost and copies them",
+)
+def test_as_many_experts_as_lanes_are_copied_where_no_column_is_of_so_many(monkeypatch):
+    assert good(experts_facts(monkeypatch, "v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))

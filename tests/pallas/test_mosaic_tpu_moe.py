@@ -81,7 +81,9 @@ def run(d):
 
     # Unoptimised, since compiling is what takes the time.
     jitted = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
-    return jitted, np.asarray(jitted(*(d[name] for name in ("base", "x", "a", "b", "ranks", "slot", "expert"))))
+    # By name, as they are given when it runs again: it would be compiled again for another way.
+    names = ("base", "x", "a", "b", "ranks", "slot", "expert")
+    return jitted, np.asarray(jitted(**{name: d[name] for name in names}))
 
 
 def check(d):
@@ -115,7 +117,6 @@ def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
     assert slots * experts > mosaic_tpu._MANY_GROUPS
     again, out = check(d)
     names = ("base", "x", "slot", "expert")
-    assert same_bits(np.asarray(again(**{name: d[name] for name in names})), out)
     order = np.random.default_rng(0).permutation(tokens)
     assert same_bits(np.asarray(again(**{name: d[name][order] for name in names})), out[order])
     others = {name: d[name].at[1:].set(jnp.roll(d[name][1:], 1, axis=0)) for name in names}  # who else is there
@@ -125,8 +126,8 @@ def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_rows_of_experts_in_many_small_tiles(dtype, monkeypatch):
-    d = batch(1, 16, 4, 12, 25, 8, 256, (200, 56), dtype)
-    force_tiles(monkeypatch, tile_m=16, tile_k=128, tile_n=128, chunk=3)  # the second chunk has a single tile
+    d = batch(1, 9, 4, 12, 25, 8, 256, (200, 56), dtype)
+    force_tiles(monkeypatch, tile_m=16, tile_k=128, tile_n=128, chunk=2)  # the second chunk has a single tile
     check(d)
 
 

@@ -24,7 +24,7 @@ RANKS = [  # R, ranks [G, n]
     (40, [[17, 0], [40, 3], [0, 0], [16, 33]]),
     pytest.param((16, [[16, 0], [5, 1], [0, 0], [0, 16]]), marks=pytest.mark.slow),
     pytest.param((24, [[24, 0], [3, 17], [0, 0], [0, 16]]), marks=pytest.mark.slow),
-    (20, [[20, 0], [3, 17], [0, 0], [0, 16]]),
+    pytest.param((20, [[20, 0], [3, 17], [0, 0], [0, 16]]), marks=pytest.mark.slow),
 ]
 BACKENDS = {
     "xla": xla,

@@ -1,4 +1,4 @@
-"""NVIDIA kernels through Pallas' Triton lowering. Nothing outside this file knows of Triton.
+"""NVIDIA kernels through Pallas' Triton lowering.
 
 Two kernels. Their grids are fixed numbers of programs that share out what the plan says is there, so work follows the
 tiles in use, while every sum is made in an order that only static sizes decide: which program computes a value, and
@@ -10,7 +10,6 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
 from jlora.pallas import triton_fused
@@ -27,6 +26,7 @@ from jlora.pallas.triton_parts import (
     dot_dtype,
     find_tile,
     load,
+    scalar,
     share_out,
     store,
     tiles_used,
@@ -208,7 +208,7 @@ def _shrink_kernel(
         columns, read, busy = zip(*(_columns(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
         present = rows < h_ref.shape[1]
         live = present[:, None]
-        sources = plt.load(index_refs[0].at[rows], mask=present, other=0) if index_refs else rows
+        sources = load(index_refs[0], (rows,), present) if index_refs else rows
 
         def step(j, sums):
             k = (j * parts + part) * block_k + jnp.arange(block_k, dtype=jnp.int32)
@@ -267,7 +267,7 @@ def _expand_kernel(
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
-        true_rank = plt.load(ranks_ref.at[group, i])
+        true_rank = scalar(ranks_ref, group, i)
         read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
         blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
 
@@ -320,9 +320,9 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
     if rank <= WAIT_FOR_RANK:
         return r, r < n * rank, True
     if rank % size == 0:  # within one slice
-        end = first // rank * rank + plt.load(ranks_ref.at[group, first // rank])
+        end = first // rank * rank + scalar(ranks_ref, group, first // rank)
         return r, r < end, first < end
-    read = (r % rank < plt.load(ranks_ref.at[group, jnp.minimum(r // rank, n - 1)])) & (r < n * rank)
+    read = (r % rank < scalar(ranks_ref, group, jnp.minimum(r // rank, n - 1))) & (r < n * rank)
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 

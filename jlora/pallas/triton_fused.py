@@ -11,10 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from jlora.pallas.plan import Plan
-from jlora.pallas.triton_parts import compiler_params, load, share_out, store, tiles_used
+from jlora.pallas.triton_parts import compiler_params, load, scalar, share_out, store, tiles_used
 
 MAX_RANK = 16
 MOST_A = 128 << 10  # bytes of one slice's A: as much is on its way into the registers of a program
@@ -80,16 +79,16 @@ def _kernel(
 
     def unit(u, carry):
         tile = u // sum(per_slice)
-        group, count = plt.load(group_ref.at[tile]), plt.load(end_ref.at[tile]) - plt.load(start_ref.at[tile])
+        group, count = scalar(group_ref, tile), scalar(end_ref, tile) - scalar(start_ref, tile)
         i, col, inside = _columns(u % sum(per_slice), slice_sizes, per_slice, block_n)
-        true_rank = plt.load(ranks_ref.at[group, i])
+        true_rank = scalar(ranks_ref, group, i)
         factors = load(b_ref, (group, r[:, None], col[None, :]), read[:, None] & inside[None, :])
 
         def one(j, row):
-            following = plt.load(rows_ref.at[jnp.minimum(tile * tile_m + j + 1, rows_ref.shape[0] - 1)])
+            following = scalar(rows_ref, jnp.minimum(tile * tile_m + j + 1, rows_ref.shape[0] - 1))
             keep = inside & (true_rank > 0)
             old = load(base_ref, (row, col), keep)
-            source = plt.load(index_refs[0].at[row]) if index_refs else row
+            source = scalar(index_refs[0], row) if index_refs else row
 
             def step(s, total):
                 k = s * block_k + jnp.arange(block_k, dtype=jnp.int32)
@@ -106,7 +105,7 @@ def _kernel(
             store(out_ref, (row, col), old.astype(jnp.float32) + delta, keep)
             return following
 
-        jax.lax.fori_loop(0, count, one, plt.load(rows_ref.at[tile * tile_m]))
+        jax.lax.fori_loop(0, count, one, scalar(rows_ref, tile * tile_m))
         return carry
 
     share_out(tiles_used(used_ref, group_ref) * sum(per_slice), unit, jnp.int32(0))

@@ -1,4 +1,7 @@
-"""What the Triton kernels share: their loads and stores, their dot, how they find and share out their work."""
+"""What the Triton kernels share: their loads and stores, their dot, how they find and share out their work.
+
+Nothing outside this file knows of Pallas' Triton.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +33,8 @@ def share_out(units, run, carry):
 def find_tile(tile, group_ref, rows_ref, tile_m: int):
     """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
     place = jnp.arange(max(16, 1 << (tile_m - 1).bit_length()), dtype=jnp.int32)
-    rows = plt.load(rows_ref.at[tile * tile_m + place], mask=place < tile_m, other=2**30)
-    return plt.load(group_ref.at[tile]), rows
+    rows = load(rows_ref, (tile * tile_m + place,), place < tile_m, other=2**30)
+    return scalar(group_ref, tile), rows
 
 
 def both(mask, other):
@@ -51,6 +54,10 @@ def dot(lhs, rhs, dtype, contract: int):
         lhs.astype(dtype), rhs.astype(dtype), (((1,), (contract,)), ((), ())),
         precision=precision, preferred_element_type=jnp.float32,
     )  # fmt: skip
+
+
+def scalar(ref, *index):
+    return plt.load(ref.at[index])
 
 
 def load(ref, index, mask, other=0):

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
-import ml_dtypes
 import numpy as np
 
 from jlora.adapters import Adapter, BaseShape
@@ -16,13 +15,13 @@ from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
-from jlora.layers.wrap import WrappedModel, checkpoint_weight, spec_of
+from jlora.layers.wrap import WrappedModel, spec_of
+from jlora.manager import base_weights
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
+from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @runtime_checkable
@@ -117,7 +116,7 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
     problems = [
         f"{name}.base_layer.weight: {problem}"
         for name, weight in adapter.base_weights.items()
-        if not index.skips(name) and (problem := _base_differs(name, weight, wrapped, index))
+        if not index.skips(name) and (problem := base_weights.difference(name, weight, wrapped, index))
     ]
     _raise(where, problems)
     of_experts = [(adapter.modules[name], *place) for name, place in placed.items() if place[0].spec.experts]
@@ -224,7 +223,7 @@ def _fill(
     """
     pieces = _pieces(where, name, module, wrapped, site, first, count)
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
-    _check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
+    check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
     shifts = [_balance(piece, module.scaling, shared) if dtype == np.float16 else [0] * size for piece in pieces]
     fills = [
         (held, rows, piece, shift)
@@ -239,8 +238,8 @@ def _fill(
             into_b = [(begin, b[:, None, :, columns]) for begin, _, b in parts if held.spec.out_features]
             powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
             minus = None if powers is None else -powers
-            fits = _write(piece.a, run, dtype, None, powers, into_a)
-            if not (fits and _write(piece.b, run, dtype, module.scaling, minus, into_b)):
+            fits = write(piece.a, run, dtype, None, powers, into_a)
+            if not (fits and write(piece.b, run, dtype, module.scaling, minus, into_b)):
                 _refuse(where, module.scaling, site, pieces, shifts)
     return [
         Placement(
@@ -250,68 +249,6 @@ def _fill(
         for held, rows, piece, shift in fills
         for i, row in enumerate(rows)
     ]
-
-
-_TILE = 1 << 16  # numbers that are cast together: they stay in the cache
-
-
-def _write(
-    factor: np.ndarray,
-    run: slice,
-    dtype: np.dtype,
-    scaling: float | None,
-    powers: np.ndarray | None,
-    into: Sequence[tuple[int, np.ndarray]],
-) -> bool:
-    """Cast a run of the rows of a factor [rows or 1, r, X] into [rows, slices, step, X] from some first ranks on.
-
-    It is read in the order of its memory, whichever of its axes comes first there, and turned around in the cache.
-
-    Returns:
-      Whether slot dtype holds its values. If not, not all of them are written.
-    """
-    shared = len(factor) == 1
-    own = factor if shared else factor[run]
-    sizes = own.shape
-    if not shared and own.size <= _TILE:  # one of tens of thousands: nothing to cut
-        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, scaling, powers, into)
-    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
-    most = max(1, _TILE * sizes[outer] // own.size)
-    for at in range(0, sizes[outer], most):
-        rows, ranks, columns = (
-            slice(at, min(at + most, size)) if axis == outer else slice(0, size) for axis, size in enumerate(sizes)
-        )
-        values = own[rows, ranks, columns]
-        if shared:
-            rows = slice(None)
-        if not _write_tile(values, rows, ranks, columns, dtype, scaling, powers, into):
-            return False
-    return True
-
-
-def _write_tile(
-    values: np.ndarray,
-    rows: slice,
-    ranks: slice,
-    columns: slice,
-    dtype: np.dtype,
-    scaling: float | None,
-    powers: np.ndarray | None,
-    into: Sequence[tuple[int, np.ndarray]],
-) -> bool:
-    """`_write` of what is small enough to stay in the cache."""
-    cast = times_a_power_of_two(values, scaling) if powers is None and values.dtype == dtype == _BFLOAT16 else None
-    if cast is None:
-        cast = _cast(values, dtype, scaling, None if powers is None else powers[rows])
-        if _too_large(values, cast) is not None:
-            return False
-    bits = cast.view(bits_of(dtype))[:, None]
-    for first, target in into:
-        begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
-        if begin < end:
-            part = bits[:, :, begin - ranks.start : end - ranks.start]
-            target[rows, :, begin - first : end - first, columns] = part
-    return True
 
 
 def _refuse(
@@ -396,98 +333,6 @@ def check_finite(where: str, adapter: Adapter) -> None:
                 )
 
 
-def in_slot_dtype(where: str, factor: np.ndarray, site: Site, scaling: float | None, power: int = 0) -> np.ndarray:
-    """A, or B with its scaling, times two to the power: in slot dtype.
-
-    Raises:
-      AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
-    """
-    if scaling is not None:
-        _check_scaling(where, scaling)
-    dtype = np.dtype(site.spec.dtype)
-    with within(np.errstate(over="ignore", invalid="ignore")):
-        cast = _cast(factor, dtype, scaling, np.array(power) if power else None)
-    overflow = _too_large(factor, cast)
-    if overflow is not None:
-        exact = np.abs(factor.astype(np.float64)) * (1 if scaling is None else abs(scaling))
-        largest = float(exact.max(initial=0, where=overflow))
-        raise AdapterMismatchError(
-            f"{where}: {'A' if scaling is None else 'scaling * B'} must be finite in the slots' dtype {dtype}, and "
-            f"reaches {largest:.3g}; set LoRAConfig.dtype to a wider one"
-        )
-    return cast
-
-
-def _check_scaling(where: str, scaling: float) -> None:
-    if not abs(scaling) <= _LARGEST:  # NaN is not
-        raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
-
-
-def _cast(factor: np.ndarray, dtype: np.dtype, scaling: float | None, powers: np.ndarray | None) -> np.ndarray:
-    """A factor times its scaling and powers of two, rounded once, in the order that it has in memory."""
-    if scaling is None and powers is None:
-        return factor if factor.dtype == dtype else narrowed(factor, dtype)
-    wide = widened(factor)
-    if scaling is not None:
-        wide *= np.float32(scaling)
-    return narrowed(wide if powers is None else np.ldexp(wide, powers), dtype)
-
-
-def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
-    """Where a finite number became infinite; None if nowhere."""
-    if cast is factor or all_finite(cast.ravel("K")):
-        return None
-    overflow = ~np.isfinite(cast) & np.isfinite(factor)
-    return overflow if overflow.any() else None
-
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def times_a_power_of_two(factor: np.ndarray, scaling: float | None) -> np.ndarray | None:
-    """A bfloat16 factor times a scaling such as 2, as most have, in a third of the time: its exponents are changed.
-
-    None where the scaling is no positive power of two, or where there is a zero, a number below the normal ones, or one
-    that is not finite, before or after.
-    """
-    if scaling is None:
-        return factor
-    mantissa, exponent = math.frexp(scaling)
-    if mantissa != 0.5 or abs(exponent) > 100:
-        return None
-    bits, added = factor.view(np.uint16), (exponent - 1) << 7
-    sizes = bits & np.uint16(0x7FFF)
-    smallest, largest = int(sizes.min()), int(sizes.max())
-    if min(smallest, smallest + added) < 0x0080 or max(largest, largest + added) >= 0x7F80:
-        return None
-    return np.add(bits, np.uint16(added & 0xFFFF), out=sizes).view(_BFLOAT16)
-
-
-def widened(array: np.ndarray) -> np.ndarray:
-    """A float32 copy of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the
-    interpreter."""
-    if array.dtype != _BFLOAT16:
-        return array.astype(np.float32)
-    bits = array.view(np.uint16).astype(np.uint32)
-    return np.left_shift(bits, 16, out=bits).view(np.float32)
-
-
-def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rounded to nearest, ties to even. float32 and float16 to bfloat16 by the bits, as in `widened`."""
-    if dtype != _BFLOAT16 or array.dtype == np.float64:
-        return array.astype(dtype, copy=False)
-    bits = array.astype(np.float32, copy=False).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= 16
-    nan = np.isnan(array)
-    if nan.any():  # rounding could carry a NaN's bits into the exponent
-        rounded[nan] = 0x7FC0
-    return rounded.astype(np.uint16).view(_BFLOAT16)
-
-
 def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
     """For each row, or for all `together`, the power of two by which A grows and B shrinks so that their largest values
     come closest."""
@@ -500,45 +345,4 @@ def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
 
 def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
     """Raises AdapterMismatchError where base weights of these shapes cannot be the model's own."""
-    problems: list[str] = []
-    for name, weight in weights.items():
-        if index.skips(name):
-            continue
-        found = _base_site(name, index)
-        if isinstance(found, str):
-            problems.append(f"{name}.base_layer.weight: {found}")
-            continue
-        site, _, first, count = found
-        outputs, inputs = sum(site.spec.out_sizes[first : first + count]), site.spec.in_features
-        own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
-        if own != tuple(weight.shape):
-            problems.append(f"{name}.base_layer.weight: shape {tuple(weight.shape)}, and the model's own has {own}")
-    _raise(where, problems)
-
-
-def _base_site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
-    found: tuple[Site, int, int, int] | str = ""
-    for kind in ("embedding", "linear"):
-        found = index.find(kind, name)
-        if not isinstance(found, str):
-            return found
-    return f"no wrapped module can be compared with it ({found})"
-
-
-def _base_differs(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
-    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
-    found = _base_site(name, index)
-    if isinstance(found, str):
-        return found
-    site, layer, first, count = found
-    own = checkpoint_weight(wrapped, site, layer)
-    if site.kind == "linear":
-        start = sum(site.spec.out_sizes[:first])
-        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
-    if own.shape != weight.shape:
-        return f"shape {weight.shape}, and the model's own weight has {own.shape}"
-    with within(np.errstate(over="ignore", invalid="ignore")):
-        stored = weight.astype(own.dtype)
-    if not np.array_equal(own, stored):
-        return "its values differ from the model's own weight: it was trained on another base model"
-    return None
+    _raise(where, base_weights.misfits(weights, index))

@@ -16,8 +16,9 @@ from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
+from jlora.manager.casting import in_slot_dtype
 from jlora.manager.content import Content, Placement
-from jlora.manager.fit import in_slot_dtype, rank_vector
+from jlora.manager.fit import rank_vector
 from jlora.manager.pool import Pool
 
 

@@ -1,0 +1,57 @@
+"""Base weights beside an adapter's factors: they must be those of the model."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jlora.adapters import BaseShape
+from jlora.layers.site import Site
+from jlora.layers.wrap import WrappedModel, checkpoint_weight
+from jlora.manager.locks import within
+from jlora.manager.names import SiteIndex
+
+
+def misfits(weights: Mapping[str, BaseShape], index: SiteIndex) -> list[str]:
+    """Why base weights of these shapes cannot be the model's own, each as a phrase."""
+    problems: list[str] = []
+    for name, weight in weights.items():
+        if index.skips(name):
+            continue
+        found = _site(name, index)
+        if isinstance(found, str):
+            problems.append(f"{name}.base_layer.weight: {found}")
+            continue
+        site, _, first, count = found
+        outputs, inputs = sum(site.spec.out_sizes[first : first + count]), site.spec.in_features
+        own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
+        if own != tuple(weight.shape):
+            problems.append(f"{name}.base_layer.weight: shape {tuple(weight.shape)}, and the model's own has {own}")
+    return problems
+
+
+def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
+    found: tuple[Site, int, int, int] | str = ""
+    for kind in ("embedding", "linear"):
+        found = index.find(kind, name)
+        if not isinstance(found, str):
+            return found
+    return f"no wrapped module can be compared with it ({found})"
+
+
+def difference(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
+    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
+    found = _site(name, index)
+    if isinstance(found, str):
+        return found
+    site, layer, first, count = found
+    own = checkpoint_weight(wrapped, site, layer)
+    if site.kind == "linear":
+        start = sum(site.spec.out_sizes[:first])
+        own = own[start : start + sum(site.spec.out_sizes[first : first + count])]
+    if own.shape != weight.shape:
+        return f"shape {weight.shape}, and the model's own weight has {own.shape}"
+    with within(np.errstate(over="ignore", invalid="ignore")):
+        stored = weight.astype(own.dtype)
+    if not np.array_equal(own, stored):
+        return "its values differ from the model's own weight: it was trained on another base model"
+    return None

@@ -27,7 +27,7 @@ from jlora.layers import batch as batches
 from jlora.models.moe import Experts as ExpertsLayer
 from jlora.models.routing import Routing
 
-LAYERS = 4  # each compiles its kernels anew
+LAYERS = 4
 
 
 class Blocks(nnx.Module):
@@ -39,8 +39,11 @@ class Blocks(nnx.Module):
         )
 
     def __call__(self, x, routing: Routing):
-        for layer in self.layers:
-            x = layer(x, routing)
+        states = [nnx.split(layer) for layer in self.layers]
+        graphdef = states[0][0]  # of all layers alike, so that they compile once
+        one = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x, routing))
+        for _, state in states:
+            x = one(state, x)
         return x
 
 

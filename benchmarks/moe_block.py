@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -39,12 +40,16 @@ class Blocks(nnx.Module):
         )
 
     def __call__(self, x, routing: Routing):
-        states = [nnx.split(layer) for layer in self.layers]
-        graphdef = states[0][0]  # of all layers alike, so that they compile once
-        one = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x, routing))
-        for _, state in states:
-            x = one(state, x)
+        first, *others = (nnx.split(layer) for layer in self.layers)  # the first holds what a manager checks once
+        for layers in ([first], others):
+            one = jax.jit(partial(_apply, layers[0][0]))  # whose layers are alike, and compile once
+            for _, state in layers:
+                x = one(state, x, routing)
         return x
+
+
+def _apply(graphdef, state, x, routing: Routing):
+    return nnx.merge(graphdef, state)(x, routing)
 
 
 def run(blocks: Blocks, x, routing: Routing, lora_batch):

@@ -6,7 +6,9 @@ brings: chunks whose rows it all brings in one block (of experts at least half o
 ranks only the blocks that it has.
 """
 
+import contextlib
 import math
+import mmap
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import numpy as np
 
 from jlora.layers.site import Site, SlotSpec
 
+_MAPPED = 1 << 20  # bytes from which a block has memory of its own
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
 MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
@@ -164,8 +167,24 @@ def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     step = rank_step(spec)
     of_a, of_b = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
     # In one piece: the larger it is, the larger the pages that the system has for it.
-    a, b = np.split(np.zeros(math.prod(of_a) + math.prod(of_b), spec.dtype), [math.prod(of_a)])
+    a, b = np.split(_fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype)), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
+
+
+def _fresh(count: int, dtype: np.dtype) -> np.ndarray:
+    """Zeros that go back to the system when they are freed.
+
+    What malloc has for a thread's blocks of some megabytes it keeps for that thread's successors, and every load may be
+    a thread of its own: adapters of gigabytes would leave as much memory behind.
+    """
+    nbytes = count * dtype.itemsize
+    if nbytes < _MAPPED or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.zeros(count, dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).view(dtype)
 
 
 def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:

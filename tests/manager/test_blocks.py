@@ -1,14 +1,18 @@
 """How slots are cut into blocks, against dense arrays."""
 
 import math
+import os
+import threading
+from pathlib import Path
 
 import chex
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jlora.layers.site import Site, SlotSpec
-from jlora.manager.blocks import MAX_ROWS, cut, pack, unpack
+from jlora.manager.blocks import MAX_ROWS, _fresh, cut, pack, unpack
 
 SPECS = st.builds(
     SlotSpec,
@@ -138,3 +142,24 @@ def test_unpack_undoes_pack(adapter):
     for row, (a, b) in unpack(blocks, list(factors)).items():
         np.testing.assert_array_equal(again[row][0], a)
         np.testing.assert_array_equal(again[row][1], b)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory the process has from Linux")
+def test_what_a_load_packed_goes_back_to_the_system():
+    """Whatever thread it was that loaded."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def load():
+        blocks = [_fresh(12 << 20, np.dtype(np.uint16)) for _ in range(4)]  # 24 MB each
+        for block in blocks:
+            assert not block[:: 1 << 20].any()
+            block[:] = 1
+
+    before = resident()
+    for _ in range(4):
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    assert resident() - before < 24e6

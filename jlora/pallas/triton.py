@@ -24,6 +24,7 @@ from jlora.pallas.triton_parts import (
     compiler_params,
     dot,
     dot_dtype,
+    find_chunk,
     find_tile,
     load,
     scalar,
@@ -265,7 +266,7 @@ def _expand_kernel(
     def unit(u, carry):
         group, rows = find_tile(u // per_tile, group_ref, rows_ref, tile_m)
         live = (rows < base_ref.shape[0])[:, None]
-        i, first, stride, begin, end = _find_chunk(u % per_tile, counts, slice_sizes)
+        i, first, stride, begin, end = find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
         true_rank = scalar(ranks_ref, group, i)
         read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
@@ -345,20 +346,3 @@ def _column_chunks(slice_sizes, block_n: int, used, units: int):
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
     length = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
     return [(count + length - 1) // length for count in blocks]
-
-
-def _find_chunk(chunk, counts, slice_sizes):
-    """Chunk number -> its slice, its first column block there, the step to the next, the columns [begin, end)."""
-    offsets = [sum(slice_sizes[:i]) for i in range(len(slice_sizes) + 1)]
-    found = jnp.int32(0), chunk, counts[0], jnp.int32(0), jnp.int32(offsets[1])
-    start = counts[0]
-    for i in range(1, len(slice_sizes)):
-        here = chunk >= start
-        this = i, chunk - start, counts[i], offsets[i], offsets[i + 1]
-        found = tuple(jnp.where(here, new, old) for new, old in zip(this, found, strict=True))
-        start = start + counts[i]
-    i, first, stride, begin, end = found
-    if len(slice_sizes) > 1:
-        align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
-        begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
-    return i, first, stride, begin, end

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import Plan
-from jlora.pallas.triton_parts import compiler_params, load, scalar, share_out, store, tiles_used
+from jlora.pallas.triton_parts import compiler_params, find_chunk, load, scalar, share_out, store, tiles_used
 
 MAX_RANK = 16
 MOST_A = 128 << 10  # bytes of one slice's A: as much is on its way into the registers of a program
@@ -80,7 +80,9 @@ def _kernel(
     def unit(u, carry):
         tile = u // sum(per_slice)
         group, count = scalar(group_ref, tile), scalar(end_ref, tile) - scalar(start_ref, tile)
-        i, col, inside = _columns(u % sum(per_slice), slice_sizes, per_slice, block_n)
+        i, block, _, begin, end = find_chunk(u % sum(per_slice), per_slice, slice_sizes)
+        col = begin + block * block_n + jnp.arange(block_n, dtype=jnp.int32)
+        inside = col < end
         true_rank = scalar(ranks_ref, group, i)
         factors = load(b_ref, (group, r[:, None], col[None, :]), read[:, None] & inside[None, :])
 
@@ -109,20 +111,3 @@ def _kernel(
         return carry
 
     share_out(tiles_used(used_ref, group_ref) * sum(per_slice), unit, jnp.int32(0))
-
-
-def _columns(block, slice_sizes, per_slice, block_n: int):
-    """Number of a block -> its slice, its columns, which of them are inside the slice."""
-    i, begin, end, first = jnp.int32(0), jnp.int32(0), jnp.int32(slice_sizes[0]), jnp.int32(0)
-    for n in range(1, len(per_slice)):
-        offset, blocks = sum(slice_sizes[:n]), sum(per_slice[:n])
-        here = block >= blocks
-        this = n, offset, offset + slice_sizes[n], blocks
-        i, begin, end, first = (
-            jnp.where(here, new, old) for new, old in zip(this, (i, begin, end, first), strict=True)
-        )
-    if len(per_slice) > 1:
-        align = max(d for d in (1, 2, 4, 8, 16) if all(sum(slice_sizes[:n]) % d == 0 for n in range(len(per_slice))))
-        begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
-    col = begin + (block - first) * block_n + jnp.arange(block_n, dtype=jnp.int32)
-    return i, col, col < end

@@ -41,6 +41,23 @@ def both(mask, other):
     return mask if other is None else mask & other
 
 
+def find_chunk(chunk, counts, slice_sizes):
+    """Chunk number -> its slice, its first column block there, the step to the next, the columns [begin, end)."""
+    offsets = [sum(slice_sizes[:i]) for i in range(len(slice_sizes) + 1)]
+    found = jnp.int32(0), chunk, counts[0], jnp.int32(0), jnp.int32(offsets[1])
+    start = counts[0]
+    for i in range(1, len(slice_sizes)):
+        here = chunk >= start
+        this = i, chunk - start, counts[i], offsets[i], offsets[i + 1]
+        found = tuple(jnp.where(here, new, old) for new, old in zip(this, found, strict=True))
+        start = start + counts[i]
+    i, first, stride, begin, end = found
+    if len(slice_sizes) > 1:
+        align = max(d for d in (1, 2, 4, 8, 16) if all(offset % d == 0 for offset in offsets))
+        begin, end = pl.multiple_of(begin, align), pl.multiple_of(end, align)
+    return i, first, stride, begin, end
+
+
 def dot(lhs, rhs, dtype, contract: int):
     """lhs @ rhs (contract 0) or rhsᵀ (1), summed in float32.
 

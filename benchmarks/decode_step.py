@@ -11,10 +11,8 @@ filled with random values on the device; the plan is made inside the step and co
 """
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -25,7 +23,7 @@ from flax import nnx
 
 import jlora
 from benchmarks.roofline import BANDWIDTH
-from benchmarks.timing import kernel_us
+from benchmarks.timing import kernel_us, machine
 from jlora.layers import batch as batches
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.config import MoEConfig
@@ -150,8 +148,12 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     slots = np.full(sequences, manager.config.max_loras, np.int32)
     if adapters:
         slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
-    # The slots were filled from outside, so no adapter is leased.
-    lease = batches.Lease((), (None,) * sequences, thread=0)
+    return batch_of(manager, slots)
+
+
+def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
+    """The batch of sequences [B] in these slots, which were filled from outside, so that no adapter is leased."""
+    lease = batches.Lease((), (None,) * len(slots), thread=0)
     return batches.make_batch(slots, None, manager._wrapped.tracking, lease)
 
 
@@ -160,10 +162,7 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
     if args.out is None:
         return
     about = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "date": datetime.date.today().isoformat(),
+        **machine(),
         "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
         "rank": args.rank,
         "slots": MODELS[args.model][2],

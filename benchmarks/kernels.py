@@ -12,10 +12,8 @@ permuted.
 """
 
 import argparse
-import datetime
 import functools
 import json
-import platform
 import statistics
 from pathlib import Path
 
@@ -26,7 +24,7 @@ import numpy as np
 from benchmarks.roofline import floor_us
 from benchmarks.specs import ADAPTERS, MIXES, PROJECTIONS, RANKS, SLOTS, TOKENS, Projection, group_ids
 from benchmarks.specs import ranks as true_ranks
-from benchmarks.timing import chain, compile_all, kernel_us, random_layers, wall_us
+from benchmarks.timing import chain, compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from jlora import ops
 from tests import oracle
 
@@ -261,14 +259,7 @@ def main():
             rows.append(row)
             print(line(row), flush=True)
         if args.out:
-            about = {
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-            }
-            about |= {"date": str(datetime.date.today()), "layers": args.layers, "summary": summary(rows)}
-            lines = ",\n".join(json.dumps(row) for row in rows)
-            args.out.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
+            write_rows(args.out, {**machine(), "layers": args.layers, "summary": summary(rows)}, rows)
     for key, value in summary(rows).items():
         print(f"{key}: {value if isinstance(value, int) or value is None else format(value, '.4g')}")
 

@@ -9,10 +9,8 @@ way in all layers, so that sorting and planning count once a chain (SGLang's are
 """
 
 import argparse
-import datetime
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +20,9 @@ import numpy as np
 from flax import nnx
 
 import jlora
-from benchmarks.decode_step import fill_slots, flat_step, timed
+from benchmarks.decode_step import batch_of, fill_slots, flat_step, timed
 from benchmarks.moe_specs import MODELS, Batch, Experts, batch, peers, slots
-from jlora.layers import batch as batches
+from benchmarks.timing import machine
 from jlora.models.moe import Experts as ExpertsLayer
 from jlora.models.routing import Routing
 
@@ -41,7 +39,7 @@ class Blocks(nnx.Module):
 
     def __call__(self, x, routing: Routing):
         first, *others = (nnx.split(layer) for layer in self.layers)  # the first holds what a manager checks once
-        for layers in ([first], others):
+        for layers in filter(None, ([first], others)):
             one = jax.jit(partial(_apply, layers[0][0]))  # whose layers are alike, and compile once
             for _, state in layers:
                 x = one(state, x, routing)
@@ -58,11 +56,10 @@ def run(blocks: Blocks, x, routing: Routing, lora_batch):
 
 
 def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict]:
-    """The rows of one model and rank; of 8 and 32 adapters, slots for the most that are asked for."""
+    """The rows of one model, one rank and one number of slots."""
     blocks = Blocks(e, layers, nnx.Rngs(0))
     base, base_leaves = flat_step(blocks, run)
-    most = max(slots(key["adapters"]) for key in wanted)
-    config = jlora.LoRAConfig(max_loras=most, max_lora_rank=rank, dtype=jnp.bfloat16)
+    config = jlora.LoRAConfig(max_loras=slots(wanted[0]["adapters"]), max_lora_rank=rank, dtype=jnp.bfloat16)
     manager = jlora.LoRAManager(blocks, config)
     fill_slots(manager, rank)
     lora, lora_leaves = flat_step(blocks, run)
@@ -88,13 +85,8 @@ def operands(e: Experts, key: dict, manager: jlora.LoRAManager):
     length = key["tokens"] // sequences
     x = jax.random.normal(jax.random.key(1), (sequences, length, e.hidden), jnp.bfloat16)
     weights = jnp.full(host.expert.shape, 1 / e.top_k, jnp.float32)
-    lease = batches.Lease((), (None,) * sequences, thread=0)  # the slots were filled from outside
     ids = np.ascontiguousarray(host.slot[::length], np.int32)
-    return (
-        x,
-        Routing(jnp.asarray(host.expert), weights),
-        batches.make_batch(ids, None, manager._wrapped.tracking, lease),
-    )
+    return x, Routing(jnp.asarray(host.expert), weights), batch_of(manager, ids)
 
 
 def main() -> None:
@@ -112,9 +104,7 @@ def main() -> None:
             for adapters in sorted({slots(key["adapters"]) for key in keys}):  # slots are memory
                 wanted = [key for key in keys if slots(key["adapters"]) == adapters]
                 rows += measure(MODELS[name], rank, wanted, args.layers)
-                about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-                about |= {"python": sys.version.split()[0], "date": str(datetime.date.today()), "layers": args.layers}
-                about |= {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+                about = {**machine(), "layers": args.layers, "xla_flags": os.environ.get("XLA_FLAGS", "")}
                 if args.out:
                     args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 

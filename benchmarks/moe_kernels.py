@@ -11,9 +11,7 @@ permuted.
 """
 
 import argparse
-import datetime
 import json
-import platform
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,7 @@ import numpy as np
 
 from benchmarks.kernels import SAMPLE, TOLERANCE, geometric_mean
 from benchmarks.moe_specs import MODELS, Batch, Experts, batch, floor_us, peers, slots
-from benchmarks.timing import compile_all, wall_us
+from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
 from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton_moe import side_by_side
@@ -284,10 +282,7 @@ def main():
         rows.append(row.measure(*(next(remaining) for _ in range(4)), plans[_routing(row.key)]))
         print(line(rows[-1]), flush=True)
         if args.out:
-            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-            about |= {"python": platform.python_version(), "date": str(datetime.date.today()), "summary": summary(rows)}
-            lines = ",\n".join(json.dumps(r) for r in rows)
-            args.out.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
+            write_rows(args.out, {**machine(), "summary": summary(rows)}, rows)
     print(json.dumps(summary(rows)))
 
 

@@ -9,11 +9,9 @@ until the slot arrays are there. Beside them, plain copies of as many bytes.
 
 import argparse
 import cProfile
-import datetime
 import json
 import pstats
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -29,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jlora
 from benchmarks.decode_step import CONTEXT, llama_3_8b
+from benchmarks.timing import machine
 from jlora.manager import pool
 from jlora.models import Decoder, DecoderConfig
 
@@ -303,8 +302,7 @@ def main() -> None:
     options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16)
     result: dict[str, object] = {
         "about": {
-            "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": sys.version.split()[0],
-            "date": datetime.date.today().isoformat(),
+            **machine(),
             "model": f"Llama-3-8B shape, {args.layers} layers, rank {args.rank} on all seven modules, bf16",
         },
     }  # fmt: skip

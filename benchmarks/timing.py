@@ -1,10 +1,14 @@
 """Timing on an accelerator: a jitted chain of layers with distinct weights, timed by the wall and by the profiler."""
 
 import collections
+import datetime
+import json
 import os
+import platform
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -12,6 +16,22 @@ import jax.numpy as jnp
 
 from benchmarks.specs import SLOTS, Projection
 from jlora.pallas.plan import make_plan
+
+
+def machine() -> dict[str, str]:
+    """What a file of results says of where and when its figures were taken."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_rows(path: Path, about: dict, rows: list[dict]) -> None:
+    """JSON of `about` and "rows", each on a line of its own."""
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
 
 
 def random_layers(projection: Projection, rank: int, layers: int, slots: int = SLOTS, dtype=jnp.bfloat16):

@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from jlora.errors import AdapterFormatError
 
 # Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.
 _TICK_NS = 20_000_000
+_SEEKING = threading.Lock()  # where reads have no place of their own (Windows)
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -58,14 +60,14 @@ class StableFile:
         return bytes(buffer)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills a buffer of bytes with those from `offset`."""
+        """Fills a buffer of bytes with those from `offset`. Threads may do so at once."""
         left = buffer
         try:
-            self._io.seek(offset)
             while left:
-                if not (got := self._io.readinto(left)):
+                if not (got := _read_at(self._fd, left, offset)):
                     raise self._moved()
                 left = left[got:]
+                offset += got
         except OSError as error:
             raise self._unreadable(error) from error
 
@@ -77,6 +79,16 @@ class StableFile:
 
     def _unreadable(self, error: OSError) -> AdapterFormatError:
         return AdapterFormatError(f"{self._where}: cannot be read: {printable(error.strerror or str(error))}")
+
+
+def _read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [buffer], offset)
+    with _SEEKING:
+        os.lseek(fd, offset, os.SEEK_SET)
+        part = os.read(fd, len(buffer))
+    buffer[: len(part)] = part
+    return len(part)
 
 
 def _signature(found: os.stat_result) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from jlora._threads import on_threads
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import shown
 from jlora.adapters.tensor_file import TensorInfo
@@ -25,6 +26,7 @@ _BITS = {
     DTYPES["F32"]: (np.int32, np.uint32, 0x7F80_0000),
     DTYPES["F64"]: (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
 }
+_PART = 1 << 25  # bytes that one thread reads
 _PIECE = 1 << 19  # bytes that are read and looked at together: they stay in the cache
 
 
@@ -64,37 +66,61 @@ def read_tensors(
       AdapterFormatError: NaN or infinity; a value too large for `dtype`; a file that changed while it was read.
     """
     arrays: dict[str, np.ndarray] = {}
+    parts: list[tuple[_Run, np.ndarray, int, int]] = []
     for run in _runs(tensors, base, dtype):
         begin, end = tensors[run.names[0]].start, tensors[run.names[-1]].end
         size = run.stored.itemsize
         whole = np.empty((end - begin) // size, run.kept)
-        for at in range(0, end - begin, _PIECE):
-            stop = min(at + _PIECE, end - begin)
-            piece = whole[at // size : stop // size]
-            into = piece if run.kept == run.stored else np.empty(len(piece), run.stored)
-            file.read_into(begin + at, into.view(np.uint8).data)
-            if not (allow_nonfinite or all_finite(into)):
-                name = _at_fault(tensors, run.names, begin + at, into, ~np.isfinite(into))
-                raise AdapterFormatError(
-                    f"{where}: tensor {shown(name)} holds NaN or infinity; expected finite numbers "
-                    "(allow_nonfinite=True lets them in)"
-                )
-            if into is piece:
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):
-                piece[...] = into
-            if not (np.can_cast(run.stored, run.kept) or all_finite(piece)):
-                too_large = np.isinf(piece) & np.isfinite(into)
-                if too_large.any():
-                    name = _at_fault(tensors, run.names, begin + at, into, too_large)
-                    raise AdapterFormatError(
-                        f"{where}: tensor {shown(name)} ({run.stored}) holds values too large for {run.kept}"
-                    )
-        whole.flags.writeable = False
+        parts += [
+            (run, whole[at // size : (at + _PART) // size], begin + at, min(begin + at + _PART, end))
+            for at in range(0, end - begin, _PART)
+        ]
+        read_only = whole.view()
+        read_only.flags.writeable = False
         for name in run.names:
             info = tensors[name]
-            arrays[name] = whole[(info.start - begin) // size : (info.end - begin) // size].reshape(info.shape)
+            arrays[name] = read_only[(info.start - begin) // size : (info.end - begin) // size].reshape(info.shape)
+
+    def fill(part: tuple[_Run, np.ndarray, int, int]) -> None:
+        run, into, begin, end = part
+        size = run.stored.itemsize
+        for at in range(begin, end, _PIECE):
+            piece = into[(at - begin) // size : (at + _PIECE - begin) // size]
+            _read_piece(file, tensors, run, at, piece, where, allow_nonfinite)
+
+    on_threads(fill, parts, sum(info.end - info.start for info in tensors.values()))
     return arrays
+
+
+def _read_piece(
+    file: StableFile,
+    tensors: Mapping[str, TensorInfo],
+    run: _Run,
+    at: int,
+    piece: np.ndarray,
+    where: str,
+    allow_nonfinite: bool,
+) -> None:
+    """Reads what begins at byte `at` of the file into a piece of a run's array, and looks at it."""
+    into = piece if run.kept == run.stored else np.empty(len(piece), run.stored)
+    file.read_into(at, into.view(np.uint8).data)
+    if not (allow_nonfinite or all_finite(into)):
+        name = _at_fault(tensors, run.names, at, into, ~np.isfinite(into))
+        raise AdapterFormatError(
+            f"{where}: tensor {shown(name)} holds NaN or infinity; expected finite numbers "
+            "(allow_nonfinite=True lets them in)"
+        )
+    if into is piece:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        piece[...] = into
+    if not (np.can_cast(run.stored, run.kept) or all_finite(piece)):
+        too_large = np.isinf(piece) & np.isfinite(into)
+        if too_large.any():
+            name = _at_fault(tensors, run.names, at, into, too_large)
+            raise AdapterFormatError(
+                f"{where}: tensor {shown(name)} ({run.stored}) holds values too large for {run.kept}"
+            )
 
 
 def _runs(tensors: Mapping[str, TensorInfo], base: Collection[str], dtype: np.dtype | None) -> Iterator[_Run]:

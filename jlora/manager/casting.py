@@ -14,7 +14,7 @@ from jlora.manager.locks import within
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_TILE = 1 << 16  # numbers that are cast together: they stay in the cache
+_TILE = 1 << 18  # numbers that are cast together: they stay in the cache
 
 
 def write(

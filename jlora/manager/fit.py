@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from jlora._threads import on_threads
 from jlora.adapters import Adapter, BaseShape
 from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
@@ -128,13 +129,14 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
                 ranks[held, row] = max(ranks.get((held, row), 0), adapter.modules[name].rank)
     frame = Frame(chunks, ranks)
 
-    with within(np.errstate(over="ignore", invalid="ignore")):
-        placements = [
-            p
-            for name, found in placed.items()
-            for p in _fill(where, name, adapter.modules[name], wrapped, *found, shared, frame)
-        ]
-    return Fitted(tuple(placements), frame.blocks)
+    def fill(names: Sequence[str]) -> list[Placement]:
+        modules = [adapter.modules[name] for name in names]
+        with within(np.errstate(over="ignore", invalid="ignore")):
+            return _fill(where, names, modules, wrapped, *placed[names[0]], shared, frame)
+
+    together = _evenly_spaced(adapter.modules, placed)
+    filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
+    return Fitted(tuple(p for placements in filled for p in placements), frame.blocks)
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -142,9 +144,9 @@ def _rows_of(module: Shapes, site: Site, row: int) -> range:
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
 
-def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
-    """The sites that hold a module's factors, and the rows of each; its place is at `row` of `site`."""
-    rows = _rows_of(module, site, row)
+def _held(module: Shapes, site: Site, row: int, shared: bool, count: int = 1) -> list[tuple[Site, range]]:
+    """The sites that hold the factors of `count` such modules, the first at `row` of `site`, and the rows of each."""
+    rows = range(row, _rows_of(module, site, row + count - 1).stop)
     if not (shared and site.spec.experts):
         return [(site, rows)]
     layer = row // site.spec.experts
@@ -159,18 +161,58 @@ def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: in
     return len(b if site.shared[0].spec.experts else a) == 1
 
 
+def _evenly_spaced(
+    modules: Mapping[str, ModuleLoRA | ExpertsLoRA], placed: Mapping[str, tuple[Site, int, int, int]]
+) -> list[list[str]]:
+    """Names of modules that are written together: those of rows that follow each other, of one rank and scaling, whose
+    factors lie equally far apart in one array, as those of a file's experts often do. There may be tens of thousands.
+    """
+    groups: list[list[str]] = []
+    open_groups: dict[Any, tuple[list[str], int, tuple[int, int], tuple[int, int] | None]] = {}
+    for name in sorted(placed, key=lambda name: placed[name][1]):  # stable
+        module, (site, row, first, count) = modules[name], placed[name]
+        if not isinstance(module, ModuleLoRA) or not site.spec.rows or module.a.base is None or module.b.base is None:
+            groups.append([name])
+            continue
+        same = (module.alpha, module.scaling, module.a.shape, module.a.dtype, module.b.dtype)
+        key = site, first, count, *same, module.a.strides, module.b.strides, id(module.a.base), id(module.b.base)
+        at = _address(module.a), _address(module.b)
+        group, last_row, last, step = open_groups.get(key, ([], row, at, None))
+        apart = at[0] - last[0], at[1] - last[1]
+        if group and row == last_row + 1 and step in (None, apart):
+            group.append(name)
+            open_groups[key] = group, row, at, apart
+        else:
+            groups.append([name])
+            open_groups[key] = groups[-1], row, at, None
+    return groups
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Equal arrays that lie evenly in the memory of one, as one with an axis more: no copy."""
+    apart = _address(arrays[1]) - _address(arrays[0]) if len(arrays) > 1 else 0
+    first = arrays[0]
+    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (apart, *first.strides), writeable=False)
+
+
 def _pieces(
     where: str,
-    name: str,
-    module: ModuleLoRA | ExpertsLoRA,
+    names: Sequence[str],
+    modules: Sequence[ModuleLoRA | ExpertsLoRA],
     wrapped: WrappedModel,
     site: Site,
     first: int,
     count: int,
 ) -> list[_Piece]:
-    """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
+    """Modules as they are; one of all experts slice by slice, under the names that checkpoints give each expert's."""
+    name, module = names[0], modules[0]
     if isinstance(module, ModuleLoRA):
-        return [_Piece(name, (name,), first, count, module.a[None], module.b.T[None])]
+        a, b = (_side_by_side([getattr(module, half) for module in modules]) for half in "ab")
+        return [_Piece(name, names, first, count, a, b.swapaxes(1, 2))]
     spec = site.spec
     assert spec.experts is not None
     a, b = module.a, module.b.swapaxes(1, 2)
@@ -203,8 +245,8 @@ def _columns(b: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def _fill(
     where: str,
-    name: str,
-    module: ModuleLoRA | ExpertsLoRA,
+    names: Sequence[str],
+    modules: Sequence[ModuleLoRA | ExpertsLoRA],
     wrapped: WrappedModel,
     site: Site,
     row: int,
@@ -213,7 +255,8 @@ def _fill(
     shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write a module into its blocks; `shared`: those of the slots for experts that share factors.
+    """Write modules that are `_evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
+    the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
     so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
@@ -221,13 +264,14 @@ def _fill(
     Raises:
       AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
     """
-    pieces = _pieces(where, name, module, wrapped, site, first, count)
+    pieces = _pieces(where, names, modules, wrapped, site, first, count)
+    module = modules[0]
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
     shifts = [_balance(piece, module.scaling, shared) if dtype == np.float16 else [0] * size for piece in pieces]
     fills = [
         (held, rows, piece, shift)
-        for held, rows in _held(module, site, row, shared)
+        for held, rows in _held(module, site, row, shared, len(modules))
         for piece, shift in zip(pieces, shifts, strict=True)
     ]
     for held, rows, piece, shift in fills:
@@ -243,7 +287,13 @@ def _fill(
                 _refuse(where, module.scaling, site, pieces, shifts)
     return [
         Placement(
-            *(piece.names[i] if held.spec.experts else piece.name, held, row, piece.first, piece.slices),
+            *(
+                piece.names[i] if held.spec.experts or held is site else piece.name,
+                held,
+                row,
+                piece.first,
+                piece.slices,
+            ),
             *(module.rank, module.alpha, module.scaling, shift[i]),
         )
         for held, rows, piece, shift in fills

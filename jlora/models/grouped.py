@@ -74,7 +74,8 @@ def _tokamax(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]  # an extra, for Python 3.12 and newer
 
     rows = x.shape[0]
-    x = jnp.pad(x, ((0, max(0, _GPU_TILE - rows)), (0, 0)))
+    # It takes no fewer rows than a tile has, and above that multiples of 8.
+    x = jnp.pad(x, ((0, max(_GPU_TILE - rows, -rows % 8)), (0, 0)))
     # Naming the kernel keeps it from falling back on another.
     return tokamax.ragged_dot(x, w, counts, preferred_element_type=x.dtype, implementation="mosaic")[:rows]
 

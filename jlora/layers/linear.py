@@ -16,8 +16,10 @@ from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.products import join, joins
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
+from jlora.layers.sharded import add_rows
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora, expand, shrink
@@ -34,9 +36,12 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is not None and joins(cls, self, site):
+            y = join(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
+            return scope.checked(self, site, y)
+        y = own(self, *args, **kwargs)
         if scope is None:
             return y
         try:
@@ -80,6 +85,10 @@ def add_delta(
         note_unserved(site, NO_LAYOUT)
         return base
     note_served(site)
+    if site.spec.sharding is not None:
+        with jax.named_scope("lora"):
+            base, lead = scope.checked(layer, site, base), scope.lead(site, base)
+            return add_rows(site, spec, lead, base, x, plan, *slot_arrays(layer, site))
     shared = [(scope.plan(site, base, row_map, held), *slot_arrays(layer, held)) for held in site.shared]
 
     def compute(

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Generator
 from typing import Any, TypeGuard
@@ -18,9 +19,11 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
+from jlora.layers.sharded import Lead, lead_of, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
+from jlora.sharding.rules import KernelSharding
 
 _OUTSIDE = (
     "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
@@ -77,7 +80,10 @@ class _Scope:
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
-        key = (layout, spec.slots, spec.experts, site.backend)
+        sharding = spec.sharding
+        lead = None if sharding is None else self._lead(sharding, layout, base)
+        shape = base.shape[:-1] if lead is not None and lead.split else None
+        key = (layout, spec.slots, spec.experts, site.backend, lead, shape)
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None
@@ -85,16 +91,40 @@ class _Scope:
             plan = self._plan_experts(layout[0], site, spec)
         else:
             ids, repeats = self._runs(layout, site)
-            plan = make_plan(
-                ids,
-                num_groups=site.spec.num_slots,
-                max_active=self.batch.layout.num_sequences,
-                repeats=repeats,
-                backend=site.backend,
-            )
+            make = functools.partial(self._make_plan, site)
+            if sharding is not None and lead is not None and lead.split:
+                ids = ids if layout[0] == "sequences" else ids.reshape(base.shape[:-1])
+                plan = plan_of_rows(sharding, lead, base.shape[:-1], ids, make)
+            else:
+                plan = make(ids, repeats)
         if keep:
             self.plans[key] = plan
         return plan
+
+    def _make_plan(self, site: Site, ids: Int[Array, "runs"], repeats: int) -> Plan:
+        assert self.batch is not None
+        return make_plan(
+            ids,
+            num_groups=site.spec.num_slots,
+            max_active=self.batch.layout.num_sequences,
+            repeats=repeats,
+            backend=site.backend,
+        )
+
+    def lead(self, site: Site, base: Float[Array, "*lead N"]) -> Lead:
+        """How the rows of `base` lie on the mesh, where `plan` found a layout for them."""
+        layout, sharding = self._layout(site, base), site.spec.sharding
+        assert not isinstance(layout, str)
+        assert sharding is not None
+        return self._lead(sharding, layout, base)
+
+    def _lead(self, sharding: KernelSharding, layout: tuple[Any, int], base: Float[Array, "*lead N"]) -> Lead:
+        assert self.batch is not None
+        kind, axes = layout[0], base.ndim - 1
+        if kind == "packed":
+            return lead_of(sharding, base, axes - 1, base.shape[-2])
+        one = isinstance(kind, RowMap) or self.batch.slots.ndim == 0
+        return lead_of(sharding, base, None if one else 0, self.batch.slots.size)
 
     def _plan_experts(self, row_map: RowMap, site: Site, spec: SlotSpec) -> Plan:
         """By slot and expert; or, for the factors that experts share, by slot."""

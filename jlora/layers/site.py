@@ -1,16 +1,21 @@
 """What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jlora._typing import Backend
 from jlora.layers.specs import Inferred
+from jlora.sharding.rules import KernelSharding
+
+Blocks: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class SlotParam(nnx.Variable[jax.Array]):
@@ -36,6 +41,9 @@ class SlotSpec:
       dtype: of A and B, by name: "bfloat16", "float16" or "float32".
       experts: E, where every expert has factors of its own, else None.
       first_slot: which of the model's slots the first of these is.
+      sharding: how the base kernel is split over a mesh, which decides where these arrays lie; None off meshes.
+      in_blocks, out_blocks: K of A, and N of B, as the layer has them, where that is not as an adapter has them and
+        they are split: from left to right (the adapter's first feature or -1 for padding, how many). () for as it has.
     """
 
     layers: int | None
@@ -46,6 +54,52 @@ class SlotSpec:
     dtype: str
     experts: int | None = None
     first_slot: int = 0
+    sharding: KernelSharding | None = None
+    in_blocks: Blocks = ()
+    out_blocks: Blocks = ()
+
+    @property
+    def stored_in(self) -> int:
+        """K of A as it is stored."""
+        return sum(count for _, count in self.in_blocks) or self.in_features
+
+    @property
+    def stored_out(self) -> int:
+        """N of B as it is stored."""
+        return sum(count for _, count in self.out_blocks) or self.out_features
+
+    @property
+    def stored_rank(self) -> int:
+        """R of A as it is stored: it may be split."""
+        parts = 1 if self.sharding is None else self.sharding.size(self.sharding.a[2])
+        return -(-self.max_rank // parts) * parts
+
+    @property
+    def in_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """(features of the adapter, where they are stored) of A; padding is left out."""
+        return _runs(self.in_blocks, self.in_features)
+
+    @property
+    def out_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """The same of B."""
+        return _runs(self.out_blocks, self.out_features)
+
+    @property
+    def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
+        """Of A, B and the ranks; None where nobody says so."""
+        found = self.sharding
+        if found is None:
+            return None, None, None
+        lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
+        own = (experts,) if self.experts is not None else ()
+        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named()
+
+    @property
+    def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
+        """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]."""
+        if (found := self.sharding) is None:
+            return None, None
+        return found.named((), (), (), found.a[-1]), found.named((), (), found.b[-1])
 
     @property
     def slots(self) -> range:
@@ -79,15 +133,15 @@ class SlotSpec:
         """Shapes of A, B and the ranks."""
         lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
-            (*lead, self.slices, self.max_rank, self.in_features),
-            (*lead, self.max_rank, self.out_features),
+            (*lead, self.slices, self.stored_rank, self.stored_in),
+            (*lead, self.max_rank, self.stored_out),
             (*lead, self.slices),
         )
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B and ranks."""
-        values = self.max_rank * (self.slices * self.in_features + self.out_features)
+        """Bytes of one slot: A, B and ranks; on a mesh those of all shards together."""
+        values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
 
 
@@ -153,11 +207,13 @@ def allocate(site: Site) -> dict[str, SlotParam]:
     a, b, ranks = site.attributes
     shape_a, shape_b, shape_ranks = site.spec.shapes
     shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
-    stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32))} if site.stamped else {}
+    of_a, of_b, of_ranks = site.spec.shardings
+    # Each shard is made where it belongs: no array is ever whole where it is to be split.
+    stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32, device=of_ranks))} if site.stamped else {}
     return {
-        a: SlotParam(jnp.zeros(shape_a, site.spec.dtype)),
-        b: SlotParam(jnp.zeros(shape_b, site.spec.dtype)),
-        ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32)),
+        a: SlotParam(jnp.zeros(shape_a, site.spec.dtype, device=of_a)),
+        b: SlotParam(jnp.zeros(shape_b, site.spec.dtype, device=of_b)),
+        ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32, device=of_ranks)),
         **stamps,
     }
 
@@ -172,6 +228,17 @@ def detach(layer: nnx.Module, site: Site) -> None:
     """Take a site and its slot arrays off a layer; what is gone already is left alone."""
     for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
+
+
+def _runs(blocks: Blocks, total: int) -> tuple[tuple[slice, slice], ...]:
+    if not blocks:
+        return ((slice(0, total), slice(0, total)),)
+    ends = itertools.accumulate(count for _, count in blocks)
+    return tuple(
+        (slice(first, first + count), slice(end - count, end))
+        for (first, count), end in zip(blocks, ends, strict=True)
+        if first >= 0
+    )
 
 
 # Flax's own: a layer class may override __setattr__ and __delattr__.

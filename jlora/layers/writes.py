@@ -19,6 +19,7 @@ def write_block(
     block_a: Float[Array, "rows n step K"],
     block_b: Float[Array, "rows step N"],
     where: Int[Array, "3"],
+    ranks_over: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, with a block written into one slot of each.
 
@@ -28,6 +29,7 @@ def write_block(
         those of a stack of layers, or of experts of one layer.
       block_a, block_b: factors of some ranks.
       where: [slot of the model, first row, first rank].
+      ranks_over: axes of the mesh that the ranks of A are split over, where these are the arrays of a shard.
     """
     slot, row, start = where
     slot -= spec.first_slot
@@ -43,8 +45,28 @@ def write_block(
                 update = block.reshape((1,) * (len(lead) - 1) + block.shape)
             else:
                 update = block[i][None] if spec.layers is None else block[:, None]
+            if ranks_over and arrays is all_a:
+                update = _own_ranks(array, update, lead, start, ranks_over)
+                tail = (zero, zero, zero)
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
+
+
+def _own_ranks(
+    array: Float[Array, "..."],
+    update: Float[Array, "..."],
+    lead: tuple[jax.Array, ...],
+    start: Int[Array, ""],
+    over: tuple[str, ...],
+) -> Float[Array, "..."]:
+    """What a shard's ranks of A will hold: of `update`, whose first is `start`, those that are among them; else as now."""
+    count = array.shape[-2]
+    zero = jnp.zeros((), jnp.int32)
+    now = lax.dynamic_slice(array, (*lead, zero, zero, zero), (*update.shape[:-2], count, update.shape[-1]))
+    which = jnp.arange(count, dtype=jnp.int32) + lax.axis_index(over) * count - start
+    new = jnp.take(update, jnp.clip(which, 0, update.shape[-2] - 1), axis=-2)
+    inside = (which >= 0) & (which < update.shape[-2])
+    return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
 def write_ranks(

@@ -59,8 +59,8 @@ class Block:
       chunk: whose rows.
       row: index of the one row, or None for all of them.
       start: the first rank.
-      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device.
-      b: [rows, rank_step, N].
+      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device; K as it is stored (`SlotSpec.in_blocks`).
+      b: [rows, rank_step, N], N as it is stored.
     """
 
     chunk: Chunk
@@ -86,7 +86,7 @@ def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
 
 def row_nbytes(spec: SlotSpec) -> int:
     """Bytes of one block of one row."""
-    values = rank_step(spec) * (spec.slices * spec.in_features + spec.out_features)
+    values = rank_step(spec) * (spec.slices * spec.stored_in + spec.stored_out)
     return values * np.dtype(spec.dtype).itemsize
 
 
@@ -165,7 +165,7 @@ class Frame:
 
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     step = rank_step(spec)
-    of_a, of_b = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
+    of_a, of_b = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
     # In one piece: the larger it is, the larger the pages that the system has for it.
     a, b = np.split(_fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype)), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
@@ -198,9 +198,12 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
     for (site, row), (a, b) in factors.items():
         for _, parts in frame.runs(site, row, 1):
             for start, into_a, into_b in parts:
-                part = b[start : start + into_b.shape[1]]
-                into_a[0, :, : len(part)] = a[:, start : start + len(part)].view(into_a.dtype)
-                into_b[0, : len(part)] = part.view(into_b.dtype)
+                part = b[start : start + into_b.shape[1]].view(into_b.dtype)
+                of_a = a[:, start : start + len(part)].view(into_a.dtype)
+                for features, stored in site.spec.in_runs:
+                    into_a[0, :, : len(part), stored] = of_a[:, :, features]
+                for features, stored in site.spec.out_runs:
+                    into_b[0, : len(part), stored] = part[:, features]
     return frame.blocks
 
 
@@ -226,7 +229,9 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
         a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
         b = np.zeros((rank, spec.out_features), spec.dtype)
         for start, own_a, own_b in pieces:
-            a[:, start : start + own_a.shape[1]] = own_a
-            b[start : start + len(own_b)] = own_b
+            for features, stored in spec.in_runs:
+                a[:, start : start + own_a.shape[1], features] = own_a[:, :, stored]
+            for features, stored in spec.out_runs:
+                b[start : start + len(own_b), features] = own_b[:, stored]
         found[row] = (a, b)
     return found

@@ -1,0 +1,384 @@
+"""The only place where kernels meet a mesh: every shard adds the LoRA of its own rows and features.
+
+    column-parallel   x whole, A whole, B and y split by N: a shard does what one device does, for its columns
+    row-parallel      x and A split by K: a shard has a part of x A^T. Where the base product is made here too
+                      (`joined`), each expands its part into its part of the base output, and the one reduction that
+                      the base model makes anyway sums both. Else the parts of x A^T, of rank size, are summed first
+    fully sharded     besides, A is split by rank, and x A^T gathered; B of row-parallel by N: each shard expands the
+                      sum of x A^T into its own columns
+
+Rows that are split (over data) have plans of their own shard. Inside a `jax.shard_map` of the user, arrays are those of
+a shard already, and what is computed is the same without another one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Float, Int
+
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.pallas.api import add_lora, expand, shrink
+from jlora.pallas.plan import Plan
+from jlora.sharding.rules import KernelSharding, Names, names_of, partition
+
+MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How the axes before the features of a layer's rows are split: for each of them axes of the mesh."""
+
+    axes: tuple[Names, ...]
+
+    @property
+    def split(self) -> bool:
+        return any(self.axes)
+
+
+def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int) -> Lead:
+    """How the rows of `base` lie: as its type says on axes of the mesh that are Explicit; else the `axis` of sequences
+    (or packed rows), of which there are `count`, is split over the data axes if they divide it."""
+    lead = base.ndim - 1
+    mesh = jax.sharding.get_abstract_mesh()
+    if _explicit(mesh):
+        spec = (*jax.typeof(base).sharding.spec, *[None] * base.ndim)
+        return Lead(tuple(names_of(entry) for entry in spec[:lead]))
+    data = tuple(name for name in sharding.data if name not in _manual(mesh))
+    axes: list[Names] = [()] * lead
+    if axis is not None and data and count % sharding.size(data) == 0:
+        axes[axis] = data
+    return Lead(tuple(axes))
+
+
+def plan_of_rows(
+    sharding: KernelSharding,
+    lead: Lead,
+    shape: Sequence[int],
+    ids: Int[Array, "..."],
+    make: Callable[[Array, int], Plan],
+) -> Plan:
+    """The plans of the shards of rows, side by side: each leaf split as the rows are.
+
+    Args:
+      sharding: of the layer.
+      lead: how its rows lie.
+      shape: of the axes before the features.
+      ids: slots, along the first of these axes; rows along the others are of the same sequence.
+      make: `make_plan` of the slots of a shard, one for each run of so many rows.
+    """
+    rows = int(np.prod([size // sharding.size(names) for size, names in zip(shape, lead.axes, strict=True)]))
+
+    def local(ids: Array) -> Plan:
+        return make(ids.reshape(-1), rows // max(1, ids.size))
+
+    every = tuple(name for names in lead.axes for name in names)
+    return _on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
+
+
+def add_rows(
+    site: Site, spec: LinearSpec, lead: Lead, base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array
+) -> Float[Array, "*lead N"]:
+    """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K]."""
+    sharding = _of(site)
+
+    def local(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+        return _delta(site.spec, spec, site.backend, base, x, plan, a, b, ranks, complete=not reached(sharding.ins))
+
+    of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
+    return _on_mesh(sharding, local, (of_base, of_x, _of_plan(lead), *_of_slots(site)), of_base)(
+        base, x, plan, a, b, ranks
+    )
+
+
+def joined(
+    site: Site,
+    product: Callable[[Array, Array], tuple[Array, Array, Callable[[Array], Array]]],
+    spec: LinearSpec,
+    specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec],
+    lead: Lead,
+    x: Array,
+    kernel: Array,
+    plan: Plan,
+    a: Array,
+    b: Array,
+    ranks: Array,
+) -> Array:
+    """A row-parallel product and its LoRA, summed over the shards together.
+
+    Args:
+      site: of the layer.
+      product: of what a shard has of x and the kernel: x and y as rows [*lead, features], and the way back from those.
+      spec: of the layer.
+      specs: of x, the kernel and y.
+      lead: how the rows lie.
+      x, kernel, plan, a, b, ranks: operands.
+    """
+    sharding, (of_x, of_kernel, of_y) = _of(site), specs
+
+    def local(x: Array, kernel: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+        flat, base, restore = product(x, kernel)
+        out = _delta(site.spec, spec, site.backend, base, flat, plan, a, b, ranks, complete=False)
+        return lax.psum(restore(out), sharding.ins)
+
+    return _on_mesh(sharding, local, (of_x, of_kernel, _of_plan(lead), *_of_slots(site)), of_y)(
+        x, kernel, plan, a, b, ranks
+    )
+
+
+def add_lookup(
+    site: Site,
+    spec: EmbedSpec,
+    lead: Lead,
+    base: Array,
+    tokens: Array,
+    ids: Array,
+    plan: Plan,
+    a: Array,
+    b: Array,
+    ranks: Array,
+) -> Float[Array, "*lead N"]:
+    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` [*lead] are slots."""
+    sharding = _of(site)
+
+    def local(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+        rows = base.reshape(-1, base.shape[-1])
+        found = tokens.reshape(-1)
+        found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
+        real = found < spec.rows
+        own = found - _index(sharding.ins) * a.shape[-1] if sharding.ins else found
+        h = a.at[ids.reshape(-1).clip(0, site.spec.num_slots - 1), 0, :, own].get(mode="clip").astype(jnp.float32)
+        if sharding.ins:
+            h = jnp.where(((own >= 0) & (own < a.shape[-1]))[:, None], h, 0)
+        h = (h if spec.scale == 1 else h * spec.scale)[None]
+        out = _expand_whole(site.spec, site.backend, rows, h, plan, b, ranks, complete=True)
+        return (out if spec.rows == spec.vocab else jnp.where(real[:, None], out, rows)).reshape(base.shape)
+
+    of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
+    return _on_mesh(sharding, local, (of_base, of_rows, of_rows, _of_plan(lead), *_of_slots(site)), of_base)(
+        base, tokens, ids, plan, a, b, ranks
+    )
+
+
+# --- what a shard computes --------------------------------------------------------------------------------------------
+
+
+def _delta(
+    held: SlotSpec,
+    spec: LinearSpec,
+    backend: Any,
+    base: Array,
+    x: Array,
+    plan: Plan,
+    a: Array,
+    b: Array,
+    ranks: Array,
+    *,
+    complete: bool,
+) -> Array:
+    """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
+    `complete`."""
+    sharding = held.sharding
+    assert sharding is not None
+    rows = base.reshape(-1, base.shape[-1])
+    # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
+    x = x.reshape(-1, x.shape[-1]).astype(a.dtype)
+    if sharding.ins:
+        x = _without_padding(held, x)
+    elif spec.columns_in is not None:
+        x = spec.columns_in.take(x)
+    whole_rows = rows
+    unsplit = not sharding.outs and spec.columns_out is not None
+    if unsplit:
+        rows = cast("Any", spec.columns_out).take(rows)
+    pieces = _pieces(held)
+    by_itself = not sharding.ins or not complete
+    if by_itself and pieces.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
+        out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, backend=backend)
+    else:
+        h = shrink(x, a, plan, ranks=_own_ranks(held, ranks, a.shape[2]), backend=backend)
+        out = _expand_whole(held, backend, rows, h, plan, b, ranks, complete=complete)
+    return (cast("Any", spec.columns_out).put(whole_rows, out) if unsplit else out).reshape(base.shape)
+
+
+def _expand_whole(
+    held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Plan, b: Array, ranks: Array, *, complete: bool
+) -> Array:
+    """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
+    sharding = held.sharding
+    assert sharding is not None
+    if sharding.a[2]:
+        h = lax.all_gather(h, sharding.a[2], axis=2, tiled=True)[:, :, : held.max_rank]
+    further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
+    if sharding.ins and (complete or further):
+        h = lax.psum(h, sharding.ins)
+    if not further:
+        return _expand_pieces(held, backend, rows, h, plan, b, ranks)
+    own = b.shape[-1]
+    start = _index(further) * own
+    part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
+    part = _expand_pieces(held, backend, part, h, plan, b, ranks)
+    if complete:
+        return lax.all_gather(part, further, axis=1, tiled=True)
+    return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
+
+
+def _expand_pieces(held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Plan, b: Array, ranks: Array) -> Array:
+    """`expand` over the columns that a shard has of the output slices."""
+    pieces, sharding = _pieces(held), held.sharding
+    assert sharding is not None
+    if pieces.sizes is not None:
+        return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
+    table = jnp.asarray(pieces.table)
+    ids = table[_index(sharding.b[2])] if len(pieces.table) > 1 else table[0]
+    # Padding is of a slice more, which has rank 0: the base's bits stay.
+    h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
+    ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
+    sizes = (pieces.size,) * len(pieces.table[0])
+    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, backend=backend)
+
+
+def _own_ranks(held: SlotSpec, ranks: Array, size: int) -> Array:
+    """True ranks among the `size` of this shard."""
+    sharding = held.sharding
+    assert sharding is not None
+    if not sharding.a[2]:
+        return ranks
+    return jnp.clip(ranks - _index(sharding.a[2]) * size, 0, size)
+
+
+def _without_padding(held: SlotSpec, x: Array) -> Array:
+    """Zeros for the features of x that are padding: they may hold anything."""
+    sharding = held.sharding
+    assert sharding is not None
+    if all(first >= 0 for first, _ in held.in_blocks):
+        return x
+    real = np.concatenate([np.full(count, first >= 0) for first, count in held.in_blocks])
+    own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[_index(sharding.ins)]
+    return jnp.where(own[None, :], x, 0)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The columns of a shard, by output slice.
+
+    Attributes:
+      sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
+      size: else, of pieces that are of one slice each.
+      table: for each shard the slices of its pieces; the number of slices for padding.
+    """
+
+    sizes: tuple[int, ...] | None
+    size: int
+    table: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def _pieces(held: SlotSpec) -> _Pieces:
+    sharding = held.sharding
+    assert sharding is not None
+    edges = np.cumsum((0, *held.out_sizes))
+    slices = np.full(held.stored_out, held.slices)
+    for features, stored in held.out_runs:
+        slices[stored] = np.searchsorted(edges, np.arange(features.start, features.stop), side="right") - 1
+    shards = slices.reshape(sharding.size(sharding.b[2]), -1)
+    if (shards == shards[0]).all():
+        starts = np.flatnonzero(np.diff(shards[0], prepend=-1))
+        if np.array_equal(shards[0][starts], np.arange(held.slices)):
+            return _Pieces(tuple(np.diff([*starts, shards.shape[1]]).tolist()), 0, ())
+        shards = shards[:1]
+    changes = np.unique(np.concatenate([np.flatnonzero(np.diff(row)) + 1 for row in shards] + [[shards.shape[1]]]))
+    size = int(np.gcd.reduce(changes.astype(np.int64)))
+    return _Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
+
+
+def too_many_pieces(held: SlotSpec) -> str | None:
+    """Why the output slices of a layer cannot be served as its columns are split, or None."""
+    pieces = _pieces(held)
+    if not pieces.table or len(pieces.table[0]) <= MOST_PIECES:
+        return None
+    return (
+        f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index or "
+        "out_blocks how each shard has a part of every slice"
+    )
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def _of(site: Site) -> KernelSharding:
+    assert site.spec.sharding is not None
+    return site.spec.sharding
+
+
+def _of_slots(site: Site) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Of A [S, n, R, K], B [S, R, N] and the ranks, as one layer has them."""
+    sharding = _of(site)
+    return partition((), *sharding.a[1:]), partition((), *sharding.b[1:]), PartitionSpec()
+
+
+def _of_plan(lead: Lead) -> PartitionSpec:
+    return partition(tuple(name for names in lead.axes for name in names))
+
+
+def _index(axes: Names) -> Array:
+    return lax.axis_index(axes)
+
+
+def _manual(mesh: Any) -> frozenset[str]:
+    """Axes of a mesh along which the code that runs now is that of a shard."""
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
+
+
+def _explicit(mesh: Any) -> frozenset[str]:
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def reached(axes: Names) -> bool:
+    """Whether the code that runs now is that of a shard along these axes: then an output is a part of a sum."""
+    return bool(axes) and set(axes) <= _manual(jax.sharding.get_abstract_mesh())
+
+
+def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    return partition(*(tuple(name for name in names_of(entry) if name not in names) for entry in spec))
+
+
+def _on_mesh(
+    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[PartitionSpec], out_specs: PartitionSpec
+) -> Callable[..., Any]:
+    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = _manual(context)
+    names = frozenset(sharding.mesh.axis_names) - manual
+    if not names:
+        return local
+    in_specs, out_specs = [_without(spec, manual) for spec in in_specs], _without(out_specs, manual)
+    mapped = jax.shard_map(
+        local,
+        mesh=sharding.mesh if context.empty else None,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=set(names),
+        check_vma=False,  # kernels do not say along which axes their results vary
+    )
+    explicit = _explicit(context)
+    if not explicit:
+        return mapped
+
+    def moved(*args: Any) -> Any:
+        """Where axes are Explicit, operands are asked to lie as they will be used."""
+        placed = [
+            jax.tree.map(lambda leaf, spec=spec: jax.sharding.reshard(leaf, spec), arg)
+            for arg, spec in zip(args, in_specs, strict=True)
+        ]
+        return mapped(*placed)
+
+    return moved

@@ -89,7 +89,7 @@ def _add_lookup(
     note_served(site)
     if site.spec.sharding is not None:
         with jax.named_scope("lora"):
-            ids, lead = scope.row_slots(site, base).reshape(tokens.shape), scope.lead(site, base)
+            ids, lead = scope.runs(site, base), scope.lead(site, base)
             base = scope.checked(layer, site, base)
             return add_lookup(site, spec, lead, base, tokens, ids, plan, *slot_arrays(layer, site))
 

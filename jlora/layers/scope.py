@@ -55,6 +55,13 @@ class _Scope:
         self.plans: dict[Any, Plan] = {}
         self.row_maps: dict[tuple[int, int, str, int | None], RowMap] = {}
 
+    def runs(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "..."]:
+        """Slots along the first axes of `base`, where `plan` found a layout: all rows along the others are of one."""
+        layout = self._layout(site, base)
+        assert not isinstance(layout, str)
+        ids, repeats = self._runs(layout, site)
+        return ids if layout[0] == "sequences" and repeats > 1 else ids.reshape(base.shape[:-1])
+
     def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "M"]:
         """The slot of each row of `base`, where `plan` found a layout for them."""
         layout = self._layout(site, base)
@@ -93,8 +100,7 @@ class _Scope:
             ids, repeats = self._runs(layout, site)
             make = functools.partial(self._make_plan, site)
             if sharding is not None and lead is not None and lead.split:
-                ids = ids if layout[0] == "sequences" else ids.reshape(base.shape[:-1])
-                plan = plan_of_rows(sharding, lead, base.shape[:-1], ids, make)
+                plan = plan_of_rows(sharding, lead, base.shape[:-1], self.runs(site, base), make)
             else:
                 plan = make(ids, repeats)
         if keep:

@@ -145,7 +145,8 @@ def add_lookup(
     b: Array,
     ranks: Array,
 ) -> Float[Array, "*lead N"]:
-    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` [*lead] are slots."""
+    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` are slots along the first
+    of the axes before the features."""
     sharding = _of(site)
 
     def local(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
@@ -154,7 +155,8 @@ def add_lookup(
         found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
         real = found < spec.rows
         own = found - _index(sharding.ins) * a.shape[-1] if sharding.ins else found
-        h = a.at[ids.reshape(-1).clip(0, site.spec.num_slots - 1), 0, :, own].get(mode="clip").astype(jnp.float32)
+        slots = jnp.repeat(ids.reshape(-1), len(own) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
+        h = a.at[slots, 0, :, own].get(mode="clip").astype(jnp.float32)
         if sharding.ins:
             h = jnp.where(((own >= 0) & (own < a.shape[-1]))[:, None], h, 0)
         h = (h if spec.scale == 1 else h * spec.scale)[None]
@@ -162,7 +164,8 @@ def add_lookup(
         return (out if spec.rows == spec.vocab else jnp.where(real[:, None], out, rows)).reshape(base.shape)
 
     of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
-    return _on_mesh(sharding, local, (of_base, of_rows, of_rows, _of_plan(lead), *_of_slots(site)), of_base)(
+    of_ids = partition(*lead.axes[: ids.ndim])
+    return _on_mesh(sharding, local, (of_base, of_rows, of_ids, _of_plan(lead), *_of_slots(site)), of_base)(
         base, tokens, ids, plan, a, b, ranks
     )
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jlora.layers.einsum import EinsumAxes, einsum_axes
 from jlora.layers.observe import note_served
-from jlora.layers.sharded import joined, reached
+from jlora.layers.sharded import Held, joined, reached
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
 from jlora.sharding.rules import Names, partition, split_axis
@@ -76,7 +76,7 @@ def join(
 
         specs = partition(*of_x), partition(*of_kernel), partition(*of_y)
         with jax.named_scope("lora"):
-            return joined(site, rows, spec, specs, lead, x, kernel, plan, *slots())
+            return joined(site, rows, spec, specs, lead, x, kernel, Held(plan, *slots()))
 
     # A copy that shares the parameters: another thread may be calling the layer.
     twin = object.__new__(type(layer))

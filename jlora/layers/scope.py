@@ -19,7 +19,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.sharded import Lead, lead_of, plan_of_rows
+from jlora.layers.sharded import Lead, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
@@ -117,9 +117,9 @@ class _Scope:
             backend=site.backend,
         )
 
-    def lead(self, site: Site, base: Float[Array, "*lead N"]) -> Lead:
+    def lead(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> Lead:
         """How the rows of `base` lie on the mesh, where `plan` found a layout for them."""
-        layout, sharding = self._layout(site, base), site.spec.sharding
+        layout, sharding = self._layout(site, base, row_map), site.spec.sharding
         assert not isinstance(layout, str)
         assert sharding is not None
         return self._lead(sharding, layout, base)
@@ -139,18 +139,26 @@ class _Scope:
         assert site.spec.experts is not None
         slots, index = row_map.places(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
         slots = slots if spec.slots.start == 0 else slots - spec.slots.start
-        expert, experts = jnp.asarray(row_map.expert), spec.experts
-        if experts is None:  # as one expert: rows of those elsewhere are nobody's still
-            expert, experts = jnp.where((expert >= 0) & (expert < site.spec.experts), 0, -1), 1
-        return plan_experts(
-            slots,
-            index,
-            expert,
-            num_slots=spec.num_slots,
-            num_experts=experts,
-            max_active=self.batch.layout.num_sequences * experts,
-            backend=site.backend,
-        )
+        sequences = self.batch.layout.num_sequences
+
+        def make(slots: Array, index: Array, expert: Array, own: int) -> Plan:
+            experts = own
+            if spec.experts is None:  # as one expert: rows of those elsewhere are nobody's still
+                expert, experts = jnp.where((expert >= 0) & (expert < own), 0, -1), 1
+            return plan_experts(
+                slots,
+                index,
+                expert,
+                num_slots=spec.num_slots,
+                num_experts=experts,
+                max_active=sequences * experts,
+                backend=site.backend,
+            )
+
+        operands = slots, index, jnp.asarray(row_map.expert)
+        if site.spec.sharding is None:
+            return make(*operands, site.spec.experts)
+        return plan_of_experts(site.spec, make, *operands)
 
     def counted(self, row_map: RowMap) -> int:
         """How many rows of the batch a map counts."""

@@ -14,7 +14,7 @@ a shard already, and what is computed is the same without another one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,19 +83,77 @@ def plan_of_rows(
     return _on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
 
 
+def plan_of_experts(
+    slots: SlotSpec, make: Callable[[Array, Array, Array, int], Plan], ids: Array, index: Array, expert: Array
+) -> Plan:
+    """The plans of the shards of experts, side by side; the code of a shard counts its own experts from 0."""
+    sharding = _split_of(slots)
+    assert slots.experts is not None
+    own = slots.experts // slots.expert_shards
+    if not sharding.experts or reached(sharding.experts):
+        return make(ids, index, expert, own)
+
+    def local(ids: Array, index: Array, expert: Array) -> Plan:
+        return make(ids, index, expert - _index(sharding.experts) * own, own)
+
+    whole = PartitionSpec()
+    return _on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
+
+
+def own_size(slots: SlotSpec, size: int, axes: Names) -> int:
+    """Of features that are split over `axes`, how many the code that runs now has: all, or those of a shard."""
+    return size // _split_of(slots).size(axes) if reached(axes) else size
+
+
+class Held(NamedTuple):
+    """The plan of a layer's rows, and the slot arrays that it is for."""
+
+    plan: Plan
+    a: Array
+    b: Array
+    ranks: Array
+
+
 def add_rows(
-    site: Site, spec: LinearSpec, lead: Lead, base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array
+    site: Site,
+    spec: LinearSpec,
+    lead: Lead,
+    base: Array,
+    x: Array,
+    held: Held,
+    expert: Array | None = None,
+    x_rows: Array | None = None,
+    shared: Sequence[Held] = (),
 ) -> Float[Array, "*lead N"]:
-    """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K]."""
+    """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K].
+
+    Of experts, row m goes to `expert`[m], and has x[x_rows[m]] for input where that is given; `shared` are the factors
+    in the slots of `site.shared`. Where experts are split and no shard of them calls, each adds what its own give, and
+    a row is then taken from the shard that has its expert.
+    """
     sharding = _of(site)
+    sums = () if reached(sharding.experts) else sharding.experts
 
-    def local(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
-        return _delta(site.spec, spec, site.backend, base, x, plan, a, b, ranks, complete=not reached(sharding.ins))
+    def local(
+        base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Held]
+    ) -> Array:
+        complete = not reached(sharding.ins)
+        out = _delta(site, spec, base, x, held, complete=complete, x_rows=x_rows, shared=shared)
+        if not sums:
+            return out
+        assert expert is not None
+        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == _index(sums)
+        return lax.psum(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
+    if sums and expert is not None:
+        expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # somebody must have the base
+    whole = PartitionSpec()
     of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
-    return _on_mesh(sharding, local, (of_base, of_x, _of_plan(lead), *_of_slots(site)), of_base)(
-        base, x, plan, a, b, ranks
-    )
+    of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
+    of_held = Held(_of_plan(lead, sums), *_of_slots(site.spec))
+    of_shared = [Held(_of_plan(lead, sums), *_of_slots(half.spec)) for half in site.shared]
+    mapped = _on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
+    return mapped(base, x, held, expert, x_rows, list(shared))
 
 
 def joined(
@@ -106,10 +164,7 @@ def joined(
     lead: Lead,
     x: Array,
     kernel: Array,
-    plan: Plan,
-    a: Array,
-    b: Array,
-    ranks: Array,
+    held: Held,
 ) -> Array:
     """A row-parallel product and its LoRA, summed over the shards together.
 
@@ -119,18 +174,16 @@ def joined(
       spec: of the layer.
       specs: of x, the kernel and y.
       lead: how the rows lie.
-      x, kernel, plan, a, b, ranks: operands.
+      x, kernel, held: operands.
     """
     sharding, (of_x, of_kernel, of_y) = _of(site), specs
 
-    def local(x: Array, kernel: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+    def local(x: Array, kernel: Array, held: Held) -> Array:
         flat, base, restore = product(x, kernel)
-        out = _delta(site.spec, spec, site.backend, base, flat, plan, a, b, ranks, complete=False)
-        return lax.psum(restore(out), sharding.ins)
+        return lax.psum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
 
-    return _on_mesh(sharding, local, (of_x, of_kernel, _of_plan(lead), *_of_slots(site)), of_y)(
-        x, kernel, plan, a, b, ranks
-    )
+    of_held = Held(_of_plan(lead), *_of_slots(site.spec))
+    return _on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
 
 
 def add_lookup(
@@ -140,16 +193,14 @@ def add_lookup(
     base: Array,
     tokens: Array,
     ids: Array,
-    plan: Plan,
-    a: Array,
-    b: Array,
-    ranks: Array,
+    held: Held,
 ) -> Float[Array, "*lead N"]:
     """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` are slots along the first
     of the axes before the features."""
     sharding = _of(site)
 
-    def local(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
+    def local(base: Array, tokens: Array, ids: Array, held: Held) -> Array:
+        a = held.a
         rows = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
@@ -160,87 +211,99 @@ def add_lookup(
         if sharding.ins:
             h = jnp.where(((own >= 0) & (own < a.shape[-1]))[:, None], h, 0)
         h = (h if spec.scale == 1 else h * spec.scale)[None]
-        out = _expand_whole(site.spec, site.backend, rows, h, plan, b, ranks, complete=True)
+        out = _expand_whole(site.spec, site.backend, rows, h, held, complete=True)
         return (out if spec.rows == spec.vocab else jnp.where(real[:, None], out, rows)).reshape(base.shape)
 
     of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
     of_ids = partition(*lead.axes[: ids.ndim])
-    return _on_mesh(sharding, local, (of_base, of_rows, of_ids, _of_plan(lead), *_of_slots(site)), of_base)(
-        base, tokens, ids, plan, a, b, ranks
-    )
+    of_held = Held(_of_plan(lead), *_of_slots(site.spec))
+    return _on_mesh(sharding, local, (of_base, of_rows, of_ids, of_held), of_base)(base, tokens, ids, held)
 
 
 # --- what a shard computes --------------------------------------------------------------------------------------------
 
 
 def _delta(
-    held: SlotSpec,
+    site: Site,
     spec: LinearSpec,
-    backend: Any,
     base: Array,
     x: Array,
-    plan: Plan,
-    a: Array,
-    b: Array,
-    ranks: Array,
+    held: Held,
     *,
     complete: bool,
+    x_rows: Array | None = None,
+    shared: Sequence[Held] = (),
 ) -> Array:
     """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
     `complete`."""
-    sharding = held.sharding
-    assert sharding is not None
-    rows = base.reshape(-1, base.shape[-1])
+    sharding, backend = _of(site), site.backend
+    held, shared = _merged(held), [_merged(half) for half in shared]
+    all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-    x = x.reshape(-1, x.shape[-1]).astype(a.dtype)
+    x = x.reshape(-1, x.shape[-1]).astype(held.a.dtype)
     if sharding.ins:
-        x = _without_padding(held, x)
+        x = _without_padding(site.spec, x)
     elif spec.columns_in is not None:
         x = spec.columns_in.take(x)
-    whole_rows = rows
-    unsplit = not sharding.outs and spec.columns_out is not None
-    if unsplit:
-        rows = cast("Any", spec.columns_out).take(rows)
-    pieces = _pieces(held)
+    columns = None if sharding.outs else spec.columns_out
+    rows = rows if columns is None else columns.take(rows)
+    pieces = _pieces(site.spec)
     by_itself = not sharding.ins or not complete
     if by_itself and pieces.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
-        out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, backend=backend)
+        plan, a, b, ranks = held
+        out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
     else:
-        h = shrink(x, a, plan, ranks=_own_ranks(held, ranks, a.shape[2]), backend=backend)
-        out = _expand_whole(held, backend, rows, h, plan, b, ranks, complete=complete)
-    return (cast("Any", spec.columns_out).put(whole_rows, out) if unsplit else out).reshape(base.shape)
+        h = _shrink_own(site.spec, backend, x, held, x_rows)
+        out = _expand_whole(site.spec, backend, rows, h, held, complete=complete)
+    if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
+        (of_a, of_b), (a, b) = site.shared, shared
+        h = _shrink_own(of_a.spec, backend, x, a, x_rows)
+        out = _expand_whole(of_b.spec, backend, out, h, b, complete=complete)
+    return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
 
 
-def _expand_whole(
-    held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Plan, b: Array, ranks: Array, *, complete: bool
-) -> Array:
+def _merged(held: Held) -> Held:
+    """Arrays of slots and experts by group."""
+    if held.ranks.ndim == 2:
+        return held
+    return Held(held.plan, *(array.reshape(-1, *array.shape[2:]) for array in held[1:]))
+
+
+def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: Held, x_rows: Array | None) -> Array:
+    """[n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
+    size = held.a.shape[2]
+    ranks = held.ranks
+    if (axes := _split_of(slots).a[2]) and size:
+        ranks = jnp.clip(ranks - _index(axes) * size, 0, size)
+    return shrink(x, held.a, held.plan, ranks=ranks, x_rows=x_rows, backend=backend)
+
+
+def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held, *, complete: bool) -> Array:
     """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
-    sharding = held.sharding
-    assert sharding is not None
+    sharding = _split_of(slots)
     if sharding.a[2]:
-        h = lax.all_gather(h, sharding.a[2], axis=2, tiled=True)[:, :, : held.max_rank]
+        h = lax.all_gather(h, sharding.a[2], axis=2, tiled=True)[:, :, : slots.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
     if sharding.ins and (complete or further):
         h = lax.psum(h, sharding.ins)
     if not further:
-        return _expand_pieces(held, backend, rows, h, plan, b, ranks)
-    own = b.shape[-1]
+        return _expand_pieces(slots, backend, rows, h, held)
+    own = held.b.shape[-1]
     start = _index(further) * own
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
-    part = _expand_pieces(held, backend, part, h, plan, b, ranks)
+    part = _expand_pieces(slots, backend, part, h, held)
     if complete:
         return lax.all_gather(part, further, axis=1, tiled=True)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expand_pieces(held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Plan, b: Array, ranks: Array) -> Array:
+def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held) -> Array:
     """`expand` over the columns that a shard has of the output slices."""
-    pieces, sharding = _pieces(held), held.sharding
-    assert sharding is not None
+    pieces, (plan, _, b, ranks) = _pieces(slots), held
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
-    ids = table[_index(sharding.b[2])] if len(pieces.table) > 1 else table[0]
+    ids = table[_index(_split_of(slots).b[2])] if len(pieces.table) > 1 else table[0]
     # Padding is of a slice more, which has rank 0: the base's bits stay.
     h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
     ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
@@ -248,22 +311,12 @@ def _expand_pieces(held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Pl
     return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, backend=backend)
 
 
-def _own_ranks(held: SlotSpec, ranks: Array, size: int) -> Array:
-    """True ranks among the `size` of this shard."""
-    sharding = held.sharding
-    assert sharding is not None
-    if not sharding.a[2]:
-        return ranks
-    return jnp.clip(ranks - _index(sharding.a[2]) * size, 0, size)
-
-
-def _without_padding(held: SlotSpec, x: Array) -> Array:
+def _without_padding(slots: SlotSpec, x: Array) -> Array:
     """Zeros for the features of x that are padding: they may hold anything."""
-    sharding = held.sharding
-    assert sharding is not None
-    if all(first >= 0 for first, _ in held.in_blocks):
+    sharding = _split_of(slots)
+    if all(first >= 0 for first, _ in slots.in_blocks):
         return x
-    real = np.concatenate([np.full(count, first >= 0) for first, count in held.in_blocks])
+    real = np.concatenate([np.full(count, first >= 0) for first, count in slots.in_blocks])
     own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[_index(sharding.ins)]
     return jnp.where(own[None, :], x, 0)
 
@@ -322,14 +375,20 @@ def _of(site: Site) -> KernelSharding:
     return site.spec.sharding
 
 
-def _of_slots(site: Site) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """Of A [S, n, R, K], B [S, R, N] and the ranks, as one layer has them."""
-    sharding = _of(site)
-    return partition((), *sharding.a[1:]), partition((), *sharding.b[1:]), PartitionSpec()
+def _split_of(slots: SlotSpec) -> KernelSharding:
+    assert slots.sharding is not None
+    return slots.sharding
 
 
-def _of_plan(lead: Lead) -> PartitionSpec:
-    return partition(tuple(name for names in lead.axes for name in names))
+def _of_slots(slots: SlotSpec) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Of A [S (E), n, R, K], B [S (E), R, N] and the ranks [S (E), n], as one layer has them."""
+    sharding = _split_of(slots)
+    own = ((),) if slots.experts is None else ((), sharding.experts)
+    return partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
+
+
+def _of_plan(lead: Lead, experts: Names = ()) -> PartitionSpec:
+    return partition((*(name for names in lead.axes for name in names), *experts))
 
 
 def _index(axes: Names) -> Array:
@@ -355,7 +414,7 @@ def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
 
 
 def _on_mesh(
-    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[PartitionSpec], out_specs: PartitionSpec
+    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
 ) -> Callable[..., Any]:
     """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
     context = jax.sharding.get_abstract_mesh()
@@ -363,7 +422,8 @@ def _on_mesh(
     names = frozenset(sharding.mesh.axis_names) - manual
     if not names:
         return local
-    in_specs, out_specs = [_without(spec, manual) for spec in in_specs], _without(out_specs, manual)
+    in_specs = [jax.tree.map(lambda spec: _without(spec, manual), spec, is_leaf=_is_spec) for spec in in_specs]
+    out_specs = _without(out_specs, manual)
     mapped = jax.shard_map(
         local,
         mesh=sharding.mesh if context.empty else None,
@@ -378,10 +438,19 @@ def _on_mesh(
 
     def moved(*args: Any) -> Any:
         """Where axes are Explicit, operands are asked to lie as they will be used."""
-        placed = [
-            jax.tree.map(lambda leaf, spec=spec: jax.sharding.reshard(leaf, spec), arg)
-            for arg, spec in zip(args, in_specs, strict=True)
-        ]
-        return mapped(*placed)
+        return mapped(*(_resharded(spec, arg) for spec, arg in zip(in_specs, args, strict=True)))
 
     return moved
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def _resharded(specs: Any, operands: Any) -> Any:
+    """Operands moved to where their specs say; a spec may stand for a whole tree."""
+
+    def move(spec: PartitionSpec, operand: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), operand)
+
+    return jax.tree.map(move, specs, operands, is_leaf=_is_spec)

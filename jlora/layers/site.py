@@ -59,6 +59,11 @@ class SlotSpec:
     out_blocks: Blocks = ()
 
     @property
+    def expert_shards(self) -> int:
+        """Shards that have different experts."""
+        return 1 if self.sharding is None or self.experts is None else self.sharding.size(self.sharding.experts)
+
+    @property
     def stored_in(self) -> int:
         """K of A as it is stored."""
         return sum(count for _, count in self.in_blocks) or self.in_features
@@ -92,14 +97,15 @@ class SlotSpec:
             return None, None, None
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named()
+        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own)
 
     @property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]."""
+        """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]; one row is whole."""
         if (found := self.sharding) is None:
             return None, None
-        return found.named((), (), (), found.a[-1]), found.named((), (), found.b[-1])
+        rows = () if self.experts is None else found.experts
+        return found.named(rows, (), (), found.a[-1]), found.named(rows, (), found.b[-1])
 
     @property
     def slots(self) -> range:
@@ -208,14 +214,24 @@ def allocate(site: Site) -> dict[str, SlotParam]:
     shape_a, shape_b, shape_ranks = site.spec.shapes
     shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
     of_a, of_b, of_ranks = site.spec.shardings
-    # Each shard is made where it belongs: no array is ever whole where it is to be split.
-    stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32, device=of_ranks))} if site.stamped else {}
+    of_stamps = None if site.spec.sharding is None else site.spec.sharding.named()
+    stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
     return {
-        a: SlotParam(jnp.zeros(shape_a, site.spec.dtype, device=of_a)),
-        b: SlotParam(jnp.zeros(shape_b, site.spec.dtype, device=of_b)),
-        ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32, device=of_ranks)),
+        a: _variable(SlotParam, shape_a, site.spec.dtype, of_a),
+        b: _variable(SlotParam, shape_b, site.spec.dtype, of_b),
+        ranks: _variable(SlotRanks, shape_ranks, "int32", of_ranks),
         **stamps,
     }
+
+
+def _variable(kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | None) -> SlotParam:
+    """Zeros; each shard is made where it belongs, so that no array is ever whole where it is to be split.
+
+    What says how is kept beside it, as Flax does (`nnx.get_partition_spec`), for code that maps over the mesh.
+    """
+    if where is None:
+        return kind(jnp.zeros(shape, dtype))
+    return kind(jnp.zeros(shape, dtype, device=where), out_sharding=where.spec, mesh=where.mesh)
 
 
 def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:

@@ -329,9 +329,7 @@ def _sites(
     if isinstance(spec, str):
         return spec
     if isinstance(spec, ExpertsSpec):
-        if mesh is not None:
-            return "experts on a mesh are not served yet"
-        products = [_product_site(found, spec, name, config, max_rank) for name in spec.products]
+        products = [_product_site(found, spec, name, config, max_rank, mesh) for name in spec.products]
         sites = [site for site in products if isinstance(site, Site)]
         return sites or next(reason for reason in products if isinstance(reason, str))
     param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[spec.param].get_value()
@@ -394,8 +392,10 @@ def _on_mesh(
 ) -> SlotSpec:
     """The spec of a layer's slot arrays as they are split. Raises LoRAError where the kernel's split is not served."""
     where = f"{path}.{name}"
-    stack = tuple(range(slots.layers is not None))
-    axes = [[len(stack) + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
+    stack = len(slots.stack)
+    first = stack + (slots.experts is not None)
+    axes = [[first + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
+    axes += [[stack]] if slots.experts is not None else []
     data = tuple(config.data_axes)
     found = kernel_sharding(where, _sharding_of(param), axes, param.shape, data, config.fully_sharded)
     found = KernelSharding(mesh, data=data, fully=config.fully_sharded) if found is None else found
@@ -428,10 +428,13 @@ def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str]
     return param.shape[0] if stack else None, dtype
 
 
-def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank) -> Site | str:
+def _product_site(
+    found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank, mesh: Mesh | None
+) -> Site | str:
     """The site of one grouped product of experts, or why it has none."""
     linear, names = spec.products[name], spec.names[name]
-    stored = _stored(vars(found.module)[linear.param].get_value(), 1 + len(linear.in_axes + linear.out_axes), config)
+    param: Any = vars(found.module)[linear.param].get_value()
+    stored = _stored(param, 1 + len(linear.in_axes + linear.out_axes), config)
     if isinstance(stored, str):
         return stored
     layers, dtype = stored
@@ -445,6 +448,8 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
     shared = config.max_shared_expert_loras
     num_slots = config.max_expert_loras or config.max_loras - shared
     slots = SlotSpec(layers, num_slots, linear.real_in, sizes, rank, dtype, spec.experts)
+    if mesh is not None:
+        slots = _on_mesh(slots, mesh, found.aliases[0], linear.param, param, linear, config)
     site = Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
     return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 

@@ -18,8 +18,9 @@ def write_block(
     all_b: Sequence[Float[Array, "..."]],
     block_a: Float[Array, "rows n step K"],
     block_b: Float[Array, "rows step N"],
-    where: Int[Array, "3"],
+    where: Int[Array, "4"],
     ranks_over: tuple[str, ...] = (),
+    rows_over: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, with a block written into one slot of each.
 
@@ -28,16 +29,18 @@ def write_block(
       all_a, all_b: the arrays of as many sites as the block has rows; of one site where it has several rows itself,
         those of a stack of layers, or of experts of one layer.
       block_a, block_b: factors of some ranks.
-      where: [slot of the model, first row, first rank].
-      ranks_over: axes of the mesh that the ranks of A are split over, where these are the arrays of a shard.
+      where: [slot of the model, first row, first rank, shard of experts that has a row which comes alone].
+      ranks_over, rows_over: axes of the mesh that the ranks of A, and rows that come alone, are split over, where these
+        are the arrays of a shard.
     """
-    slot, row, start = where
+    slot, row, start, owner = where
     slot -= spec.first_slot
     zero = jnp.zeros((), jnp.int32)
     if spec.experts is None:
         lead = (slot,) if spec.layers is None else (row, slot)
     else:
-        lead = (*(() if spec.layers is None else (row // spec.experts,)), slot, row % spec.experts)
+        experts = all_a[0].shape[len(spec.stack) + 1]  # that a shard has
+        lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
     for arrays, block, tail in ((all_a, block_a, (zero, start, zero)), (all_b, block_b, (start, zero))):
         for i, array in enumerate(arrays):
@@ -48,6 +51,9 @@ def write_block(
             if ranks_over and arrays is all_a:
                 update = _own_ranks(array, update, lead, start, ranks_over)
                 tail = (zero, zero, zero)
+            if rows_over:
+                now = lax.dynamic_slice(array, (*lead, *tail), update.shape)
+                update = jnp.where(lax.axis_index(rows_over) == owner, update, now)
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
 

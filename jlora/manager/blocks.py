@@ -35,8 +35,8 @@ class Chunk:
     Attributes:
       spec: of all of its sites.
       sites: several, of one row each; or one site of several rows, which is a stack of layers or has experts.
-      first: the first row of such a site.
-      count: how many rows.
+      first: the first row of such a site; where its experts are split over a mesh, among those of a shard.
+      count: how many rows; of split experts, as many of each shard, side by side.
     """
 
     spec: SlotSpec
@@ -45,10 +45,24 @@ class Chunk:
     count: int
 
     @property
+    def together(self) -> int:
+        """How many rows follow each other in the site, and then again: all, or those of a shard."""
+        return self.count // self.spec.expert_shards
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         if not self.spec.rows:
             return tuple((site, 0) for site in self.sites)
-        return tuple((self.sites[0], row) for row in range(self.first, self.first + self.count))
+        shards, own = self.spec.expert_shards, self.spec.rows[-1] // self.spec.expert_shards
+        layer, first = divmod(self.first, own)
+        starts = range(layer * shards * own + first, (layer + 1) * shards * own, own)
+        return tuple((self.sites[0], start + i) for start in starts for i in range(self.together))
+
+    def place(self, row: int | None) -> tuple[int, int]:
+        """(the first row that a block is written to, the shard of experts that has it), of all or one of `rows`."""
+        if row is None or not self.spec.rows:
+            return self.first, 0
+        return self.first + row % self.together, row // self.together
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +123,12 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
                 chunks.append(Chunk(spec, tuple(members[start : start + count]), 0, count))
                 start += count
         else:
-            inner = spec.rows[-1]  # a block lies within one layer where there are experts
+            shards = spec.expert_shards
+            inner = spec.rows[-1] // shards  # a block lies within one layer where there are experts
             for site in members:
-                for first in range(0, math.prod(spec.rows), inner):
-                    for count in _even(inner, most):
-                        chunks.append(Chunk(spec, (site,), first, count))
+                for first in range(0, math.prod(spec.rows) // shards, inner):
+                    for count in _even(inner, max(1, most // shards)):
+                        chunks.append(Chunk(spec, (site,), first, count * shards))
                         first += count
     return tuple(chunks)
 
@@ -134,7 +149,7 @@ class Frame:
     def __init__(self, chunks: Iterable[Chunk], ranks: Mapping[Row, int]):
         """`chunks` are all of the pool; `ranks` say which rows the adapter brings, and how many ranks of each."""
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, list[_Bits]]] = {}
+        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # its index, and how many rows follow there
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]
@@ -149,7 +164,10 @@ class Frame:
                 bits = [
                     (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in parts
                 ]
-                self._places.update((rows[i], (at, bits)) for at, i in enumerate(indices) if rows[i] in ranks)
+                together = chunk.together if whole else 1
+                self._places.update(
+                    (rows[i], (at, together - at % together, bits)) for at, i in enumerate(indices) if rows[i] in ranks
+                )
         self.blocks = tuple(blocks)
 
     def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
@@ -157,8 +175,8 @@ class Frame:
         their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written, as `bits_of` has them."""
         at = 0
         while at < count:
-            i, parts = self._places[site, first + at]
-            more = min(len(parts[0][1]) - i, count - at)
+            i, follow, parts = self._places[site, first + at]
+            more = min(follow, count - at)
             yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
             at += more
 

@@ -85,7 +85,7 @@ class Pool:
         self._in_flight: list[Block] = []
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
-        self._indices: dict[tuple[int, int, int], jax.Array] = {}
+        self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -97,7 +97,7 @@ class Pool:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
         if not self.pins:
             return blocks
-        places = [_pinned(where) for block in blocks for where in self._targets(block.chunk)]
+        places = [_pinned(where) for block in blocks for where in self._targets(block)]
         moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], places)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
@@ -189,7 +189,7 @@ class Pool:
 
     def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The blocks on the device, in one call; as they are where they lie there already."""
-        targets = [target for block in blocks for target in self._targets(block.chunk)]
+        targets = [target for block in blocks for target in self._targets(block)]
         arrays = [array for block in blocks for array in (block.a, block.b)]
         if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
             return tuple(blocks)
@@ -226,15 +226,16 @@ class Pool:
             self.writes[slot] = self._number
         for wave in itertools.count():
             for block in ready:
-                row = block.chunk.first + (block.row or 0) if block.chunk.spec.rows else 0
-                self._run(self._job(block), (block.a, block.b, self._index(slot, row, block.start), number), donate)
+                row, owner = block.chunk.place(block.row)
+                where = self._index(slot, row, block.start, owner)
+                self._run(self._job(block), (block.a, block.b, where, number), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
             ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(self._job(None), (*ranks, self._index(slot, 0, 0), number), donate)
+            self._run(self._job(None), (*ranks, self._index(slot, 0, 0, 0), number), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -291,18 +292,17 @@ class Pool:
     def _last(self) -> jax.Array:
         return raw_value(self._written)
 
-    def _index(self, slot: int, row: int, start: int) -> jax.Array:
-        """[slot, row, rank] on the device; kept, for it would be moved at every write."""
-        where = (slot, row, start)
+    def _index(self, *where: int) -> jax.Array:
+        """[slot, row, rank, shard] on the device; kept, for it would be moved at every write."""
         if where not in self._indices:
             (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
         return self._indices[where]
 
-    def _targets(self, chunk: Chunk) -> tuple[Where, Where]:
+    def _targets(self, block: Block) -> tuple[Where, Where]:
         """Where a block's A and B lie when they are written: split as the slots are."""
-        place = self._place[chunk.sites[0]]
-        if _as_sharded(chunk.spec, self._lie[place : place + 2]):
-            return cast("tuple[Where, Where]", chunk.spec.block_shardings)
+        spec, place = block.chunk.spec, self._place[block.chunk.sites[0]]
+        if _as_sharded(spec, self._lie[place : place + 2]):
+            return _of_blocks(spec, whole=block.row is None)
         whole = _whole(self._lie[place])
         return whole, whole
 
@@ -365,6 +365,14 @@ def _as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
     return spec.sharding is not None and tuple(lie) == spec.shardings[:2]
 
 
+def _of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
+    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
+    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
+    if whole:
+        return a, b
+    return tuple(NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))  # type: ignore[return-value]
+
+
 def _pinned(where: Where) -> Sharding:
     """The same place in page-locked host memory."""
     if isinstance(where, Device):
@@ -389,25 +397,28 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 @lru_cache(maxsize=256)
 def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, row, rank], number)`: the arrays (donated) with a block and the number written.
+    """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number written.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
     """
     step = rank_step(spec)
     count = len(lie) // 2
     sharded = spec.sharding is not None and all(_as_sharded(spec, (lie[i], lie[count + i])) for i in range(count))
-    over = spec.sharding.a[2] if sharded and spec.sharding is not None else ()
+    over, alone = (), ()
+    if sharded and spec.sharding is not None:
+        over = spec.sharding.a[2]
+        alone = spec.sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
 
     def write(arrays: Arrays, a: jax.Array, b: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, over)
+        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, over, alone)
         return *written, _stamped(arrays[-1], where[0], number)
 
     shape_a, shape_b, _ = spec.shapes
     arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
     whole = _whole(lie[0])
-    of_blocks = spec.block_shardings if sharded else (whole, whole)
+    of_blocks = _of_blocks(spec, whole=not alone) if sharded else (whole, whole)
     blocks = [(rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)]
-    operands = [*((shape, spec.dtype) for shape in blocks), ((3,), "int32"), ((), "int32")]
+    operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
     places = cast("list[Where]", [*of_blocks, whole, whole])
     if sharded and spec.sharding is not None:
         # Each shard writes what it has of the block: nothing is gathered.
@@ -420,14 +431,14 @@ def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tup
 
 @lru_cache(maxsize=32)
 def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
+    """`write(arrays, ranks, [slot, 0, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
-    operands = [((total,), "int32"), ((3,), "int32"), ((), "int32")]
+    operands = [((total,), "int32"), ((4,), "int32"), ((), "int32")]
     return _compile(write, arrays, lie, operands, [_whole(lie[0])] * 3)
 
 

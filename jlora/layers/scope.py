@@ -90,7 +90,8 @@ class _Scope:
         sharding = spec.sharding
         lead = None if sharding is None else self._lead(sharding, layout, base)
         shape = base.shape[:-1] if lead is not None and lead.split else None
-        key = (layout, spec.slots, spec.experts, site.backend, lead, shape)
+        split = () if sharding is None else sharding.experts
+        key = (layout, spec.slots, spec.experts, site.backend, lead, shape, split)
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None

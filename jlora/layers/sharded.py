@@ -133,11 +133,11 @@ def add_rows(
     """
     sharding = _of(site)
     sums = () if reached(sharding.experts) else sharding.experts
+    complete = not reached(sharding.ins)
 
     def local(
         base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Held]
     ) -> Array:
-        complete = not reached(sharding.ins)
         out = _delta(site, spec, base, x, held, complete=complete, x_rows=x_rows, shared=shared)
         if not sums:
             return out

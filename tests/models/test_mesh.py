@@ -1,9 +1,11 @@
 """The decoder on meshes of virtual devices: values, layouts, what is read, and how often devices talk."""
 
 import collections
-import contextlib
 import dataclasses
 import re
+import socket
+import subprocess
+import sys
 import tracemalloc
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import AxisType
 
 from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pretrained, generate
 from tests.models import checkpoints, goldens
+from tests.models.recording import opened
 
 MESHES = [
     {"tensor": 1},
@@ -300,39 +303,10 @@ def test_sequences_alone_need_no_collective():
     assert collectives(uneven) == {}
 
 
-class Recording:
-    """An open file that counts how often each value of each tensor is read."""
-
-    def __init__(self, file, counts):
-        self.file, self.counts = file, counts
-
-    def keys(self):
-        return self.file.keys()
-
-    def get_tensor(self, name):
-        self.counts[name] += 1
-        return self.file.get_tensor(name)
-
-    def get_slice(self, name):
-        view, counts = self.file.get_slice(name), self.counts
-        counts.setdefault(name, np.zeros(view.get_shape(), int))
-
-        class View:
-            get_shape, get_dtype = view.get_shape, view.get_dtype
-
-            def __getitem__(self, part):
-                counts[name][part] += 1
-                return view[part]
-
-        return View()
-
-
 @pytest.fixture
 def counts(monkeypatch):
-    found, real = {}, checkpoint.safe_open
-    monkeypatch.setattr(
-        checkpoint, "safe_open", lambda *a, **k: contextlib.nullcontext(Recording(real(*a, **k), found))
-    )
+    found = {}
+    monkeypatch.setattr(checkpoint, "safe_open", opened(found))
     return found
 
 
@@ -347,11 +321,56 @@ def counts(monkeypatch):
 )
 def test_each_byte_is_read_once(folders, counts, name, axes, copies):
     """But those of key heads, once for each of the shards that hold a copy."""
-    from_pretrained(folders(name)[0], mesh=axes and make_mesh(axes))
-    assert counts.keys() == folders(name)[1].keys()
+    folder, tensors, _ = folders(name)
+    counts.clear()
+    from_pretrained(folder, mesh=axes and make_mesh(axes))
+    assert counts.keys() == tensors.keys()
     for tensor, times in counts.items():
         want = copies if ".k_proj" in tensor or ".v_proj" in tensor else 1
         np.testing.assert_array_equal(times, want, err_msg=tensor)
+
+
+@pytest.mark.slow
+def test_two_processes(folders, tmp_path):
+    """Four devices each: the answers of one device, and each reads what its own devices hold."""
+    folder, tensors, one = folders("mistral")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    results = [tmp_path / f"{i}.npz" for i in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.mesh_process", str(i), str(port), folder, result],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, result in enumerate(results)
+    ]
+    for process in running:
+        said = process.communicate(timeout=250)[0]
+        assert process.returncode == 0, said
+    prompts = TOKENS.tolist()
+    answers = generate(one, prompts, max_new_tokens=6)
+    sampled = generate(one, prompts, max_new_tokens=6, temperature=1.0, top_k=20)
+    found = [np.load(result) for result in results]
+    for mine in found:
+        assert goldens.relative_error(mine["logits"], forward(one, TOKENS)) < 1e-5
+        assert mine["answers"].tolist() == answers
+        assert mine["sampled"].tolist() == sampled
+    for name in tensors:
+        times = [mine[name] for mine in found]
+        if "norm" in name:  # on every device
+            assert all((mine == 1).all() for mine in times), name
+            continue
+        copies = 2 if ".k_proj" in name or ".v_proj" in name else 1  # of 4 heads on 8 devices
+        axis = 1 if ".o_proj" in name or ".down_proj" in name else 0
+        half = 52 if name in ("model.embed_tokens.weight", "lm_head.weight") else times[0].shape[axis] // 2
+        (mine, nothing), (nothing_too, theirs) = (np.split(array, [half], axis=axis) for array in times)
+        assert (mine == copies).all(), name
+        assert (theirs == copies).all(), name
+        assert not nothing.any(), name
+        assert not nothing_too.any(), name
 
 
 def test_host_memory_stays_at_three_shards(tmp_path):

@@ -126,7 +126,7 @@ def joined(
     def local(x: Array, kernel: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
         flat, base, restore = product(x, kernel)
         out = _delta(site.spec, spec, site.backend, base, flat, plan, a, b, ranks, complete=False)
-        return lax.psum(restore(out), sharding.ins)
+        return _sum(restore(out), sharding.ins)
 
     return _on_mesh(sharding, local, (of_x, of_kernel, _of_plan(lead), *_of_slots(site)), of_y)(
         x, kernel, plan, a, b, ranks
@@ -145,8 +145,10 @@ def add_lookup(
     b: Array,
     ranks: Array,
 ) -> Float[Array, "*lead N"]:
-    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` are slots along the first
-    of the axes before the features."""
+    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split.
+
+    `ids` are slots along the first of the axes before the features.
+    """
     sharding = _of(site)
 
     def local(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
@@ -218,10 +220,10 @@ def _expand_whole(
     sharding = held.sharding
     assert sharding is not None
     if sharding.a[2]:
-        h = lax.all_gather(h, sharding.a[2], axis=2, tiled=True)[:, :, : held.max_rank]
+        h = _gathered(h, sharding.a[2], 2)[:, :, : held.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
     if sharding.ins and (complete or further):
-        h = lax.psum(h, sharding.ins)
+        h = _sum(h, sharding.ins)
     if not further:
         return _expand_pieces(held, backend, rows, h, plan, b, ranks)
     own = b.shape[-1]
@@ -229,7 +231,7 @@ def _expand_whole(
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
     part = _expand_pieces(held, backend, part, h, plan, b, ranks)
     if complete:
-        return lax.all_gather(part, further, axis=1, tiled=True)
+        return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
@@ -240,7 +242,7 @@ def _expand_pieces(held: SlotSpec, backend: Any, rows: Array, h: Array, plan: Pl
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
-    ids = table[_index(sharding.b[2])] if len(pieces.table) > 1 else table[0]
+    ids = table[_index(sharding.b[2]) if len(table) > 1 else 0]
     # Padding is of a slice more, which has rank 0: the base's bits stay.
     h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
     ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
@@ -287,18 +289,18 @@ class _Pieces:
 def _pieces(held: SlotSpec) -> _Pieces:
     sharding = held.sharding
     assert sharding is not None
-    edges = np.cumsum((0, *held.out_sizes))
-    slices = np.full(held.stored_out, held.slices)
+    slices = np.full(held.stored_out, held.slices, np.int64)
+    of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
     for features, stored in held.out_runs:
-        slices[stored] = np.searchsorted(edges, np.arange(features.start, features.stop), side="right") - 1
+        slices[stored] = of_feature[features]
     shards = slices.reshape(sharding.size(sharding.b[2]), -1)
     if (shards == shards[0]).all():
-        starts = np.flatnonzero(np.diff(shards[0], prepend=-1))
+        starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
         if np.array_equal(shards[0][starts], np.arange(held.slices)):
-            return _Pieces(tuple(np.diff([*starts, shards.shape[1]]).tolist()), 0, ())
+            return _Pieces(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
         shards = shards[:1]
-    changes = np.unique(np.concatenate([np.flatnonzero(np.diff(row)) + 1 for row in shards] + [[shards.shape[1]]]))
-    size = int(np.gcd.reduce(changes.astype(np.int64)))
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
+    size = int(np.gcd.reduce(np.concatenate([*changes, np.array([shards.shape[1]])])))
     return _Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
 
 
@@ -309,8 +311,8 @@ def too_many_pieces(held: SlotSpec) -> str | None:
         return None
     return (
         f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
-        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index or "
-        "out_blocks how each shard has a part of every slice"
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
+        "or out_blocks how each shard has a part of every slice"
     )
 
 
@@ -334,6 +336,14 @@ def _of_plan(lead: Lead) -> PartitionSpec:
 
 def _index(axes: Names) -> Array:
     return lax.axis_index(axes)
+
+
+def _sum(array: Array, axes: Names) -> Array:
+    return cast("Array", lax.psum(array, axes))
+
+
+def _gathered(array: Array, axes: Names, axis: int) -> Array:
+    return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))
 
 
 def _manual(mesh: Any) -> frozenset[str]:
@@ -378,10 +388,6 @@ def _on_mesh(
 
     def moved(*args: Any) -> Any:
         """Where axes are Explicit, operands are asked to lie as they will be used."""
-        placed = [
-            jax.tree.map(lambda leaf, spec=spec: jax.sharding.reshard(leaf, spec), arg)
-            for arg, spec in zip(args, in_specs, strict=True)
-        ]
-        return mapped(*placed)
+        return mapped(*(jax.sharding.reshard(arg, spec) for arg, spec in zip(args, in_specs, strict=True)))
 
     return moved

@@ -88,9 +88,10 @@ def add_rows(
 ) -> Float[Array, "*lead N"]:
     """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K]."""
     sharding = _of(site)
+    complete = not reached(sharding.ins)  # of the calling code: inside `local` it always is
 
     def local(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
-        return _delta(site.spec, spec, site.backend, base, x, plan, a, b, ranks, complete=not reached(sharding.ins))
+        return _delta(site.spec, spec, site.backend, base, x, plan, a, b, ranks, complete=complete)
 
     of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
     return _on_mesh(sharding, local, (of_base, of_x, _of_plan(lead), *_of_slots(site)), of_base)(

@@ -23,7 +23,7 @@ def joins(cls: type[nnx.Module], layer: nnx.Module, site: Site) -> bool:
     if sharding is None or not sharding.ins or reached(sharding.ins):
         return False
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
-        return own["dot_general"] is lax.dot_general
+        return own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
     return cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum
 
 
@@ -52,9 +52,7 @@ def join(
         lead = scope.lead(site, flat)
         sharding = site.spec.sharding
         assert sharding is not None
-        of_kernel = [
-            (),
-        ] * kernel.ndim
+        of_kernel: list[Names] = [()] * kernel.ndim
         of_x: list[Names] = [()] * x.ndim
         of_y: list[Names] = [()] * (places.lead + len(places.kernel_out))
         for i, axis in enumerate(places.kernel_in):
@@ -96,7 +94,11 @@ def _dot_general(
     kernel_out = tuple(i for i in range(kernel.ndim) if i not in kernel_in)
     count = len(lead)
     places = EinsumAxes((*lead, *x_in), tuple(range(count + len(kernel_out))), count, tuple(kernel_in), kernel_out)
-    out = serve(x, kernel, places, lambda x, kernel: lax.dot_general(x, kernel, dims, **options))
+
+    def product(x: Array, kernel: Array) -> Array:
+        return lax.dot_general(x, kernel, dims, **options)
+
+    out = serve(x, kernel, places, product)
     if out is None:
         return lax.dot_general(x, kernel, dims, out_sharding=out_sharding, **options)
     return _placed(out, out_sharding)
@@ -113,7 +115,11 @@ def _einsum(
 ) -> Array:
     places = einsum_axes(equation, x.ndim)
     assert not isinstance(places, str)
-    out = serve(x, kernel, places, lambda x, kernel: jnp.einsum(equation, x, kernel, **options))
+
+    def product(x: Array, kernel: Array) -> Array:
+        return jnp.einsum(equation, x, kernel, **options)
+
+    out = serve(x, kernel, places, product)
     if out is None:
         return jnp.einsum(equation, x, kernel, out_sharding=out_sharding, **options)
     return _placed(out, out_sharding)

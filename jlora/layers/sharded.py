@@ -143,7 +143,7 @@ def add_rows(
             return out
         assert expert is not None
         mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == _index(sums)
-        return lax.psum(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
+        return _sum(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     if sums and expert is not None:
         expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # somebody must have the base
@@ -180,7 +180,7 @@ def joined(
 
     def local(x: Array, kernel: Array, held: Held) -> Array:
         flat, base, restore = product(x, kernel)
-        return lax.psum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
+        return _sum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
 
     of_held = Held(_of_plan(lead), *_of_slots(site.spec))
     return _on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
@@ -195,8 +195,10 @@ def add_lookup(
     ids: Array,
     held: Held,
 ) -> Float[Array, "*lead N"]:
-    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split; `ids` are slots along the first
-    of the axes before the features."""
+    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split.
+
+    `ids` are slots along the first of the axes before the features.
+    """
     sharding = _of(site)
 
     def local(base: Array, tokens: Array, ids: Array, held: Held) -> Array:
@@ -282,10 +284,10 @@ def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: He
     """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
     sharding = _split_of(slots)
     if sharding.a[2]:
-        h = lax.all_gather(h, sharding.a[2], axis=2, tiled=True)[:, :, : slots.max_rank]
+        h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
     if sharding.ins and (complete or further):
-        h = lax.psum(h, sharding.ins)
+        h = _sum(h, sharding.ins)
     if not further:
         return _expand_pieces(slots, backend, rows, h, held)
     own = held.b.shape[-1]
@@ -293,7 +295,7 @@ def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: He
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
     part = _expand_pieces(slots, backend, part, h, held)
     if complete:
-        return lax.all_gather(part, further, axis=1, tiled=True)
+        return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
@@ -340,18 +342,18 @@ class _Pieces:
 def _pieces(held: SlotSpec) -> _Pieces:
     sharding = held.sharding
     assert sharding is not None
-    edges = np.cumsum((0, *held.out_sizes))
-    slices = np.full(held.stored_out, held.slices)
+    slices = np.full(held.stored_out, held.slices, np.int64)
+    of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
     for features, stored in held.out_runs:
-        slices[stored] = np.searchsorted(edges, np.arange(features.start, features.stop), side="right") - 1
+        slices[stored] = of_feature[features]
     shards = slices.reshape(sharding.size(sharding.b[2]), -1)
     if (shards == shards[0]).all():
-        starts = np.flatnonzero(np.diff(shards[0], prepend=-1))
+        starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
         if np.array_equal(shards[0][starts], np.arange(held.slices)):
-            return _Pieces(tuple(np.diff([*starts, shards.shape[1]]).tolist()), 0, ())
+            return _Pieces(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
         shards = shards[:1]
-    changes = np.unique(np.concatenate([np.flatnonzero(np.diff(row)) + 1 for row in shards] + [[shards.shape[1]]]))
-    size = int(np.gcd.reduce(changes.astype(np.int64)))
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
+    size = int(np.gcd.reduce(np.concatenate([*changes, np.array([shards.shape[1]])])))
     return _Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
 
 
@@ -362,8 +364,8 @@ def too_many_pieces(held: SlotSpec) -> str | None:
         return None
     return (
         f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
-        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index or "
-        "out_blocks how each shard has a part of every slice"
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
+        "or out_blocks how each shard has a part of every slice"
     )
 
 
@@ -393,6 +395,14 @@ def _of_plan(lead: Lead, experts: Names = ()) -> PartitionSpec:
 
 def _index(axes: Names) -> Array:
     return lax.axis_index(axes)
+
+
+def _sum(array: Array, axes: Names) -> Array:
+    return cast("Array", lax.psum(array, axes))
+
+
+def _gathered(array: Array, axes: Names, axis: int) -> Array:
+    return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))
 
 
 def _manual(mesh: Any) -> frozenset[str]:

@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -244,6 +245,14 @@ def detach(layer: nnx.Module, site: Site) -> None:
     """Take a site and its slot arrays off a layer; what is gone already is left alone."""
     for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
+
+
+def as_brought(stored: np.ndarray, total: int, runs: Sequence[tuple[slice, slice]]) -> np.ndarray:
+    """[.., features as they are stored] -> [.., total], as an adapter has them; `runs` as a spec's `in_runs`."""
+    found = np.zeros((*stored.shape[:-1], total), stored.dtype)
+    for features, place in runs:
+        found[..., features] = stored[..., place]
+    return found
 
 
 def _runs(blocks: Blocks, total: int) -> tuple[tuple[slice, slice], ...]:

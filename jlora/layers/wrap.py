@@ -258,8 +258,8 @@ def _choose(
     mesh = _mesh_of(everything)
     if mesh is None and (config.fully_sharded or config.data_axes):
         raise LoRAUsageError(
-            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no kernel of this one lies on several "
-            "devices"
+            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no kernel of this one lies on "
+            "several devices"
         )
     plans: list[tuple[Found, list[Site]]] = []
     others: list[str] = []

@@ -65,7 +65,7 @@ def _own_ranks(
     start: Int[Array, ""],
     over: tuple[str, ...],
 ) -> Float[Array, "..."]:
-    """What a shard's ranks of A will hold: of `update`, whose first is `start`, those that are among them; else as now."""
+    """What a shard's ranks of A will hold: of `update`, whose first is `start`, those among them; else as now."""
     count = array.shape[-2]
     zero = jnp.zeros((), jnp.int32)
     now = lax.dynamic_slice(array, (*lead, zero, zero, zero), (*update.shape[:-2], count, update.shape[-1]))

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import Site, SlotSpec, as_brought
 
 _MAPPED = 1 << 20  # bytes from which a block has memory of its own
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
@@ -247,9 +247,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
         a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
         b = np.zeros((rank, spec.out_features), spec.dtype)
         for start, own_a, own_b in pieces:
-            for features, stored in spec.in_runs:
-                a[:, start : start + own_a.shape[1], features] = own_a[:, :, stored]
-            for features, stored in spec.out_runs:
-                b[start : start + len(own_b), features] = own_b[:, stored]
+            a[:, start : start + own_a.shape[1]] = as_brought(own_a, spec.in_features, spec.in_runs)
+            b[start : start + len(own_b)] = as_brought(own_b, spec.out_features, spec.out_runs)
         found[row] = (a, b)
     return found

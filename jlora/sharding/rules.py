@@ -87,8 +87,8 @@ def kernel_sharding(
       fully: `LoRAConfig.fully_sharded`.
 
     Raises:
-      LoRAError: an axis of the mesh in `data` that it lacks; a stack of layers that is split, an axis that is split in
-        the middle of the features which it flattens to, one axis of the mesh for two things.
+      LoRAError: an axis of the mesh in `data` that it lacks; a stack of layers that is split; an axis that is split in
+        the middle of the features which it flattens to.
     """
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
@@ -99,7 +99,9 @@ def kernel_sharding(
             f"LoRAConfig.data_axes names {missing[0]!r}, which is no axis of the mesh of {where}: it has "
             f"{', '.join(map(repr, mesh.axis_names))}"
         )
-    spec = [*map(names_of, sharding.spec), *[()] * (len(sizes) - len(sharding.spec))]
+    # An axis of size 1 splits nothing.
+    spec = [tuple(name for name in names_of(entry) if mesh.shape[name] > 1) for entry in sharding.spec]
+    spec += [()] * (len(sizes) - len(spec))
     found: list[Names] = []
     taken = {axis for group in axes for axis in group}
     for axis, names in enumerate(spec):
@@ -130,9 +132,9 @@ def split_axis(group: Sequence[int], sizes: Sequence[int]) -> int:
 
 def names_of(entry: Any) -> Names:
     """The axes of a mesh in one entry of a PartitionSpec."""
-    return (
-        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)
-    )
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple[str, ...](entry)
 
 
 def _said(names: Names) -> str:

@@ -37,7 +37,8 @@ class RowMap:
         input of each; None where those are what `source` counts. On a mesh a shard may be given tokens of its own.
 
     Raises:
-      LoRAUsageError: `source`, `expert` or `taken` is no vector of integers, they differ in length, or `length` is not positive.
+      LoRAUsageError: `source`, `expert` or `taken` is no vector of integers, they differ in length, or `length` is not
+        positive.
     """
 
     source: Integer[Array | np.ndarray, "M"]

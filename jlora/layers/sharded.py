@@ -11,10 +11,10 @@ Rows that are split (over data) have plans of their own shard. Inside a `jax.sha
 a shard already, and what is computed is the same without another one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -150,8 +150,8 @@ def add_rows(
     whole = PartitionSpec()
     of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
     of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
-    of_held = Held(_of_plan(lead, sums), *_of_slots(site.spec))
-    of_shared = [Held(_of_plan(lead, sums), *_of_slots(half.spec)) for half in site.shared]
+    of_held = _of_held(site.spec, lead, sums)
+    of_shared = [_of_held(half.spec, lead, sums) for half in site.shared]
     mapped = _on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
     return mapped(base, x, held, expert, x_rows, list(shared))
 
@@ -182,7 +182,7 @@ def joined(
         flat, base, restore = product(x, kernel)
         return _sum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
 
-    of_held = Held(_of_plan(lead), *_of_slots(site.spec))
+    of_held = _of_held(site.spec, lead)
     return _on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
 
 
@@ -218,7 +218,7 @@ def add_lookup(
 
     of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
     of_ids = partition(*lead.axes[: ids.ndim])
-    of_held = Held(_of_plan(lead), *_of_slots(site.spec))
+    of_held = _of_held(site.spec, lead)
     return _on_mesh(sharding, local, (of_base, of_rows, of_ids, of_held), of_base)(base, tokens, ids, held)
 
 
@@ -305,7 +305,7 @@ def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: H
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
-    ids = table[_index(_split_of(slots).b[2])] if len(pieces.table) > 1 else table[0]
+    ids = table[_index(_split_of(slots).b[2]) if len(table) > 1 else 0]
     # Padding is of a slice more, which has rank 0: the base's bits stay.
     h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
     ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
@@ -338,7 +338,7 @@ class _Pieces:
     table: tuple[tuple[int, ...], ...]
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _pieces(held: SlotSpec) -> _Pieces:
     sharding = held.sharding
     assert sharding is not None
@@ -382,15 +382,12 @@ def _split_of(slots: SlotSpec) -> KernelSharding:
     return slots.sharding
 
 
-def _of_slots(slots: SlotSpec) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """Of A [S (E), n, R, K], B [S (E), R, N] and the ranks [S (E), n], as one layer has them."""
+def _of_held(slots: SlotSpec, lead: Lead, experts: Names = ()) -> Any:
+    """The specs of a `Held`: the plans of the shards of rows, or of `experts`; arrays as one layer has them."""
     sharding = _split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
-    return partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-
-
-def _of_plan(lead: Lead, experts: Names = ()) -> PartitionSpec:
-    return partition((*(name for names in lead.axes for name in names), *experts))
+    of_plan = partition((*(name for names in lead.axes for name in names), *experts))
+    return Held._make((of_plan, partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)))
 
 
 def _index(axes: Names) -> Array:
@@ -432,7 +429,7 @@ def _on_mesh(
     names = frozenset(sharding.mesh.axis_names) - manual
     if not names:
         return local
-    in_specs = [jax.tree.map(lambda spec: _without(spec, manual), spec, is_leaf=_is_spec) for spec in in_specs]
+    in_specs = [jax.tree.map(functools.partial(_without, names=manual), spec, is_leaf=_is_spec) for spec in in_specs]
     out_specs = _without(out_specs, manual)
     mapped = jax.shard_map(
         local,
@@ -461,6 +458,6 @@ def _resharded(specs: Any, operands: Any) -> Any:
     """Operands moved to where their specs say; a spec may stand for a whole tree."""
 
     def move(spec: PartitionSpec, operand: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), operand)
+        return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
 
     return jax.tree.map(move, specs, operands, is_leaf=_is_spec)

@@ -397,7 +397,8 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 @lru_cache(maxsize=256)
 def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number written.
+    """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number
+    written.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
     """
@@ -419,7 +420,7 @@ def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tup
     of_blocks = _of_blocks(spec, whole=not alone) if sharded else (whole, whole)
     blocks = [(rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)]
     operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
-    places = cast("list[Where]", [*of_blocks, whole, whole])
+    places = [*of_blocks, whole, whole]
     if sharded and spec.sharding is not None:
         # Each shard writes what it has of the block: nothing is gathered.
         kept = tuple(cast("NamedSharding", where).spec for where in lie)

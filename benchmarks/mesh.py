@@ -80,23 +80,26 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
             data_axes=[name for name in ("data",) if mesh is not None and name in mesh.axis_names],
         ),
     )
-    fill_slots(manager, args.rank)
-    for name, (step, given, sequences) in inputs.items():
-        run, leaves = flat_step(model, step)
-        adapters = min(args.adapters, sequences)
-        made[name] = (run, leaves, *given, make_batch(manager, sequences, adapters))
-    slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
-    device = jax.local_devices()[0]
-    nbytes = sum(s.data.nbytes for a in slots for s in a.addressable_shards if s.device == device)
-    found = {"calls": made, "slot_bytes_of_a_device": nbytes}
+    runs = {name: flat_step(model, step)[0] for name, (step, _, _) in inputs.items()}
+    found: dict[str, Any] = {"calls": made}
     if args.check and not fully:
-        run, _, *given, _ = made["prefill"]
         for adapter in swap.adapters(config, args.rank, "model.", 2):
             manager.add_adapter(adapter)
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
-            leaves = jax.tree.leaves(nnx.split(model)[1])
-            found["logits"] = logits_of((run, leaves, *given, batch))
-    return found
+            found["logits"] = logits_of((runs["prefill"], leaves_of(model), *inputs["prefill"][1], batch))
+    fill_slots(manager, args.rank)
+    for name, (_, given, sequences) in inputs.items():
+        adapters = min(args.adapters, sequences)
+        made[name] = (runs[name], leaves_of(model), *given, make_batch(manager, sequences, adapters))
+    slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
+    device = jax.local_devices()[0]
+    nbytes = sum(s.data.nbytes for a in slots for s in a.addressable_shards if s.device == device)
+    return found | {"slot_bytes_of_a_device": nbytes}
+
+
+def leaves_of(model: Decoder) -> list[jax.Array]:
+    """The operands of a `flat_step`."""
+    return jax.tree.leaves(nnx.split(model)[1])
 
 
 def swap_arrays(layer: nnx.Module) -> list[jax.Array]:

@@ -15,11 +15,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 import jlora
 from benchmarks.roofline import BANDWIDTH
@@ -132,16 +134,17 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
         for name, fan_in in zip(site.attributes[:2], (site.spec.in_features, 16 * rank), strict=True):
             variable = getattr(layer, name)
             key, sub = jax.random.split(key)
-            shape, dtype = variable.get_value().shape, variable.get_value().dtype
-            variable.set_value(_normal(sub, shape, dtype, fan_in**-0.5))
+            held = variable.get_value()
+            variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
         ranks = getattr(layer, site.attributes[2])
         ranks.set_value(jnp.full_like(ranks.get_value(), rank))
 
 
-_normal = jax.jit(
-    lambda key, shape, dtype, scale: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype),
-    static_argnums=(1, 2, 3),
-)
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal(key, shape, dtype, scale: float, where):
+    """Made where it is to lie."""
+    values = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+    return jax.lax.with_sharding_constraint(values, where) if isinstance(where, NamedSharding) else values
 
 
 def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jlora._typing import Backend, DType
+from jlora._typing import Backend, DType, is_list_or_tuple
 from jlora.errors import LoRAUsageError
 
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
@@ -53,7 +53,10 @@ class LoRAConfig:
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
       allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
       trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
-      fully_sharded: shard both LoRA factors over the tensor axis of a mesh.
+      fully_sharded: on a mesh, split both factors of a layer whose kernel is split, and not one of them (S-LoRA): for
+        memory, at the cost of more collectives.
+      data_axes: the axes of the mesh that sequences (or packed rows) are split over. Batches are laid out so, where
+        they divide; kernels that are split over them too are gathered by the model, and split no slot array.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
 
@@ -71,6 +74,7 @@ class LoRAConfig:
     allow_nonfinite: bool = False
     trace_leases: bool = False
     fully_sharded: bool = False
+    data_axes: Sequence[str] = ()
     backend: Backend = "auto"
 
     def __post_init__(self):
@@ -124,6 +128,10 @@ class LoRAConfig:
                     raise LoRAUsageError(
                         f"LoRAConfig.{field} must be None or a list of at least one name, got {tuple(names)}"
                     )
+        axes: object = self.data_axes
+        if isinstance(axes, str) or not is_list_or_tuple(axes) or not all(isinstance(name, str) for name in axes):
+            raise LoRAUsageError(f"LoRAConfig.data_axes must be a list of names of axes of a mesh, got {axes!r}")
+        object.__setattr__(self, "data_axes", tuple(axes))
         if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
             raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):

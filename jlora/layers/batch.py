@@ -20,6 +20,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.mesh import across_mesh
 from jlora.layers.site import Site
+from jlora.sharding.rules import KernelSharding
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
 _TRACED = (
@@ -353,11 +354,17 @@ def make_batch(
     length: int | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Move a batch's int32 arrays to the device. Without `stamps` it takes any copy of the model."""
+    """Move a batch's int32 arrays to the device, or onto the mesh. Without `stamps` it takes any copy of the model."""
     stamps = np.zeros_like(slots) if stamps is None else stamps
     layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease), trace=lease.trace)
-    tokens_on_device = None if token_slots is None else to_device(token_slots)
-    return LoRABatch(to_device(slots), tokens_on_device, to_device(stamps), layout, lease)
+    place = functools.partial(_placed, coverage.sharding)
+    tokens_on_device = None if token_slots is None else place(token_slots)
+    return LoRABatch(place(slots), tokens_on_device, place(stamps), layout, lease)
+
+
+def _placed(sharding: KernelSharding | None, array: np.ndarray) -> jax.Array:
+    """On the default device; or whole on all of a mesh, for a shard of rows takes its own without being sent them."""
+    return to_device(array) if sharding is None else jax.device_put(array, sharding.named(()))
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

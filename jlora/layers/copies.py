@@ -84,13 +84,11 @@ def _is_half(dtype: Any) -> bool:
 
 def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
     """[..., k, n] of the checkpoint -> [..., K, N] of the layer, zero where it pads."""
-    for axis, index, total in ((-2, spec.columns_in, spec.in_features), (-1, spec.columns_out, spec.out_features)):
+    for axis, index in ((-2, spec.columns_in), (-1, spec.columns_out)):
         if index is not None:
-            shape = list(delta.shape)
-            shape[axis] = total
-            full = np.zeros(shape, delta.dtype)
-            np.moveaxis(full, axis, 0)[index.positions] = np.moveaxis(delta, axis, 0)
-            delta = full
+            full = np.moveaxis(delta, axis, 0)[np.maximum(index.source, 0)]
+            full[index.source < 0] = 0
+            delta = np.moveaxis(full, 0, axis)
     return delta
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
+from jlora.sharding.rules import KernelSharding
 
 if TYPE_CHECKING:
     from jlora.layers.batch import Lease
@@ -33,6 +34,7 @@ class Coverage:
 
     Attributes:
       sites: every site of the model.
+      sharding: of one of them: its mesh and its data axes are those of all; None off meshes.
       unserved: site -> why some function did not serve it.
       groups: site -> the number of its group, of the same sites.
       version: how often `groups` changed.
@@ -40,6 +42,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self.sites: tuple[Site, ...] = ()
+        self.sharding: KernelSharding | None = None
         self.unserved: Mapping[Site, str] = {}
         self.groups: Mapping[Site, int] = {}
         self.version = 0

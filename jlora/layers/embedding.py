@@ -15,6 +15,7 @@ from jlora.layers.linear import NO_LAYOUT, add_delta, first_input, parameters_of
 from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
 from jlora.layers.scope import enter_site
+from jlora.layers.sharded import Held, add_lookup
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import expand
@@ -86,6 +87,11 @@ def _add_lookup(
         note_unserved(site, NO_LAYOUT)
         return base
     note_served(site)
+    if site.spec.sharding is not None:
+        with jax.named_scope("lora"):
+            ids, lead = scope.runs(site, base), scope.lead(site, base)
+            base = scope.checked(layer, site, base)
+            return add_lookup(site, spec, lead, base, tokens, ids, Held(plan, *slot_arrays(layer, site)))
 
     def compute(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
         tokens = tokens.reshape(-1)

@@ -17,6 +17,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.linear import add_delta, first_input, parameters_of
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import enter_site
+from jlora.layers.sharded import own_size
 from jlora.layers.site import Site
 from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
 
@@ -104,7 +105,10 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
 
 
 def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
-    return RowMap(rows.token, of="tokens", length=rows.length, expert=rows.expert)
+    source = getattr(rows, "source", None)  # where the rows of a shard are of tokens elsewhere too
+    if source is None:
+        return RowMap(rows.token, of="tokens", length=rows.length, expert=rows.expert)
+    return RowMap(source, of="tokens", length=rows.length, expert=rows.expert, taken=rows.token)
 
 
 def expert_delta(
@@ -149,18 +153,24 @@ def _served(
     spec, gathers = experts.products[name], name in experts.gathers
     if not isinstance(row_map, RowMap) or row_map.expert is None:
         raise LoRAUsageError(f"{site.path}: rows of experts are said by a jlora.RowMap with `expert`, got {row_map!r}")
-    for label, array, size in (("takes", x, spec.in_features), ("returned", y, spec.out_features)):
+    sizes = spec.in_features, spec.out_features
+    if (sharding := site.spec.sharding) is not None:
+        sizes = (
+            own_size(site.spec, size, axes) for size, axes in zip(sizes, (sharding.ins, sharding.outs), strict=True)
+        )
+    for label, array, size in zip(("takes", "returned"), (x, y), sizes, strict=True):
         good = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)
         if not good or array.shape[-1:] != (size,):
             found = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
             raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
     if gathers:
-        if math.prod(x.shape[:-1]) != (counted := scope.counted(row_map)):
+        taken = row_map.source if row_map.taken is None else row_map.taken
+        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := scope.counted(row_map)):
             raise LoRAError(
                 f"{site.path}: its ExpertsSpec says that it gathers its rows from all {counted} {row_map.of} of the "
                 f"batch, and {list(x.shape)} went in"
             )
-        return add_delta(layer, site, scope, y, x, spec, row_map, jnp.asarray(row_map.source))
+        return add_delta(layer, site, scope, y, x, spec, row_map, jnp.asarray(taken))
     if x.shape[:-1] != y.shape[:-1]:
         raise LoRAError(f"{site.path}: {list(x.shape)} went in and {list(y.shape)} came out; expected as many rows")
     return add_delta(layer, site, scope, y, x, spec, row_map)

@@ -16,8 +16,10 @@ from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh
 from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.products import join, joins
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
+from jlora.layers.sharded import Held, add_rows
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora, expand, shrink
@@ -34,9 +36,12 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
+        if scope is not None and joins(cls, self, site):
+            y = join(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
+            return scope.checked(self, site, y)
+        y = own(self, *args, **kwargs)
         if scope is None:
             return y
         try:
@@ -80,6 +85,13 @@ def add_delta(
         note_unserved(site, NO_LAYOUT)
         return base
     note_served(site)
+    if site.spec.sharding is not None:
+        with jax.named_scope("lora"):
+            base, lead = scope.checked(layer, site, base), scope.lead(site, base, row_map)
+            held = Held(plan, *slot_arrays(layer, site))
+            halves = [Held(scope.plan(site, base, row_map, half), *slot_arrays(layer, half)) for half in site.shared]
+            expert = None if row_map is None or row_map.expert is None else jnp.asarray(row_map.expert)
+            return add_rows(site, spec, lead, base, x, held, expert, x_rows, halves)
     shared = [(scope.plan(site, base, row_map, held), *slot_arrays(layer, held)) for held in site.shared]
 
     def compute(
@@ -105,7 +117,8 @@ def add_delta(
 
 
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
-    """A [G, n, R, K], B [G, R, N] and ranks [G, n] of a layer inside the forward; G = S, or S * E of experts."""
+    """A [G, n, R, K], B [G, R, N] and ranks [G, n] of a layer inside the forward; G = S, or S * E of experts (on a mesh
+    two axes)."""
     a: Array
     b: Array
     ranks: Array
@@ -116,7 +129,7 @@ def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
-    if site.spec.experts is not None:
+    if site.spec.experts is not None and site.spec.sharding is None:
         a, b, ranks = (array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]) for array in (a, b, ranks))
     return a, b, ranks
 

@@ -33,15 +33,19 @@ class RowMap:
         none has (another shard's, say) take no adapter. None elsewhere.
       length: L, needed where `of="tokens"`, rows are not packed and neither `prepare(..., length=)` nor an earlier
         layer's [B, L] rows have said it.
+      taken: integers [M], of a product that gathers (`ExpertsSpec.gathers`): which of the rows that it is given is the
+        input of each; None where those are what `source` counts. On a mesh a shard may be given tokens of its own.
 
     Raises:
-      LoRAUsageError: `source` or `expert` is no vector of integers, they differ in length, or `length` is not positive.
+      LoRAUsageError: `source`, `expert` or `taken` is no vector of integers, they differ in length, or `length` is not
+        positive.
     """
 
     source: Integer[Array | np.ndarray, "M"]
     of: Literal["sequences", "tokens"] = "sequences"
     length: int | None = None
     expert: Integer[Array | np.ndarray, "M"] | None = None
+    taken: Integer[Array | np.ndarray, "M"] | None = None
     # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.
     trace_key: object = field(default_factory=object, init=False, repr=False)
 
@@ -58,14 +62,16 @@ class RowMap:
             raise LoRAUsageError(f"RowMap.length must be a positive int, got {length!r}")
         # A narrow dtype would overflow where it is compared with the size of the batch.
         object.__setattr__(self, "source", source.astype(jnp.int32) if source.dtype.itemsize < 4 else source)
-        if self.expert is not None:
-            expert = jnp.asarray(self.expert)
-            if expert.shape != source.shape or not jnp.issubdtype(expert.dtype, jnp.integer):
+        for name in ("expert", "taken"):
+            if getattr(self, name) is None:
+                continue
+            values = jnp.asarray(getattr(self, name))
+            if values.shape != source.shape or not jnp.issubdtype(values.dtype, jnp.integer):
                 raise LoRAUsageError(
-                    f"RowMap.expert must be integers {list(source.shape)}, one for each row of source, got "
-                    f"{expert.dtype}{list(expert.shape)}"
+                    f"RowMap.{name} must be integers {list(source.shape)}, one for each row of source, got "
+                    f"{values.dtype}{list(values.shape)}"
                 )
-            object.__setattr__(self, "expert", expert.astype(jnp.int32) if expert.dtype.itemsize < 4 else expert)
+            object.__setattr__(self, name, values.astype(jnp.int32) if values.dtype.itemsize < 4 else values)
 
     def slots(
         self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int], none: int

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Generator
 from typing import Any, TypeGuard
@@ -18,9 +19,11 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
+from jlora.layers.sharded import Lead, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
+from jlora.sharding.rules import KernelSharding
 
 _OUTSIDE = (
     "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
@@ -52,6 +55,13 @@ class _Scope:
         self.plans: dict[Any, Plan] = {}
         self.row_maps: dict[tuple[int, int, str, int | None], RowMap] = {}
 
+    def runs(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "..."]:
+        """Slots along the first axes of `base`, where `plan` found a layout: all rows along the others are of one."""
+        layout = self._layout(site, base)
+        assert not isinstance(layout, str)
+        ids, repeats = self._runs(layout, site)
+        return ids if layout[0] == "sequences" and repeats > 1 else ids.reshape(base.shape[:-1])
+
     def row_slots(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "M"]:
         """The slot of each row of `base`, where `plan` found a layout for them."""
         layout = self._layout(site, base)
@@ -77,7 +87,11 @@ class _Scope:
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
-        key = (layout, spec.slots, spec.experts, site.backend)
+        sharding = spec.sharding
+        lead = None if sharding is None else self._lead(sharding, layout, base)
+        shape = base.shape[:-1] if lead is not None and lead.split else None
+        split = () if sharding is None else sharding.experts
+        key = (layout, spec.slots, spec.experts, site.backend, lead, shape, split)
         if keep and key in self.plans:
             return self.plans[key]
         assert self.batch is not None
@@ -85,16 +99,39 @@ class _Scope:
             plan = self._plan_experts(layout[0], site, spec)
         else:
             ids, repeats = self._runs(layout, site)
-            plan = make_plan(
-                ids,
-                num_groups=site.spec.num_slots,
-                max_active=self.batch.layout.num_sequences,
-                repeats=repeats,
-                backend=site.backend,
-            )
+            make = functools.partial(self._make_plan, site)
+            if sharding is not None and lead is not None and lead.split:
+                plan = plan_of_rows(sharding, lead, base.shape[:-1], self.runs(site, base), make)
+            else:
+                plan = make(ids, repeats)
         if keep:
             self.plans[key] = plan
         return plan
+
+    def _make_plan(self, site: Site, ids: Int[Array, "runs"], repeats: int) -> Plan:
+        assert self.batch is not None
+        return make_plan(
+            ids,
+            num_groups=site.spec.num_slots,
+            max_active=self.batch.layout.num_sequences,
+            repeats=repeats,
+            backend=site.backend,
+        )
+
+    def lead(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> Lead:
+        """How the rows of `base` lie on the mesh, where `plan` found a layout for them."""
+        layout, sharding = self._layout(site, base, row_map), site.spec.sharding
+        assert not isinstance(layout, str)
+        assert sharding is not None
+        return self._lead(sharding, layout, base)
+
+    def _lead(self, sharding: KernelSharding, layout: tuple[Any, int], base: Float[Array, "*lead N"]) -> Lead:
+        assert self.batch is not None
+        kind, axes = layout[0], base.ndim - 1
+        if kind == "packed":
+            return lead_of(sharding, base, axes - 1, base.shape[-2])
+        one = isinstance(kind, RowMap) or self.batch.slots.ndim == 0
+        return lead_of(sharding, base, None if one else 0, self.batch.slots.size)
 
     def _plan_experts(self, row_map: RowMap, site: Site, spec: SlotSpec) -> Plan:
         """By slot and expert; or, for the factors that experts share, by slot."""
@@ -103,18 +140,26 @@ class _Scope:
         assert site.spec.experts is not None
         slots, index = row_map.places(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
         slots = slots if spec.slots.start == 0 else slots - spec.slots.start
-        expert, experts = jnp.asarray(row_map.expert), spec.experts
-        if experts is None:  # as one expert: rows of those elsewhere are nobody's still
-            expert, experts = jnp.where((expert >= 0) & (expert < site.spec.experts), 0, -1), 1
-        return plan_experts(
-            slots,
-            index,
-            expert,
-            num_slots=spec.num_slots,
-            num_experts=experts,
-            max_active=self.batch.layout.num_sequences * experts,
-            backend=site.backend,
-        )
+        sequences = self.batch.layout.num_sequences
+
+        def make(slots: Array, index: Array, expert: Array, own: int) -> Plan:
+            experts = own
+            if spec.experts is None:  # as one expert: rows of those elsewhere are nobody's still
+                expert, experts = jnp.where((expert >= 0) & (expert < own), 0, -1), 1
+            return plan_experts(
+                slots,
+                index,
+                expert,
+                num_slots=spec.num_slots,
+                num_experts=experts,
+                max_active=sequences * experts,
+                backend=site.backend,
+            )
+
+        operands = slots, index, jnp.asarray(row_map.expert)
+        if site.spec.sharding is None:
+            return make(*operands, site.spec.experts)
+        return plan_of_experts(site.spec, make, *operands)
 
     def counted(self, row_map: RowMap) -> int:
         """How many rows of the batch a map counts."""

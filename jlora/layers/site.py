@@ -1,16 +1,22 @@
 """What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jlora._typing import Backend
 from jlora.layers.specs import Inferred
+from jlora.sharding.rules import KernelSharding
+
+Blocks: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class SlotParam(nnx.Variable[jax.Array]):
@@ -36,6 +42,9 @@ class SlotSpec:
       dtype: of A and B, by name: "bfloat16", "float16" or "float32".
       experts: E, where every expert has factors of its own, else None.
       first_slot: which of the model's slots the first of these is.
+      sharding: how the base kernel is split over a mesh, which decides where these arrays lie; None off meshes.
+      in_blocks, out_blocks: K of A, and N of B, as the layer has them, where that is not as an adapter has them and
+        they are split: from left to right (the adapter's first feature or -1 for padding, how many). () for as it has.
     """
 
     layers: int | None
@@ -46,6 +55,58 @@ class SlotSpec:
     dtype: str
     experts: int | None = None
     first_slot: int = 0
+    sharding: KernelSharding | None = None
+    in_blocks: Blocks = ()
+    out_blocks: Blocks = ()
+
+    @property
+    def expert_shards(self) -> int:
+        """Shards that have different experts."""
+        return 1 if self.sharding is None or self.experts is None else self.sharding.size(self.sharding.experts)
+
+    @property
+    def stored_in(self) -> int:
+        """K of A as it is stored."""
+        return sum(count for _, count in self.in_blocks) or self.in_features
+
+    @property
+    def stored_out(self) -> int:
+        """N of B as it is stored."""
+        return sum(count for _, count in self.out_blocks) or self.out_features
+
+    @property
+    def stored_rank(self) -> int:
+        """R of A as it is stored: it may be split."""
+        parts = 1 if self.sharding is None else self.sharding.size(self.sharding.a[2])
+        return -(-self.max_rank // parts) * parts
+
+    @property
+    def in_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """(features of the adapter, where they are stored) of A; padding is left out."""
+        return _runs(self.in_blocks, self.in_features)
+
+    @property
+    def out_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """The same of B."""
+        return _runs(self.out_blocks, self.out_features)
+
+    @property
+    def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
+        """Of A, B and the ranks; None where nobody says so."""
+        found = self.sharding
+        if found is None:
+            return None, None, None
+        lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
+        own = (experts,) if self.experts is not None else ()
+        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own)
+
+    @property
+    def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
+        """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]; one row is whole."""
+        if (found := self.sharding) is None:
+            return None, None
+        rows = () if self.experts is None else found.experts
+        return found.named(rows, (), (), found.a[-1]), found.named(rows, (), found.b[-1])
 
     @property
     def slots(self) -> range:
@@ -79,15 +140,15 @@ class SlotSpec:
         """Shapes of A, B and the ranks."""
         lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
-            (*lead, self.slices, self.max_rank, self.in_features),
-            (*lead, self.max_rank, self.out_features),
+            (*lead, self.slices, self.stored_rank, self.stored_in),
+            (*lead, self.max_rank, self.stored_out),
             (*lead, self.slices),
         )
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B and ranks."""
-        values = self.max_rank * (self.slices * self.in_features + self.out_features)
+        """Bytes of one slot: A, B and ranks; on a mesh those of all shards together."""
+        values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
 
 
@@ -153,13 +214,25 @@ def allocate(site: Site) -> dict[str, SlotParam]:
     a, b, ranks = site.attributes
     shape_a, shape_b, shape_ranks = site.spec.shapes
     shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
-    stamps = {site.stamps: SlotRanks(jnp.zeros(shape, jnp.int32))} if site.stamped else {}
+    of_a, of_b, of_ranks = site.spec.shardings
+    of_stamps = None if site.spec.sharding is None else site.spec.sharding.named()
+    stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
     return {
-        a: SlotParam(jnp.zeros(shape_a, site.spec.dtype)),
-        b: SlotParam(jnp.zeros(shape_b, site.spec.dtype)),
-        ranks: SlotRanks(jnp.zeros(shape_ranks, jnp.int32)),
+        a: _variable(SlotParam, shape_a, site.spec.dtype, of_a),
+        b: _variable(SlotParam, shape_b, site.spec.dtype, of_b),
+        ranks: _variable(SlotRanks, shape_ranks, "int32", of_ranks),
         **stamps,
     }
+
+
+def _variable(kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | None) -> SlotParam:
+    """Zeros; each shard is made where it belongs, so that no array is ever whole where it is to be split.
+
+    What says how is kept beside it, as Flax does (`nnx.get_partition_spec`), for code that maps over the mesh.
+    """
+    if where is None:
+        return kind(jnp.zeros(shape, dtype))
+    return kind(jnp.zeros(shape, dtype, device=where), out_sharding=where.spec, mesh=where.mesh)
 
 
 def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:
@@ -172,6 +245,25 @@ def detach(layer: nnx.Module, site: Site) -> None:
     """Take a site and its slot arrays off a layer; what is gone already is left alone."""
     for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
+
+
+def as_brought(stored: np.ndarray, total: int, runs: Sequence[tuple[slice, slice]]) -> np.ndarray:
+    """[.., features as they are stored] -> [.., total], as an adapter has them; `runs` as a spec's `in_runs`."""
+    found = np.zeros((*stored.shape[:-1], total), stored.dtype)
+    for features, place in runs:
+        found[..., features] = stored[..., place]
+    return found
+
+
+def _runs(blocks: Blocks, total: int) -> tuple[tuple[slice, slice], ...]:
+    if not blocks:
+        return ((slice(0, total), slice(0, total)),)
+    ends = itertools.accumulate(count for _, count in blocks)
+    return tuple(
+        (slice(first, first + count), slice(end - count, end))
+        for (first, count), end in zip(blocks, ends, strict=True)
+        if first >= 0
+    )
 
 
 # Flax's own: a layer class may override __setattr__ and __delattr__.

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAUsageError
 
+Blocks: TypeAlias = Sequence[tuple[int, int]]
 Restore: TypeAlias = Callable[[Array], Array]
 Rows: TypeAlias = Callable[..., tuple[Array, Array, Restore]]
 
@@ -34,6 +35,8 @@ class LinearSpec:
         [*lead, N] to y's own shape. None: K and N are the last axes of input and output.
       in_index, out_index: the layer's feature for each feature of the checkpoint, int [k] and int [n]; None for all.
       real_vocab: the same for the first `real_vocab` outputs, of a head whose vocabulary the model padded.
+      out_blocks: the same where the layer's outputs are runs of the checkpoint's, copies of some included: from left to
+        right (first feature of the checkpoint, how many), with -1 for padding.
     """
 
     in_features: int
@@ -45,14 +48,19 @@ class LinearSpec:
     in_index: "Index | Sequence[int] | np.ndarray | None" = None
     out_index: "Index | Sequence[int] | np.ndarray | None" = None
     real_vocab: int | None = None
+    out_blocks: "Blocks | None" = None
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
+        if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
+            raise LoRAUsageError(
+                "LinearSpec: real_vocab, out_index and out_blocks all say which outputs are real; give one"
+            )
         if self.real_vocab is not None:
-            if self.out_index is not None:
-                raise LoRAUsageError("LinearSpec: real_vocab and out_index both say which outputs are real; give one")
             _check_real(self, self.real_vocab, self.out_features)
             object.__setattr__(self, "out_index", range(self.real_vocab))
+        if self.out_blocks is not None:
+            object.__setattr__(self, "out_index", _index_of_blocks(self.out_blocks, self.out_features))
         for name, total in (("in_index", self.in_features), ("out_index", self.out_features)):
             object.__setattr__(self, name, as_index(f"LinearSpec.{name}", getattr(self, name), total))
 
@@ -98,13 +106,19 @@ class EmbedSpec:
     scale: float = 1.0
     real_vocab: int | None = None
     head: LinearSpec = field(init=False, repr=False)  # the attend as a linear layer
+    table: LinearSpec = field(init=False, repr=False)  # the lookup as one of one-hot rows
 
     def __post_init__(self):
         _check_sizes(self, "vocab", "features")
         _check_real(self, self.real_vocab, self.vocab)
         if self.lookup is None and self.attend is None:
             raise LoRAUsageError("EmbedSpec: lookup and attend are both None, so nothing could serve LoRA")
-        object.__setattr__(self, "head", LinearSpec(self.features, self.vocab, real_vocab=self.real_vocab))
+        head = LinearSpec(
+            self.features, self.vocab, self.param, in_axes=(1,), out_axes=(0,), real_vocab=self.real_vocab
+        )
+        object.__setattr__(self, "head", head)
+        real = None if self.real_vocab is None else range(self.real_vocab)
+        object.__setattr__(self, "table", LinearSpec(self.vocab, self.features, self.param, in_index=real))
 
     @property
     def rows(self) -> int:
@@ -194,14 +208,37 @@ class Inferred:
 
 
 class Index:
-    """Which of a layer's `total` features are real: int [size], in the checkpoint's order."""
+    """Which of a layer's `total` features are real, in the checkpoint's order.
 
-    def __init__(self, positions: np.ndarray, total: int):
+    Attributes:
+      positions: int [size], the layer's feature (the first, if there are copies) for each of the checkpoint's.
+      source: int [total], the checkpoint's feature for each of the layer's; -1 for padding.
+    """
+
+    def __init__(self, positions: np.ndarray, total: int, source: np.ndarray | None = None):
         self.positions, self.total = positions, total
         self.size = len(positions)
+        if source is None:
+            source = np.full(total, -1, np.int32)
+            source[positions] = np.arange(self.size)
+        self.source = source
         first = int(positions[0])
         # A run of features is cut out and put back without gathers.
         self.run = (first, first + self.size) if np.array_equal(positions, first + np.arange(self.size)) else None
+        if self.run is not None and np.count_nonzero(source >= 0) > self.size:
+            self.run = None  # there are copies beside it
+
+    @property
+    def blocks(self) -> "Blocks":
+        """`source` as runs: (first feature of the checkpoint or -1, how many)."""
+        found: list[tuple[int, int]] = []
+        for value in self.source.tolist():
+            first, count = found[-1] if found else (0, 0)
+            if count and value == (first + count if first >= 0 else -1):
+                found[-1] = first, count + 1
+            else:
+                found.append((value, 1))
+        return tuple(found)
 
     def take(self, values: Array) -> Array:
         """[..., total] -> [..., size]."""
@@ -215,10 +252,8 @@ class Index:
             start, stop = self.run
             before = lax.slice_in_dim(values, 0, start, axis=-1)
             return jnp.concatenate([before, real, lax.slice_in_dim(values, stop, self.total, axis=-1)], axis=-1)
-        source, is_real = np.zeros(self.total, np.int32), np.zeros(self.total, bool)
-        source[self.positions], is_real[self.positions] = np.arange(self.size), True
-        shape = (1,) * (values.ndim - 1) + (self.total,)
-        return jnp.where(is_real.reshape(shape), real[..., source], values)
+        is_real = (self.source >= 0).reshape((1,) * (values.ndim - 1) + (self.total,))
+        return jnp.where(is_real, real[..., np.maximum(self.source, 0)], values)
 
 
 def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
@@ -241,6 +276,27 @@ def as_index(name: str, positions: Index | Sequence[int] | np.ndarray | None, to
     return None if np.array_equal(array, np.arange(total)) else Index(array.astype(np.int32), total)
 
 
+def _index_of_blocks(blocks: "Blocks", total: int) -> Index | None:
+    """What `out_blocks` says. Raises `LoRAUsageError` where they are no blocks of `total` features."""
+    given: object = blocks
+    pairs = [tuple[Any, ...](pair) for pair in given] if is_list_or_tuple(given) else []
+    good = pairs and all(
+        len(pair) == 2 and all(isinstance(n, int | np.integer) for n in pair) and pair[0] >= -1 and pair[1] > 0
+        for pair in pairs
+    )
+    if not good or sum(count for _, count in pairs) != total:
+        raise LoRAUsageError(
+            f"LinearSpec.out_blocks must be pairs (first feature or -1, how many) of {total} features in all, got "
+            f"{blocks!r}"
+        )
+    source = np.array([first if first < 0 else first + i for first, count in pairs for i in range(count)], np.int32)
+    real, positions = np.unique(source[source >= 0], return_index=True)
+    if not real.size or not np.array_equal(real, np.arange(real.size)):
+        raise LoRAUsageError(f"LinearSpec.out_blocks must hold every feature of the checkpoint, got {blocks!r}")
+    places = np.flatnonzero(source >= 0)[positions].astype(np.int32)
+    return None if np.array_equal(source, np.arange(total)) else Index(places, total, source)
+
+
 def _check_sizes(spec: Any, *names: str) -> None:
     for name in names:
         value = getattr(spec, name)
@@ -254,7 +310,8 @@ def _check_real(spec: Any, real: int | None, total: int) -> None:
 
 
 def describe_linear(layer: nnx.Linear) -> LinearSpec:
-    return LinearSpec(layer.in_features, layer.out_features)
+    """`nnx.Linear`; one whose merged outputs lie otherwise than a checkpoint's says so by `output_blocks`."""
+    return LinearSpec(layer.in_features, layer.out_features, out_blocks=own_attribute(layer, "output_blocks"))
 
 
 def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
@@ -281,4 +338,5 @@ def _general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: A
 
 
 def describe_embed(layer: nnx.Embed) -> EmbedSpec:
-    return EmbedSpec(layer.num_embeddings, layer.features, attend="attend")
+    real = own_attribute(layer, "real_vocab")
+    return EmbedSpec(layer.num_embeddings, layer.features, attend="attend", real_vocab=real)

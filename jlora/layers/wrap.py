@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
@@ -19,8 +20,10 @@ from jlora.layers.embedding import embed_methods
 from jlora.layers.experts import experts_methods, prefix_of, product_of, shared_sites
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
+from jlora.layers.sharded import too_many_pieces
 from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
+from jlora.sharding.rules import KernelSharding, kernel_sharding
 
 _SHARED = ("jlora_spec", "jlora_tracking")
 MaxRank: TypeAlias = Callable[[Iterable[str]], int]
@@ -166,8 +169,6 @@ def wrap_model(
       LoRAError: the model is wrapped already; the slots do not fit in memory. Whatever is raised, the model is as it
         was.
     """
-    if config.fully_sharded:
-        raise LoRAError("LoRAConfig.fully_sharded shards the factors over a mesh, and meshes are not served yet")
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
     arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)])}
@@ -183,6 +184,7 @@ def wrap_model(
             wrapped.classes[id(found.module)] = cls
             _set_class(found.module, _lora_class(cls, _methods(found, sites)))
         wrapped.tracking.sites = tuple(wrapped.modules)
+        wrapped.tracking.sharding = next(iter(wrapped.modules)).spec.sharding
         return wrapped
     except BaseException:
         # An interrupt too: no manager would be left to unwrap the model.
@@ -253,11 +255,17 @@ def _choose(
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     no_head, heads = tied_heads(everything)
     selection = Selection(config)
+    mesh = _mesh_of(everything)
+    if mesh is None and (config.fully_sharded or config.data_axes):
+        raise LoRAUsageError(
+            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no kernel of this one lies on "
+            "several devices"
+        )
     plans: list[tuple[Found, list[Site]]] = []
     others: list[str] = []
     for found in everything:
         path, key = found.aliases[0], id(found.module)
-        sites = _sites(found, config, selection.max_rank, packed, no_head, heads)
+        sites = _sites(found, config, selection.max_rank, packed, no_head, heads, mesh)
         holds = any(isinstance(value, nnx.Variable) for value in vars(found.module).values())
         if isinstance(sites, str):
             excluded = selection.exclusions(found.aliases)
@@ -308,14 +316,20 @@ def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
 
 
 def _sites(
-    found: Found, config: LoRAConfig, max_rank: MaxRank, packed: PackedModules, no_head: dict[int, str], heads: set[int]
+    found: Found,
+    config: LoRAConfig,
+    max_rank: MaxRank,
+    packed: PackedModules,
+    no_head: dict[int, str],
+    heads: set[int],
+    mesh: Mesh | None,
 ) -> list[Site] | str:
     """The sites of one layer, or why it has none."""
     spec, aliases = found.spec, found.aliases
     if isinstance(spec, str):
         return spec
     if isinstance(spec, ExpertsSpec):
-        products = [_product_site(found, spec, name, config, max_rank) for name in spec.products]
+        products = [_product_site(found, spec, name, config, max_rank, mesh) for name in spec.products]
         sites = [site for site in products if isinstance(site, Site)]
         return sites or next(reason for reason in products if isinstance(reason, str))
     param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[spec.param].get_value()
@@ -325,27 +339,82 @@ def _sites(
         return stored
     layers, dtype = stored
 
-    def slot_spec(k: int, sizes: tuple[int, ...], names: Iterable[str]) -> SlotSpec:
-        return SlotSpec(layers, config.max_loras, k, sizes, max_rank(names), dtype)
+    def slot_spec(linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str]) -> SlotSpec:
+        k = linear.real_in
+        slots = SlotSpec(layers, config.max_loras, k, sizes, max_rank(names), dtype)
+        return slots if mesh is None else _on_mesh(slots, mesh, found.aliases[0], spec.param, param, linear, config)
 
     if isinstance(spec, LinearSpec):
         sizes, parts = slices(found.module, aliases, spec.real_out, packed)
-        slots = slot_spec(spec.real_in, sizes, (*aliases, *parts))
+        slots = slot_spec(spec, sizes, (*aliases, *parts))
         return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=found.inferred)]
     sites: list[Site] = []
     key = id(found.module)
     if spec.lookup is not None:
         parts = dict.fromkeys(aliases, (0, 1))
-        slots = slot_spec(spec.rows, (spec.features,), aliases)
+        slots = slot_spec(spec.table, (spec.features,), aliases)
         sites.append(Site(aliases[0], aliases, "embedding", slots, parts, config.backend))
     if spec.attend is not None and key not in no_head:
         # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
         names = tuple(f"{alias}.attend" for alias in aliases)
         also = ("lm_head",) if key in heads else ()
         parts = dict.fromkeys((*aliases, *names, *also), (0, 1))
-        slots = slot_spec(spec.features, (spec.rows,), parts)
+        slots = slot_spec(spec.head, (spec.rows,), parts)
         sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
+
+
+def _sharding_of(param: Any) -> Any:
+    """Of an array, or of the shape that stands for one."""
+    return getattr(param, "sharding", None)
+
+
+def _mesh_of(everything: Sequence[Found]) -> Mesh | None:
+    """The mesh that the model's parameters lie on; None if none lies on several devices."""
+    meshes: dict[Mesh, str] = {}
+    for found in everything:
+        for name, value in vars(found.module).items():
+            sharding = _sharding_of(value.get_value()) if isinstance(value, nnx.Variable) else None
+            if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+                assert isinstance(sharding.mesh, Mesh)
+                meshes.setdefault(sharding.mesh, f"{found.aliases[0]}.{name}")
+    if len(meshes) > 1:
+        (one, first), (other, second), *_ = meshes.items()
+        raise LoRAError(
+            f"the parameters of the model lie on different meshes, {first} on {dict(one.shape)} and {second} on "
+            f"{dict(other.shape)}: move them to one"
+        )
+    return next(iter(meshes), None)
+
+
+def _on_mesh(
+    slots: SlotSpec, mesh: Mesh, path: str, name: str, param: Any, linear: LinearSpec, config: LoRAConfig
+) -> SlotSpec:
+    """The spec of a layer's slot arrays as they are split. Raises LoRAError where the kernel's split is not served."""
+    where = f"{path}.{name}"
+    stack = len(slots.stack)
+    first = stack + (slots.experts is not None)
+    axes = [[first + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
+    axes += [[stack]] if slots.experts is not None else []
+    data = tuple(config.data_axes)
+    found = kernel_sharding(where, _sharding_of(param), axes, param.shape, data, config.fully_sharded)
+    found = KernelSharding(mesh, data=data, fully=config.fully_sharded) if found is None else found
+    slots = replace(
+        slots,
+        sharding=found,
+        in_blocks=linear.columns_in.blocks if found.ins and linear.columns_in is not None else (),
+        out_blocks=linear.columns_out.blocks if found.outs and linear.columns_out is not None else (),
+    )
+    shards = found.size(found.b[2])
+    if slots.stored_out % shards:
+        raise LoRAError(
+            f"{where}: LoRAConfig.fully_sharded splits its {slots.stored_out} outputs over the axes "
+            f"{' and '.join(map(repr, found.b[2]))} of the mesh, {shards} shards, which do not divide them; leave it "
+            "out with LoRAConfig.exclude_modules, or set fully_sharded=False"
+        )
+    if problem := too_many_pieces(slots):
+        raise LoRAError(f"{where}: {problem}")
+    return slots
 
 
 def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
@@ -359,10 +428,13 @@ def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str]
     return param.shape[0] if stack else None, dtype
 
 
-def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank) -> Site | str:
+def _product_site(
+    found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank, mesh: Mesh | None
+) -> Site | str:
     """The site of one grouped product of experts, or why it has none."""
     linear, names = spec.products[name], spec.names[name]
-    stored = _stored(vars(found.module)[linear.param].get_value(), 1 + len(linear.in_axes + linear.out_axes), config)
+    param: Any = vars(found.module)[linear.param].get_value()
+    stored = _stored(param, 1 + len(linear.in_axes + linear.out_axes), config)
     if isinstance(stored, str):
         return stored
     layers, dtype = stored
@@ -376,6 +448,8 @@ def _product_site(found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig
     shared = config.max_shared_expert_loras
     num_slots = config.max_expert_loras or config.max_loras - shared
     slots = SlotSpec(layers, num_slots, linear.real_in, sizes, rank, dtype, spec.experts)
+    if mesh is not None:
+        slots = _on_mesh(slots, mesh, found.aliases[0], linear.param, param, linear, config)
     site = Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
     return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 

@@ -18,7 +18,9 @@ def write_block(
     all_b: Sequence[Float[Array, "..."]],
     block_a: Float[Array, "rows n step K"],
     block_b: Float[Array, "rows step N"],
-    where: Int[Array, "3"],
+    where: Int[Array, "4"],
+    ranks_over: tuple[str, ...] = (),
+    rows_over: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, with a block written into one slot of each.
 
@@ -27,15 +29,18 @@ def write_block(
       all_a, all_b: the arrays of as many sites as the block has rows; of one site where it has several rows itself,
         those of a stack of layers, or of experts of one layer.
       block_a, block_b: factors of some ranks.
-      where: [slot of the model, first row, first rank].
+      where: [slot of the model, first row, first rank, shard of experts that has a row which comes alone].
+      ranks_over, rows_over: axes of the mesh that the ranks of A, and rows that come alone, are split over, where these
+        are the arrays of a shard.
     """
-    slot, row, start = where
+    slot, row, start, owner = where
     slot -= spec.first_slot
     zero = jnp.zeros((), jnp.int32)
     if spec.experts is None:
         lead = (slot,) if spec.layers is None else (row, slot)
     else:
-        lead = (*(() if spec.layers is None else (row // spec.experts,)), slot, row % spec.experts)
+        experts = all_a[0].shape[len(spec.stack) + 1]  # that a shard has
+        lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
     for arrays, block, tail in ((all_a, block_a, (zero, start, zero)), (all_b, block_b, (start, zero))):
         for i, array in enumerate(arrays):
@@ -43,8 +48,31 @@ def write_block(
                 update = block.reshape((1,) * (len(lead) - 1) + block.shape)
             else:
                 update = block[i][None] if spec.layers is None else block[:, None]
+            if ranks_over and arrays is all_a:
+                update = _own_ranks(array, update, lead, start, ranks_over)
+                tail = (zero, zero, zero)
+            if rows_over:
+                now = lax.dynamic_slice(array, (*lead, *tail), update.shape)
+                update = jnp.where(lax.axis_index(rows_over) == owner, update, now)
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
+
+
+def _own_ranks(
+    array: Float[Array, "..."],
+    update: Float[Array, "..."],
+    lead: tuple[jax.Array, ...],
+    start: Int[Array, ""],
+    over: tuple[str, ...],
+) -> Float[Array, "..."]:
+    """What a shard's ranks of A will hold: of `update`, whose first is `start`, those among them; else as now."""
+    count = array.shape[-2]
+    zero = jnp.zeros((), jnp.int32)
+    now = lax.dynamic_slice(array, (*lead, zero, zero, zero), (*update.shape[:-2], count, update.shape[-1]))
+    which = jnp.arange(count, dtype=jnp.int32) + lax.axis_index(over) * count - start
+    new = jnp.take(update, jnp.clip(which, 0, update.shape[-2] - 1), axis=-2)
+    inside = (which >= 0) & (which < update.shape[-2])
+    return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
 def write_ranks(

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import Site, SlotSpec, as_brought
 
 _MAPPED = 1 << 20  # bytes from which a block has memory of its own
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
@@ -35,8 +35,8 @@ class Chunk:
     Attributes:
       spec: of all of its sites.
       sites: several, of one row each; or one site of several rows, which is a stack of layers or has experts.
-      first: the first row of such a site.
-      count: how many rows.
+      first: the first row of such a site; where its experts are split over a mesh, among those of a shard.
+      count: how many rows; of split experts, as many of each shard, side by side.
     """
 
     spec: SlotSpec
@@ -45,10 +45,24 @@ class Chunk:
     count: int
 
     @property
+    def together(self) -> int:
+        """How many rows follow each other in the site, and then again: all, or those of a shard."""
+        return self.count // self.spec.expert_shards
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         if not self.spec.rows:
             return tuple((site, 0) for site in self.sites)
-        return tuple((self.sites[0], row) for row in range(self.first, self.first + self.count))
+        shards, own = self.spec.expert_shards, self.spec.rows[-1] // self.spec.expert_shards
+        layer, first = divmod(self.first, own)
+        starts = range(layer * shards * own + first, (layer + 1) * shards * own, own)
+        return tuple((self.sites[0], start + i) for start in starts for i in range(self.together))
+
+    def place(self, row: int | None) -> tuple[int, int]:
+        """(the first row that a block is written to, the shard of experts that has it), of all or one of `rows`."""
+        if row is None or not self.spec.rows:
+            return self.first, 0
+        return self.first + row % self.together, row // self.together
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +73,8 @@ class Block:
       chunk: whose rows.
       row: index of the one row, or None for all of them.
       start: the first rank.
-      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device.
-      b: [rows, rank_step, N].
+      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device; K as it is stored (`SlotSpec.in_blocks`).
+      b: [rows, rank_step, N], N as it is stored.
     """
 
     chunk: Chunk
@@ -86,7 +100,7 @@ def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
 
 def row_nbytes(spec: SlotSpec) -> int:
     """Bytes of one block of one row."""
-    values = rank_step(spec) * (spec.slices * spec.in_features + spec.out_features)
+    values = rank_step(spec) * (spec.slices * spec.stored_in + spec.stored_out)
     return values * np.dtype(spec.dtype).itemsize
 
 
@@ -109,11 +123,12 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
                 chunks.append(Chunk(spec, tuple(members[start : start + count]), 0, count))
                 start += count
         else:
-            inner = spec.rows[-1]  # a block lies within one layer where there are experts
+            shards = spec.expert_shards
+            inner = spec.rows[-1] // shards  # a block lies within one layer where there are experts
             for site in members:
-                for first in range(0, math.prod(spec.rows), inner):
-                    for count in _even(inner, most):
-                        chunks.append(Chunk(spec, (site,), first, count))
+                for first in range(0, math.prod(spec.rows) // shards, inner):
+                    for count in _even(inner, max(1, most // shards)):
+                        chunks.append(Chunk(spec, (site,), first, count * shards))
                         first += count
     return tuple(chunks)
 
@@ -134,7 +149,7 @@ class Frame:
     def __init__(self, chunks: Iterable[Chunk], ranks: Mapping[Row, int]):
         """`chunks` are all of the pool; `ranks` say which rows the adapter brings, and how many ranks of each."""
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, list[_Bits]]] = {}
+        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # its index, and how many rows follow there
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]
@@ -149,7 +164,10 @@ class Frame:
                 bits = [
                     (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in parts
                 ]
-                self._places.update((rows[i], (at, bits)) for at, i in enumerate(indices) if rows[i] in ranks)
+                together = chunk.together if whole else 1
+                self._places.update(
+                    (rows[i], (at, together - at % together, bits)) for at, i in enumerate(indices) if rows[i] in ranks
+                )
         self.blocks = tuple(blocks)
 
     def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
@@ -157,15 +175,15 @@ class Frame:
         their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written, as `bits_of` has them."""
         at = 0
         while at < count:
-            i, parts = self._places[site, first + at]
-            more = min(len(parts[0][1]) - i, count - at)
+            i, follow, parts = self._places[site, first + at]
+            more = min(follow, count - at)
             yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
             at += more
 
 
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     step = rank_step(spec)
-    of_a, of_b = (rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)
+    of_a, of_b = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
     # In one piece: the larger it is, the larger the pages that the system has for it.
     a, b = np.split(_fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype)), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
@@ -198,9 +216,12 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
     for (site, row), (a, b) in factors.items():
         for _, parts in frame.runs(site, row, 1):
             for start, into_a, into_b in parts:
-                part = b[start : start + into_b.shape[1]]
-                into_a[0, :, : len(part)] = a[:, start : start + len(part)].view(into_a.dtype)
-                into_b[0, : len(part)] = part.view(into_b.dtype)
+                part = b[start : start + into_b.shape[1]].view(into_b.dtype)
+                of_a = a[:, start : start + len(part)].view(into_a.dtype)
+                for features, stored in site.spec.in_runs:
+                    into_a[0, :, : len(part), stored] = of_a[:, :, features]
+                for features, stored in site.spec.out_runs:
+                    into_b[0, : len(part), stored] = part[:, features]
     return frame.blocks
 
 
@@ -226,7 +247,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
         a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
         b = np.zeros((rank, spec.out_features), spec.dtype)
         for start, own_a, own_b in pieces:
-            a[:, start : start + own_a.shape[1]] = own_a
-            b[start : start + len(own_b)] = own_b
+            a[:, start : start + own_a.shape[1]] = as_brought(own_a, spec.in_features, spec.in_runs)
+            b[start : start + len(own_b)] = as_brought(own_b, spec.out_features, spec.out_runs)
         found[row] = (a, b)
     return found

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import LoRAError
-from jlora.layers.site import Site
+from jlora.layers.site import Site, as_brought
 from jlora.manager.content import Content, Placement
 
 
@@ -51,7 +51,10 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> tuple[np.ndarray, np.ndar
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in site.attributes[:2])
     rows = math.prod(spec.rows)
-    return a.reshape(rows, *a.shape[-3:]), b.reshape(rows, *b.shape[-2:])
+    return (
+        as_brought(a.reshape(rows, *a.shape[-3:]), spec.in_features, spec.in_runs),
+        as_brought(b.reshape(rows, *b.shape[-2:]), spec.out_features, spec.out_runs),
+    )
 
 
 def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> ModuleLoRA:

@@ -1,7 +1,7 @@
 """Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -278,12 +278,16 @@ def _fill(
         start = sum(site.spec.out_sizes[: piece.first])
         slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
         for run, parts in frame.runs(held, rows.start, len(rows)):
-            into_a = [(begin, a[:, slices]) for begin, a, _ in parts if held.spec.in_features]
-            into_b = [(begin, b[:, None, :, columns]) for begin, _, b in parts if held.spec.out_features]
             powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
             minus = None if powers is None else -powers
-            fits = write(piece.a, run, dtype, None, powers, into_a)
-            if not (fits and write(piece.b, run, dtype, module.scaling, minus, into_b)):
+            fits = True
+            for features, stored in held.spec.in_runs if held.spec.in_features else ():
+                into_a = [(begin, a[:, slices, :, stored]) for begin, a, _ in parts]
+                fits &= write(piece.a[:, :, features], run, dtype, None, powers, into_a)
+            for features, stored in _within(held.spec.out_runs, columns) if held.spec.out_features else ():
+                into_b = [(begin, b[:, None, :, stored]) for begin, _, b in parts]
+                fits &= write(piece.b[:, :, features], run, dtype, module.scaling, minus, into_b)
+            if not fits:
                 _refuse(where, module.scaling, site, pieces, shifts)
     return [
         Placement(
@@ -299,6 +303,17 @@ def _fill(
         for held, rows, piece, shift in fills
         for i, row in enumerate(rows)
     ]
+
+
+def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
+    """Those parts of runs that lie in `columns`, counted from its first: (which of them, where they are stored)."""
+    found: list[tuple[slice, slice]] = []
+    for features, stored in runs:
+        begin, end = max(features.start, columns.start), min(features.stop, columns.stop)
+        if begin < end:
+            at = stored.start + begin - features.start
+            found.append((slice(begin - columns.start, end - columns.start), slice(at, at + end - begin)))
+    return found
 
 
 def _refuse(

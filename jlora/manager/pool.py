@@ -85,7 +85,7 @@ class Pool:
         self._in_flight: list[Block] = []
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
-        self._indices: dict[tuple[int, int, int], jax.Array] = {}
+        self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = Lock()
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -95,11 +95,10 @@ class Pool:
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
-        device = _device(self._known[0])  # the array itself may be consumed by now
-        if not self.pins or isinstance(self._lie[0], NamedSharding):
+        if not self.pins:
             return blocks
-        place = SingleDeviceSharding(device, memory_kind="pinned_host")
-        moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], place)
+        places = [_pinned(where) for block in blocks for where in self._targets(block)]
+        moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], places)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
@@ -190,12 +189,11 @@ class Pool:
 
     def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The blocks on the device, in one call; as they are where they lie there already."""
-        if all(_on_device(block) for block in blocks):
+        targets = [target for block in blocks for target in self._targets(block)]
+        arrays = [array for block in blocks for array in (block.a, block.b)]
+        if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
             return tuple(blocks)
-        targets = [self._target(block.chunk) for block in blocks]
-        moved = _put(
-            [array for block in blocks for array in (block.a, block.b)], [target for target in targets for _ in "ab"]
-        )
+        moved = _put(arrays, targets)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
@@ -228,15 +226,16 @@ class Pool:
             self.writes[slot] = self._number
         for wave in itertools.count():
             for block in ready:
-                row = block.chunk.first + (block.row or 0) if block.chunk.spec.rows else 0
-                self._run(self._job(block), (block.a, block.b, self._index(slot, row, block.start), number), donate)
+                row, owner = block.chunk.place(block.row)
+                where = self._index(slot, row, block.start, owner)
+                self._run(self._job(block), (block.a, block.b, where, number), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
             ready = block = ()  # lets go of this wave before the next is moved
             ready = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(self._job(None), (*ranks, self._index(slot, 0, 0), number), donate)
+            self._run(self._job(None), (*ranks, self._index(slot, 0, 0, 0), number), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -293,15 +292,19 @@ class Pool:
     def _last(self) -> jax.Array:
         return raw_value(self._written)
 
-    def _index(self, slot: int, row: int, start: int) -> jax.Array:
-        """[slot, row, rank] on the device; kept, for it would be moved at every write."""
-        where = (slot, row, start)
+    def _index(self, *where: int) -> jax.Array:
+        """[slot, row, rank, shard] on the device; kept, for it would be moved at every write."""
         if where not in self._indices:
             (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
         return self._indices[where]
 
-    def _target(self, chunk: Chunk) -> Where:
-        return _whole(self._lie[self._place[chunk.sites[0]]])
+    def _targets(self, block: Block) -> tuple[Where, Where]:
+        """Where a block's A and B lie when they are written: split as the slots are."""
+        spec, place = block.chunk.spec, self._place[block.chunk.sites[0]]
+        if _as_sharded(spec, self._lie[place : place + 2]):
+            return _of_blocks(spec, whole=block.row is None)
+        whole = _whole(self._lie[place])
+        return whole, whole
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +353,31 @@ def _device(array: jax.Array) -> Device:
     return next(iter(cast("set[Device]", array.sharding.device_set)))
 
 
-def _on_device(block: Block) -> bool:
-    return isinstance(block.a, jax.Array) and block.a.sharding.memory_kind != "pinned_host"
+def _lies(array: Any, where: Where) -> bool:
+    """Whether an array of a block lies where the programs take it from."""
+    if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
+        return False
+    return isinstance(where, Device) or array.sharding == where
+
+
+def _as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
+    """Whether A and B of such a site lie as its spec says; whoever moved the model may have changed that."""
+    return spec.sharding is not None and tuple(lie) == spec.shardings[:2]
+
+
+def _of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
+    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
+    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
+    if whole:
+        return a, b
+    return tuple(NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))  # type: ignore[return-value]
+
+
+def _pinned(where: Where) -> Sharding:
+    """The same place in page-locked host memory."""
+    if isinstance(where, Device):
+        return SingleDeviceSharding(where, memory_kind="pinned_host")
+    return where.with_memory_kind("pinned_host")
 
 
 def _whole(where: Where) -> Where:
@@ -371,34 +397,50 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 
 @lru_cache(maxsize=256)
 def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, row, rank], number)`: the arrays (donated) with a block and the number written.
+    """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number
+    written.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
     """
     step = rank_step(spec)
     count = len(lie) // 2
+    sharded = spec.sharding is not None and all(_as_sharded(spec, (lie[i], lie[count + i])) for i in range(count))
+    over, alone = (), ()
+    if sharded and spec.sharding is not None:
+        over = spec.sharding.a[2]
+        alone = spec.sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
 
     def write(arrays: Arrays, a: jax.Array, b: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where)
+        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, over, alone)
         return *written, _stamped(arrays[-1], where[0], number)
 
     shape_a, shape_b, _ = spec.shapes
     arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
-    blocks = [(rows, spec.slices, step, spec.in_features), (rows, step, spec.out_features)]
-    operands = [*((shape, spec.dtype) for shape in blocks), ((3,), "int32"), ((), "int32")]
-    return _compile(write, [*arrays, (stamps, "int32")], lie, operands)
+    whole = _whole(lie[0])
+    of_blocks = _of_blocks(spec, whole=not alone) if sharded else (whole, whole)
+    blocks = [(rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)]
+    operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
+    places = [*of_blocks, whole, whole]
+    if sharded and spec.sharding is not None:
+        # Each shard writes what it has of the block: nothing is gathered.
+        kept = tuple(cast("NamedSharding", where).spec for where in lie)
+        given = tuple(cast("NamedSharding", where).spec for where in places)
+        mesh = spec.sharding.mesh
+        write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
+    return _compile(write, [*arrays, (stamps, "int32")], lie, operands, places)
 
 
 @lru_cache(maxsize=32)
 def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
+    """`write(arrays, ranks, [slot, 0, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
-    return _compile(write, arrays, lie, [((total,), "int32"), ((3,), "int32"), ((), "int32")])
+    operands = [((total,), "int32"), ((4,), "int32"), ((), "int32")]
+    return _compile(write, arrays, lie, operands, [_whole(lie[0])] * 3)
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:
@@ -410,16 +452,16 @@ def _compile(
     arrays: Sequence[tuple[tuple[int, ...], str]],
     lie: tuple[Where, ...],
     operands: Sequence[tuple[tuple[int, ...], str]],
+    places: Sequence[Where],
 ) -> Callable[..., Any]:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
     devices = {where for where in lie if isinstance(where, Device)}
-    whole = _whole(lie[0])
 
     def struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, Device) else where)
 
     donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
-    others = [struct(*operand, whole) for operand in operands]
+    others = [struct(*operand, place) for operand, place in zip(operands, places, strict=True)]
     jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
     with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
         return jitted.lower(donated, *others).compile()

@@ -342,8 +342,20 @@ def _assemble(shape: _Shape, operands: Sequence[Any], scales: jax.Array) -> tupl
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
         step = rank_step(spec)
+        stacked_a, stacked_b = _stored(stacked_a, spec.in_blocks), _stored(stacked_b, spec.out_blocks)
         made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
     return made, finite
+
+
+def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
+    """Factors [.., features] with their features as they are stored: see `SlotSpec.in_blocks`."""
+    if not blocks:
+        return factors
+    parts = [
+        jnp.zeros((*factors.shape[:-1], count), factors.dtype) if first < 0 else factors[..., first : first + count]
+        for first, count in blocks
+    ]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def _fill(

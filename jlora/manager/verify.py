@@ -255,8 +255,10 @@ class _Probe:
             for slot, name in enumerate(self.names):
                 a, b = self.factors[name][site]
                 rank = b.shape[-2]
-                values[0][(*lead, slot)][..., :rank, :] = a
-                values[1][(*lead, slot)][..., :rank, :] = b
+                for features, stored in site.spec.in_runs:
+                    values[0][(*lead, slot)][..., :rank, stored] = a[..., features]
+                for features, stored in site.spec.out_runs:
+                    values[1][(*lead, slot)][..., :rank, stored] = b[..., features]
                 values[2][(*lead, slot)] = rank
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jlora._typing import DType
 from jlora.models.config import DecoderConfig
+from jlora.models.partition import Partition, merged
 from jlora.models.parts import RMSNorm, linear
 from jlora.models.rope import rotate
 
@@ -47,19 +48,53 @@ def attend(
     return out.reshape(batch, length, heads, width)
 
 
-class Attention(nnx.Module):
-    """Causal grouped-query attention; H query heads and G key-value heads of width D."""
+def _write(
+    cache: Float[Array, "B C G D"], positions: Int[Array, "B L"], rows: Float[Array, "B L G D"]
+) -> Float[Array, "B C G D"]:
+    # Mapped over sequences, and not indexed by them: so it stays with each one's device.
+    return jax.vmap(lambda cache, positions, rows: cache.at[positions].set(rows))(cache, positions, rows)
 
-    def __init__(self, config: DecoderConfig, window: int | None, *, dtype: DType, rngs: nnx.Rngs):
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.qkv_proj = linear(config.hidden_size, queries, keys, keys, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.o_proj = linear(queries, config.hidden_size, bias=config.o_bias, dtype=dtype, rngs=rngs)
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention; H query heads and G key-value heads of width D.
+
+    On a mesh each shard of "tensor" has H / shards query heads, and those key-value heads that they need: where there
+    are fewer than shards, several hold a copy of one, and G is the number of shards.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, window: int | None, *, dtype: DType, rngs: nnx.Rngs, partition: Partition
+    ):
+        heads, groups, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.shards = partition.size("tensor")
+        self.groups = max(groups, self.shards)
+        self.qkv_proj = linear(
+            config.hidden_size,
+            heads * head_dim,
+            groups * head_dim,
+            groups * head_dim,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            rngs=rngs,
+            partition=partition,
+            axes=(None, "tensor"),
+            blocks=merged([(heads, head_dim), (groups, head_dim), (groups, head_dim)], self.shards),
+        )
+        self.o_proj = linear(
+            heads * head_dim,
+            config.hidden_size,
+            bias=config.o_bias,
+            dtype=dtype,
+            rngs=rngs,
+            partition=partition,
+            axes=("tensor", None),
+        )
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, partition)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, partition)
         if config.sinks:
-            self.sinks = nnx.Param(jnp.zeros((config.num_attention_heads,), dtype))
+            zeros = jnp.zeros((heads,), dtype, device=partition.sharding("tensor"))
+            self.sinks = nnx.Param(zeros, **partition.metadata("tensor"))
         self.config = config
         self.window = window
 
@@ -72,17 +107,19 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         batch, length, _ = x.shape
         config = self.config
-        split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
-        heads = self.qkv_proj(x).reshape(batch, length, -1, config.head_dim)
-        q, k, v = jnp.split(heads, split, axis=2)
+        queries, keys = config.num_attention_heads // self.shards, self.groups // self.shards
+        heads = self.qkv_proj(x).reshape(batch, length, self.shards, -1, config.head_dim)
+        q, k, v = (
+            part.reshape(batch, length, -1, config.head_dim)
+            for part in jnp.split(heads, (queries, queries + keys), axis=3)
+        )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is None:
             key_positions = positions
         else:
-            row = jnp.arange(batch)[:, None]
-            cache = LayerCache(cache.keys.at[row, positions].set(k), cache.values.at[row, positions].set(v))
+            cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))
             k, v = cache
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
         # Cache rows that were never written lie at later positions than any query, so causality hides them as well.

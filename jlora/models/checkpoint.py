@@ -15,7 +15,7 @@ from jlora._typing import DType
 from jlora.models.config import DecoderConfig, read_config
 from jlora.models.decoder import Decoder
 from jlora.models.json_file import ModelError, read_json
-from jlora.models.layouts import FLOATS, Source, sources
+from jlora.models.layouts import FLOATS, Index, Source, sources
 from jlora.models.rope import frequencies
 
 _SINGLE = "model.safetensors"
@@ -32,32 +32,31 @@ def from_pretrained(
     """Reads a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
 
     Experts may be stored one by one or all in one tensor; those in mxfp4 become `dtype`. The files are memory-mapped
-    and brought to the device one parameter at a time.
+    and brought to the device one parameter at a time; on a mesh one shard at a time, straight to the devices that hold
+    it. A process reads only what its own devices hold.
 
     Args:
       path: the checkpoint's folder (`~` is expanded) with `config.json` and `model.safetensors`, or the shards that
         `model.safetensors.index.json` lists.
       dtype: of weights and activations.
-      mesh: must be None; sharding the weights is not supported yet.
+      mesh: the devices, with axes as `Decoder` takes them; None for JAX's default device.
       progress: called with (parameters read, parameters in all) after each one.
 
     Raises:
       ModelError: a file is missing or damaged; the configuration asks for what the decoder does not do; a tensor is
-        missing, unexpected or of another shape or type. The message names the file and the field or tensors.
+        missing, unexpected or of another shape or type; the mesh does not fit. The message names the file and the
+        field or tensors, or the axis.
     """
-    if mesh is not None:
-        raise ModelError("from_pretrained: mesh is not supported yet, the model lives on one device; pass mesh=None")
     folder, config = _config(path)
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, config, stack)
-        skeleton = _skeleton(config, dtype)
+        skeleton = _skeleton(config, dtype, mesh)
         graph, abstract = nnx.split(skeleton)
         params = nnx.to_flat_state(abstract)
         loaded = []
         found = _sources(skeleton, params, tensors, folder)
         for done, ((path_, param), source) in enumerate(zip(params, found, strict=True), start=1):
-            stored = [_tensor(tensors, name, folder, source.types) for name in source.tensors]
-            loaded.append((path_, param.replace(_assemble(source, stored, dtype, folder))))
+            loaded.append((path_, param.replace(_load(source, param.get_value(), tensors, folder))))
             if progress is not None:
                 progress(done, len(params))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -101,8 +100,8 @@ def _config(path: str | Path) -> tuple[Path, DecoderConfig]:
     return folder, config
 
 
-def _skeleton(config: DecoderConfig, dtype: DType) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+def _skeleton(config: DecoderConfig, dtype: DType, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
 
 
 def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -181,11 +180,29 @@ def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder:
     return found
 
 
-def _assemble(source: Source, stored: list[np.ndarray], dtype: DType, folder: Path) -> jax.Array:
-    try:
-        return source.assemble(stored, dtype)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {next(iter(source.tensors))}: {error}") from error
+def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any], folder: Path) -> jax.Array:
+    """One parameter, shard by shard; a shard that several devices hold is read once."""
+
+    def shard(index: Index, device: Any) -> jax.Array:
+        try:
+            stored = source.read(lambda name, part: _part(tensors, name, part, folder), index)
+        except ModelError as error:
+            raise ModelError(f"{folder}: {next(iter(source.tensors))}: {error}") from error
+        return source.assemble(stored, index, param.dtype, device)
+
+    whole = tuple(slice(0, size) for size in param.shape)
+    if param.sharding is None:
+        return shard(whole, None)
+    owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in param.sharding.addressable_devices_indices_map(param.shape).items():
+        bounds = (part.indices(size)[:2] for part, size in zip(index or whole, param.shape, strict=True))
+        owners.setdefault(tuple(bounds), []).append(device)
+    placed: list[jax.Array] = []
+    for bounds, (first, *others) in owners.items():
+        placed.append(shard(tuple(slice(*pair) for pair in bounds), first))
+        placed += [jax.device_put(placed[-1], device) for device in others]
+        jax.block_until_ready(placed)  # else the next shard would be read while this one is still in host memory
+    return jax.make_array_from_single_device_arrays(param.shape, param.sharding, placed)
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
@@ -215,6 +232,13 @@ def _tensor(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[st
     _shape(tensors, name, folder, types)
     with _naming(folder):
         return cast(np.ndarray, file.get_tensor(stored_name))
+
+
+def _part(tensors: Mapping[str, Any], name: str, part: Index, folder: Path) -> np.ndarray:
+    """A part of a stored tensor, and no other bytes of its file."""
+    file, stored_name = tensors[name]
+    with _naming(folder):
+        return cast(np.ndarray, file.get_slice(stored_name)[part])
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ projection, and so are gate and up; `Decoder.packed_modules` says so. The expert
 transformers 5 has them (`model.layers.0.mlp.experts`). Nothing here knows of adapters.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -12,7 +13,9 @@ from jaxtyping import Array, Float, Int
 from jlora._typing import DType
 from jlora.models.attention import Attention, LayerCache, Rotation
 from jlora.models.config import DecoderConfig
+from jlora.models.json_file import ModelError
 from jlora.models.moe import MoE
+from jlora.models.partition import Partition, padded, width
 from jlora.models.parts import MLP, RMSNorm, linear
 from jlora.models.rope import rotations
 
@@ -22,15 +25,22 @@ Cache = tuple[LayerCache, ...]
 class Layer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual; the MLP may be a block of experts."""
 
-    def __init__(self, config: DecoderConfig, index: int, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, index: int, *, dtype: DType, rngs: nnx.Rngs, partition: Partition):
         window = None if config.sliding_windows is None else config.sliding_windows[index]
-        self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs, partition=partition)
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoE(config.hidden_size, config.moe, dtype=dtype, rngs=rngs)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+            self.mlp = MLP(
+                config.hidden_size,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                dtype=dtype,
+                rngs=rngs,
+                partition=partition,
+            )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
 
     def __call__(
         self, x: Float[Array, "B L E"], positions: Int[Array, "B L"], rotation: Rotation, cache: LayerCache | None
@@ -43,24 +53,31 @@ class Layer(nnx.Module):
 class Trunk(nnx.Module):
     """Everything below the logits; `model` in the names of a checkpoint."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs, partition: Partition):
+        blocks = padded(config.vocab_size, partition.size("tensor"))
         self.embed_tokens = nnx.Embed(
-            config.vocab_size,
+            config.vocab_size if blocks is None else width(blocks),
             config.hidden_size,
             dtype=dtype,
             param_dtype=dtype,
-            embedding_init=nnx.initializers.normal(0.02),
+            embedding_init=partition.draw(("tensor", None), blocks),
+            embedding_metadata=partition.metadata("tensor", None),
             rngs=rngs,
         )
-        self.layers = nnx.List([Layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if blocks is not None:
+            self.embed_tokens.real_vocab = config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+        self.layers = nnx.List(
+            [Layer(config, i, dtype=dtype, rngs=rngs, partition=partition) for i in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
         self.config = config
+        self.partition = partition
 
     def __call__(
         self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache | None
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
         rotation = rotations(self.config, positions)
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(self.partition.constrain(tokens, "data", None))
         filled = []
         for i, layer in enumerate(self.layers):
             x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i])
@@ -73,6 +90,12 @@ class Decoder(nnx.Module):
 
     `Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))` draws small random weights; `jlora.models.from_pretrained`
     reads a checkpoint. Weights and activations are `dtype`; norms, rotations, softmax and logits are float32.
+
+    On a `mesh` with Auto axes among "data", "tensor" and "expert" every parameter has a NamedSharding; what is
+    computed follows from those (`jlora.models.partition`). The random weights are the same on any mesh.
+
+    Raises:
+      ModelError: the mesh has another axis, or sizes of the model that the shards of an axis cannot share evenly.
     """
 
     packed_modules = {  # noqa: RUF012 - a constant: which checkpoint modules a merged projection holds, in order
@@ -81,11 +104,28 @@ class Decoder(nnx.Module):
     }
     module_aliases = {"block_sparse_moe": "mlp"}  # noqa: RUF012 - what Mixtral's checkpoints call a module -> here
 
-    def __init__(self, config: DecoderConfig, *, dtype: DType = jnp.float32, rngs: nnx.Rngs):
-        self.model = Trunk(config, dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DType = jnp.float32,
+        rngs: nnx.Rngs,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.partition = Partition(mesh)
+        _check_sizes(config, self.partition)
+        self.model = Trunk(config, dtype=dtype, rngs=rngs, partition=self.partition)
         if not config.tie_word_embeddings:
             self.lm_head = linear(
-                config.hidden_size, config.vocab_size, bias=False, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
+                config.hidden_size,
+                config.vocab_size,
+                bias=False,
+                dtype=dtype,
+                out_dtype=jnp.float32,
+                rngs=rngs,
+                partition=self.partition,
+                axes=(None, "tensor"),
+                blocks=padded(config.vocab_size, self.partition.size("tensor")),
             )
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -113,18 +153,36 @@ class Decoder(nnx.Module):
         """
         hidden, extended = self.model(tokens, positions, cache)
         assert extended is not None
-        return self.logits(hidden[jnp.arange(tokens.shape[0]), last]), extended
+        return self.logits(jax.vmap(lambda rows, index: rows[index])(hidden, last)), extended
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for positions 0..capacity-1 of `batch` sequences."""
-        shape = (batch, capacity, self.config.num_key_value_heads, self.config.head_dim)
-        return tuple(
-            LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
-            for _ in range(self.config.num_hidden_layers)
-        )
+        """An empty cache for positions 0..capacity-1 of `batch` sequences; on a mesh sharded by sequences and heads."""
+        groups = max(self.config.num_key_value_heads, self.partition.size("tensor"))
+        shape = (batch, capacity, groups, self.config.head_dim)
+
+        def empty() -> Float[Array, "B C G D"]:
+            return self.partition.constrain(jnp.zeros(shape, self.dtype), "data", None, "tensor", None)
+
+        return tuple(LayerCache(empty(), empty()) for _ in range(self.config.num_hidden_layers))
 
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Scores of every token, float32."""
         if self.config.tie_word_embeddings:
-            return self.model.embed_tokens.attend(hidden).astype(jnp.float32)
-        return self.lm_head(hidden)
+            scores = self.model.embed_tokens.attend(hidden).astype(jnp.float32)
+        else:
+            scores = self.lm_head(hidden)
+        return scores[..., : self.config.vocab_size]
+
+
+def _check_sizes(config: DecoderConfig, partition: Partition) -> None:
+    shards, groups = partition.size("tensor"), config.num_key_value_heads
+    partition.check(
+        "tensor", num_attention_heads=config.num_attention_heads, intermediate_size=config.intermediate_size
+    )
+    if groups % shards and shards % groups:
+        raise ModelError(
+            f"num_key_value_heads ({groups}) must be a multiple or a divisor of mesh axis 'tensor', which has {shards} "
+            "shards"
+        )
+    if config.moe is not None and partition.mesh is not None:
+        raise ModelError("experts on a mesh are not supported yet; pass mesh=None")

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
+from jlora.models.partition import ONE_DEVICE, Partition
 
 
 class Sampling(NamedTuple):
@@ -95,11 +96,11 @@ def generate(
     out, counts = _run(
         model,
         batch,
-        jnp.asarray(tokens),
-        jnp.asarray(lengths),
+        tokens,
+        lengths,
         sampling,
-        jnp.asarray(_bucket_stops(stops)),
-        jnp.int32(limit),
+        _bucket_stops(stops),
+        np.int32(limit),
         capacity=_bucket(limit),
         ranked=top_k is not None or top_p is not None,
     )
@@ -160,7 +161,7 @@ def _run(
         chosen = _choose(logits, state.step, sampling, ranked)
         # A stopped sequence goes on computing but writes nothing.
         column = jnp.where(state.running, state.step, capacity)
-        out = state.out.at[jnp.arange(sequences), column].set(chosen, mode="drop")
+        out = jax.vmap(lambda row, i, token: row.at[i].set(token, mode="drop"))(state.out, column, chosen)
         stopped = jnp.any(chosen[:, None] == stops[None, :], axis=1)
         return state._replace(
             step=state.step + 1,
@@ -188,7 +189,8 @@ def _run(
         cache=cache,
     )
     state = jax.lax.while_loop(lambda state: (state.step < limit) & jnp.any(state.running), body, append(empty, logits))
-    return state.out, state.counts
+    partition: Partition = getattr(model, "partition", ONE_DEVICE)
+    return partition.constrain(state.out), partition.constrain(state.counts)  # whole on every device
 
 
 def _choose(

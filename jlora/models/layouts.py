@@ -1,4 +1,4 @@
-"""Where the parameters of a `Decoder` lie in the files of a checkpoint, and how stored tensors become one.
+"""Where the parameters of a `Decoder` lie in the files of a checkpoint, and how parts of stored tensors become one.
 
 projections       [out, in], those of a merged projection one by one
 experts           one tensor an expert and projection (transformers 4, and what 5 writes for most families), or
@@ -7,7 +7,7 @@ experts, mxfp4    [E, out, in / 32, 16] bytes of two 4-bit floats, and [E, out, 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jlora._typing import DType
 from jlora.models.decoder import Decoder
 from jlora.models.json_file import ModelError
 from jlora.models.moe import Experts
+from jlora.models.partition import Blocks, runs
 
 FLOATS = ("F32", "F16", "BF16")
 _LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
@@ -29,13 +30,20 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _BLOCK = 32  # values that share a scale
 
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]  # with a start and a stop for each axis
+Read = Callable[[str, Index], np.ndarray]  # that part of the stored tensor of this name
 
 
 class Source(NamedTuple):
-    """The stored tensors behind one parameter, by name, and what makes it of them, in that order."""
+    """The stored tensors behind one parameter, by name, and what brings a part of it to a device.
+
+    `read(read_tensor, index)` gives the stored values behind a part of the parameter, and
+    `assemble(stored, index, dtype, device)` that part; a device of None is JAX's default.
+    """
 
     tensors: dict[str, Shape]
-    assemble: Callable[[Sequence[np.ndarray], DType], jax.Array]
+    read: Callable[[Read, Index], Sequence[np.ndarray]]
+    assemble: Callable[[Sequence[np.ndarray], Index, DType, Any], jax.Array]
     types: tuple[str, ...] = FLOATS
 
 
@@ -64,12 +72,20 @@ def _source(
     if isinstance(layer, Experts):
         return _experts(model, f"{block}.{module}", leaf, shape, names, stored_experts[block])
     stored = shape[::-1] if leaf == "kernel" else shape
-    sizes = getattr(layer, "output_sizes", stored[:1])
+    blocks = _blocks(layer, stored[0])
+    sizes = getattr(layer, "output_sizes", (max(sum(run) for run in blocks if run[0] >= 0),))
     tensors = {
         ".".join(filter(None, (block, name, _LEAF.get(leaf, leaf)))): (size, *stored[1:])
         for name, size in zip(model.packed_modules.get(module, (module,)), sizes, strict=True)
     }
-    return Source(tensors, _transposed if leaf == "kernel" else _side_by_side)
+    read = partial(_read_rows, tensors, blocks, leaf == "kernel")
+    return Source(tensors, read, _transposed if leaf == "kernel" else _as_stored)
+
+
+def _blocks(layer: Any, rows: int) -> Blocks:
+    """The rows of a layer's stored tensors, one below the other, that become its columns; see `partition.Blocks`."""
+    real = getattr(layer, "real_vocab", rows)
+    return getattr(layer, "output_blocks", ((0, real), (-1, rows - real)))
 
 
 def _experts(
@@ -80,17 +96,18 @@ def _experts(
     assert config is not None
     name = f"{experts}.{leaf}"
     if leaf.endswith("_bias"):
-        return Source({name: shape}, _side_by_side)
+        return Source({name: shape}, partial(_read_whole, name, False), _as_stored)
     num_experts, inputs, outputs = shape
     if f"{name}_blocks" in names:
         if inputs % _BLOCK:
             raise ModelError(f"{name}_blocks cannot hold {inputs} values in blocks of {_BLOCK}")
         blocks = (num_experts, outputs, inputs // _BLOCK)
-        return Source({f"{name}_blocks": (*blocks, _BLOCK // 2), f"{name}_scales": blocks}, _from_mxfp4, ("U8",))
+        tensors = {f"{name}_blocks": (*blocks, _BLOCK // 2), f"{name}_scales": blocks}
+        return Source(tensors, partial(_read_mxfp4, name), _from_mxfp4, ("U8",))
     if name in names:
         if config.stored_in_first:
-            return Source({name: shape}, _side_by_side)
-        return Source({name: (num_experts, outputs, inputs)}, _transposed)
+            return Source({name: shape}, partial(_read_whole, name, False), _as_stored)
+        return Source({name: (num_experts, outputs, inputs)}, partial(_read_whole, name, True), _transposed)
     if stored_tensors < num_experts:  # before a name is made for each
         raise ModelError(
             f"config.json asks for {num_experts} experts, and the files hold {stored_tensors} tensors of {experts}"
@@ -98,34 +115,94 @@ def _experts(
     parts = model.packed_modules.get(leaf, (leaf,))
     if f"{experts}.0.w1.weight" in names:
         parts = tuple(_MIXTRAL[part] for part in parts)
-    tensors = {
-        f"{experts}.{expert}.{part}.weight": (outputs // len(parts), inputs)
+    each = [
+        {f"{experts}.{expert}.{part}.weight": (outputs // len(parts), inputs) for part in parts}
         for expert in range(num_experts)
-        for part in parts
-    }
-    return Source(tensors, partial(_stacked, num_experts))
+    ]
+    return Source({k: v for tensors in each for k, v in tensors.items()}, partial(_read_each, each), _transposed)
 
 
-def _side_by_side(stored: Sequence[np.ndarray], dtype: DType) -> jax.Array:
-    arrays = [jnp.array(array).astype(dtype) for array in stored]
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+def _read_rows(
+    tensors: Mapping[str, Shape], blocks: Blocks, transposed: bool, read: Read, index: Index
+) -> list[np.ndarray]:
+    """Of tensors that lie one below the other, the rows that `blocks` says."""
+    rows, *rest = index[::-1] if transposed else index
+    pieces = _pieces(tensors, runs(blocks, rows.start, rows.stop), tuple(rest), read)
+    return [_joined(pieces, tuple(part.stop - part.start for part in (rows, *rest)))]
 
 
-def _transposed(stored: Sequence[np.ndarray], dtype: DType) -> jax.Array:
-    return _side_by_side(stored, dtype).mT
+def _read_each(each: Sequence[Mapping[str, Shape]], read: Read, index: Index) -> list[np.ndarray]:
+    """Of one tensor an expert and part: [E, out of all parts, in]."""
+    experts, inputs, rows = index
+    count, width = rows.stop - rows.start, inputs.stop - inputs.start
+    pieces = (piece for tensors in each[experts] for piece in _pieces(tensors, ((rows.start, count),), (inputs,), read))
+    return [_joined(pieces, ((experts.stop - experts.start) * count, width)).reshape(-1, count, width)]
 
 
-def _stacked(num_experts: int, stored: Sequence[np.ndarray], dtype: DType) -> jax.Array:
-    """[out, in] of each part of each expert -> [E, in, all parts' out]."""
-    columns = stored[0].shape[-1]
-    return jnp.array(np.concatenate(stored).reshape(num_experts, -1, columns)).astype(dtype).mT
+def _read_whole(name: str, transposed: bool, read: Read, index: Index) -> list[np.ndarray]:
+    """Of one tensor with all experts, stored as it is used but for the order of its last two axes."""
+    return [read(name, (index[0], *index[:0:-1]) if transposed else index)]
 
 
-def _from_mxfp4(stored: Sequence[np.ndarray], dtype: DType) -> jax.Array:
-    blocks, scales = stored
+def _read_mxfp4(name: str, read: Read, index: Index) -> list[np.ndarray]:
+    """Of all experts' blocks and scales, those of every block that the part touches."""
+    experts, inputs, rows = index
+    touched = (experts, rows, slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)))
+    blocks, scales = read(f"{name}_blocks", (*touched, slice(0, _BLOCK // 2))), read(f"{name}_scales", touched)
     if np.any(scales == 255):
         raise ModelError("a scale of its mxfp4 blocks is 255, which is no number")
-    return _dequantize(jnp.array(blocks), jnp.array(scales), jnp.dtype(dtype))
+    return [blocks, scales]
+
+
+def _pieces(tensors: Mapping[str, Shape], rows: Blocks, rest: Index, read: Read) -> Iterator[np.ndarray | int]:
+    """Those rows of tensors that lie one below the other, piece by piece; of padding, its number of rows."""
+    for first, count in rows:
+        if first < 0:
+            yield count
+            continue
+        at = 0
+        for name, (size, *_) in tensors.items():
+            low, high = max(first, at), min(first + count, at + size)
+            if low < high:
+                yield read(name, (slice(low - at, high - at), *rest))
+            at += size
+
+
+def _joined(pieces: Iterator[np.ndarray | int], shape: Shape) -> np.ndarray:
+    """One below the other. No more than one piece is in memory beside the result, and a single one is the result."""
+    out, at = np.zeros(0), 0
+    for piece in pieces:
+        if isinstance(piece, int):
+            at += piece
+            continue
+        if piece.shape == shape:
+            return piece
+        if not out.size:
+            out = np.zeros(shape, piece.dtype)
+        elif out.dtype != piece.dtype:
+            out = out.astype(np.float32)  # which holds the values of the others
+        out[at : at + len(piece)] = piece
+        at += len(piece)
+        del piece  # before the next one is read
+    return out if out.size else np.zeros(shape, np.float32)
+
+
+def _as_stored(stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
+    return _on(stored[0], device).astype(dtype)
+
+
+def _transposed(stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
+    return _as_stored(stored, index, dtype, device).mT
+
+
+def _from_mxfp4(stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
+    blocks, scales = (_on(array, device) for array in stored)
+    start, count = index[1].start % _BLOCK, index[1].stop - index[1].start
+    return _dequantize(blocks, scales, jnp.dtype(dtype))[:, start : start + count]
+
+
+def _on(array: np.ndarray, device: Any) -> jax.Array:
+    return jnp.array(array) if device is None else jax.device_put(array, device)
 
 
 @partial(jax.jit, static_argnums=2)

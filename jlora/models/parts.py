@@ -6,13 +6,15 @@ from flax import nnx
 from jaxtyping import Float
 
 from jlora._typing import DType
+from jlora.models.partition import ONE_DEVICE, Axes, Blocks, Partition, merged, width
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv:1910.07467) over the last axis, in float32."""
 
-    def __init__(self, features: int, epsilon: float, dtype: DType):
-        self.scale = nnx.Param(jnp.ones((features,), dtype))
+    def __init__(self, features: int, epsilon: float, dtype: DType, partition: Partition = ONE_DEVICE):
+        ones = jnp.ones((features,), dtype, device=partition.sharding(None))
+        self.scale = nnx.Param(ones, **partition.metadata(None))
         self.epsilon = epsilon
 
     def __call__(self, x: Float[jax.Array, "B L *F"]) -> Float[jax.Array, "B L *F"]:
@@ -30,30 +32,65 @@ def linear(
     rngs: nnx.Rngs,
     param_dtype: DType | None = None,
     out_dtype: DType | None = None,
+    partition: Partition = ONE_DEVICE,
+    axes: Axes = (None, None),
+    blocks: Blocks | None = None,
 ) -> nnx.Linear:
-    """A projection; with several output sizes a merged one, its outputs side by side."""
+    """A projection; with several output sizes a merged one, its outputs side by side.
+
+    `axes` are the mesh axes of its inputs and outputs. `blocks` are its columns where they are not those of the
+    checkpoint in order; the layer keeps them as `output_blocks`.
+    """
     layer = nnx.Linear(
         in_features,
-        sum(output_sizes),
+        sum(output_sizes) if blocks is None else width(blocks),
         use_bias=bias,
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
-        kernel_init=nnx.initializers.normal(0.02),
+        kernel_init=partition.draw(axes, blocks),
+        bias_init=lambda _, shape, dtype: jnp.zeros(shape, dtype, device=partition.sharding(axes[1])),
         preferred_element_type=out_dtype,
         rngs=rngs,
+        kernel_metadata=partition.metadata(*axes),
+        bias_metadata=partition.metadata(axes[1]),
     )
     if len(output_sizes) > 1:
         layer.output_sizes = output_sizes  # pyright: ignore[reportAttributeAccessIssue]
+    if blocks is not None:
+        layer.output_blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]
     return layer
 
 
 class MLP(nnx.Module):
     """Gated SiLU (arXiv:2002.05202)."""
 
-    def __init__(self, features: int, inner: int, *, bias: bool = False, dtype: DType, rngs: nnx.Rngs):
-        self.gate_up_proj = linear(features, inner, inner, bias=bias, dtype=dtype, rngs=rngs)
-        self.down_proj = linear(inner, features, bias=bias, dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        features: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        partition: Partition = ONE_DEVICE,
+    ):
+        self.shards = partition.size("tensor")
+        self.gate_up_proj = linear(
+            features,
+            inner,
+            inner,
+            bias=bias,
+            dtype=dtype,
+            rngs=rngs,
+            partition=partition,
+            axes=(None, "tensor"),
+            blocks=merged([(inner, 1), (inner, 1)], self.shards),
+        )
+        self.down_proj = linear(
+            inner, features, bias=bias, dtype=dtype, rngs=rngs, partition=partition, axes=("tensor", None)
+        )
 
     def __call__(self, x: Float[jax.Array, "*rows E"]) -> Float[jax.Array, "*rows E"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        both = self.gate_up_proj(x)
+        gate, up = jnp.split(both.reshape(*x.shape[:-1], self.shards, -1), 2, axis=-1)
+        return self.down_proj((jax.nn.silu(gate) * up).reshape(*x.shape[:-1], -1))

@@ -106,11 +106,6 @@ def test_home_is_expanded_and_progress_is_told(folder, monkeypatch):
     assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
 
 
-def test_mesh_is_refused(folder):
-    with pytest.raises(ModelError, match="mesh is not supported"):
-        from_pretrained(folder, mesh=object())
-
-
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 EMBED = "model.embed_tokens.weight"

@@ -1,0 +1,230 @@
+"""What adapters cost on a mesh: step times beside the unwrapped model's on the same mesh, and a swap beside a copy.
+
+    python -m benchmarks.mesh [--out results.json] [--model llama-3-8b] [--layers 32] [--mesh tensor=2] [--swap]
+    python -m benchmarks.mesh --model qwen3-30b-a3b --layers 12 --mesh expert=2
+    python -m benchmarks.mesh --model llama-3-70b --layers 24 --mesh tensor=2 --steps decode --no-single
+
+For any number of devices: `--mesh` gives names and sizes of its axes. Random bf16 weights, the same on one device and
+on the mesh; slots filled with random values where they lie. Decode: one token a sequence, `--batch` of them with
+`--adapters`, over a cache of `CONTEXT` positions. Prefill: 4096 tokens as eight sequences. Figures are medians over
+rounds in which all variants take turns, in milliseconds; on one device, on the mesh, and fully sharded there. With
+`--check`, the logits of prefill by two loaded adapters and none are compared with those of one device: the largest
+difference over the largest logit; rows of the base model show what rounding alone does.
+
+The swap: activating an adapter of rank 16 that the host cache holds, beside one `device_put` of the same staged
+buffers with the same shardings.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+import jlora
+from benchmarks import swap
+from benchmarks.decode_step import CONTEXT, MODELS, decode, fill_slots, flat_step, make_batch, prefill, timed
+from benchmarks.timing import machine, write_rows
+from jlora.models import Decoder, DecoderConfig
+
+PROJECTIONS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def llama_3_70b(layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+
+
+SHAPES = {name: (shape, layers, slots) for name, (shape, layers, slots) in MODELS.items()}
+SHAPES["llama-3-70b"] = (llama_3_70b, 80, 8)
+
+
+def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None, *, fully: bool) -> dict[str, Any]:
+    """Name of each step -> (function, *arguments) of the base model and with adapters; and the model's bytes."""
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh)
+    made: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    rng = np.random.default_rng(1)
+    if "decode" in args.steps:
+        tokens = jnp.asarray(rng.integers(0, config.vocab_size, (args.batch, 1)), jnp.int32)
+        position = jnp.full((args.batch, 1), CONTEXT - 1, jnp.int32)
+        inputs["decode"] = decode, (tokens, position, model.init_cache(args.batch, CONTEXT)), args.batch
+    if "prefill" in args.steps:
+        inputs["prefill"] = prefill, (jnp.asarray(rng.integers(0, config.vocab_size, (8, 512)), jnp.int32),), 8
+    for name, (step, given, _) in inputs.items():
+        if not fully:
+            run, leaves = flat_step(model, step)
+            made[f"{name} base"] = (run, leaves, *given, None)
+    manager = jlora.LoRAManager(
+        model,
+        jlora.LoRAConfig(
+            max_loras=args.slots,
+            max_lora_rank=args.rank,
+            dtype=jnp.bfloat16,
+            target_modules=PROJECTIONS,
+            fully_sharded=fully,
+            data_axes=[name for name in ("data",) if mesh is not None and name in mesh.axis_names],
+        ),
+    )
+    runs = {name: flat_step(model, step)[0] for name, (step, _, _) in inputs.items()}
+    found: dict[str, Any] = {"calls": made}
+    if args.check and not fully:
+        for adapter in swap.adapters(config, args.rank, "model.", 2):
+            manager.add_adapter(adapter)
+        with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
+            found["logits"] = logits_of((runs["prefill"], leaves_of(model), *inputs["prefill"][1], batch))
+    fill_slots(manager, args.rank)
+    for name, (_, given, sequences) in inputs.items():
+        adapters = min(args.adapters, sequences)
+        made[name] = (runs[name], leaves_of(model), *given, make_batch(manager, sequences, adapters))
+    slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
+    device = jax.local_devices()[0]
+    nbytes = sum(s.data.nbytes for a in slots for s in a.addressable_shards if s.device == device)
+    return found | {"slot_bytes_of_a_device": nbytes}
+
+
+def leaves_of(model: Decoder) -> list[jax.Array]:
+    """The operands of a `flat_step`."""
+    return jax.tree.leaves(nnx.split(model)[1])
+
+
+def swap_arrays(layer: nnx.Module) -> list[jax.Array]:
+    return [v.get_value() for v in vars(layer).values() if isinstance(v, jlora.SlotParam)]
+
+
+def logits_of(call: tuple[Any, ...]) -> np.ndarray:
+    run, *args = call
+    out = run(*args)
+    return np.asarray((out[0] if isinstance(out, tuple) else out).astype(jnp.float32))
+
+
+def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
+    """Milliseconds of an activation on the mesh, and of a `device_put` of the same buffers."""
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh)
+    manager = jlora.LoRAManager(
+        model,
+        jlora.LoRAConfig(
+            max_loras=4, max_lora_rank=args.rank, max_cpu_loras=8, dtype=jnp.bfloat16, target_modules=PROJECTIONS
+        ),
+    )
+    manager.warmup()
+    names = []
+    for adapter in swap.adapters(config, args.rank, "model.", 6):
+        manager.add_adapter(adapter)
+        names.append(adapter.name)
+    contents = [manager._registry.contents[name] for name in names]
+    pool = manager._pool
+    hosts, alls, copies = [], [], []
+    for i in range(24):
+        host, whole = swap.timed(manager, lambda i=i: manager.prepare([names[i % 6]]))
+        hosts.append(host)
+        alls.append(whole)
+    for i in range(24):
+        blocks = contents[i % 6].blocks
+        targets = [target for block in blocks for target in pool._targets(block)]
+        start = time.perf_counter()
+        jax.block_until_ready(jax.device_put([x for block in blocks for x in (block.a, block.b)], targets))
+        copies.append((time.perf_counter() - start) * 1e3)
+    pinned = not isinstance(contents[0].blocks[0].a, np.ndarray)
+    return {
+        "step": "swap",
+        "bytes": contents[0].nbytes,
+        "pinned": pinned,
+        "host_ms": statistics.median(hosts[6:]),
+        "ms": statistics.median(alls[6:]),
+        "device_put_ms": statistics.median(copies[6:]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--mesh", nargs="+", default=[f"tensor={len(jax.devices())}"])
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", nargs="*", default=["decode", "prefill"])
+    parser.add_argument("--no-single", action="store_true", help="the model does not fit on one device")
+    parser.add_argument("--no-fully", action="store_true")
+    parser.add_argument("--swap", action="store_true")
+    parser.add_argument("--check", action="store_true", help="compare logits, with adapters that were loaded")
+    args = parser.parse_args()
+    shape, layers, _ = SHAPES[args.model]
+    args.layers = args.layers or layers
+    config = shape(args.layers)
+    sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in args.mesh)}
+    devices = np.array(jax.devices()[: int(np.prod([*sizes.values()]))]).reshape(*sizes.values())
+    mesh = Mesh(devices, tuple(sizes))
+    about = {
+        **machine(),
+        "devices": devices.size,
+        "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
+        "mesh": sizes,
+        "rank": args.rank,
+        "slots": args.slots,
+        "batch": args.batch,
+        "adapters": args.adapters,
+    }
+    print(json.dumps(about), flush=True)
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.out is not None:
+            write_rows(args.out, about, rows)
+
+    calls: dict[str, Any] = {}
+    variants = {"mesh": (mesh, False)}
+    if not args.no_fully:
+        variants["fully sharded"] = (mesh, True)
+    if not args.no_single:
+        variants = {"one device": (None, False), **variants}
+    logits: dict[str, np.ndarray] = {}
+    for variant, (where, fully) in variants.items():
+        found = steps_of(args, config, where, fully=fully)
+        for name, call in found["calls"].items():
+            calls[f"{variant}: {name}"] = call
+        if "logits" in found:
+            logits[variant] = found.pop("logits")
+        keep({"step": "slots", "variant": variant, "bytes_of_a_device": found["slot_bytes_of_a_device"]})
+    for step in args.steps:
+        enqueue = 10 if step == "decode" else 3
+        own = {name: call for name, call in calls.items() if name.split(": ")[1].split()[0] == step}
+        times = timed(own, args.rounds, enqueue)
+        for variant in variants:
+            base = times[f"{'one device' if variant == 'one device' else 'mesh'}: {step} base"]
+            ms = times[f"{variant}: {step}"]
+            row = {"step": step, "variant": variant, "base_ms": base, "ms": ms, "overhead": ms / base - 1}
+            row["us_of_a_layer"] = (ms - base) * 1e3 / args.layers
+            keep(row)
+    if len(logits) == 2:
+        want, got = logits["one device"], logits["mesh"]
+        rows_of_base = [1, 4, 7]
+        off = np.abs(got - want).max(axis=-1) / np.abs(want).max()
+        keep({"step": "logits", "off": float(off.max()), "off_of_base_rows": float(off[rows_of_base].max())})
+    calls.clear()
+    if args.swap:
+        keep(swaps(args, config, mesh))
+
+
+if __name__ == "__main__":
+    main()

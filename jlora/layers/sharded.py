@@ -1,0 +1,463 @@
+"""The only place where kernels meet a mesh: every shard adds the LoRA of its own rows and features.
+
+    column-parallel   x whole, A whole, B and y split by N: a shard does what one device does, for its columns
+    row-parallel      x and A split by K: a shard has a part of x A^T. Where the base product is made here too
+                      (`joined`), each expands its part into its part of the base output, and the one reduction that
+                      the base model makes anyway sums both. Else the parts of x A^T, of rank size, are summed first
+    fully sharded     besides, A is split by rank, and x A^T gathered; B of row-parallel by N: each shard expands the
+                      sum of x A^T into its own columns
+
+Rows that are split (over data) have plans of their own shard. Inside a `jax.shard_map` of the user, arrays are those of
+a shard already, and what is computed is the same without another one.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Float, Int
+
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.pallas.api import add_lora, expand, shrink
+from jlora.pallas.plan import Plan
+from jlora.sharding.rules import KernelSharding, Names, names_of, partition
+
+MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How the axes before the features of a layer's rows are split: for each of them axes of the mesh."""
+
+    axes: tuple[Names, ...]
+
+    @property
+    def split(self) -> bool:
+        return any(self.axes)
+
+
+def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int) -> Lead:
+    """How the rows of `base` lie: as its type says on axes of the mesh that are Explicit; else the `axis` of sequences
+    (or packed rows), of which there are `count`, is split over the data axes if they divide it."""
+    lead = base.ndim - 1
+    mesh = jax.sharding.get_abstract_mesh()
+    if _explicit(mesh):
+        spec = (*jax.typeof(base).sharding.spec, *[None] * base.ndim)
+        return Lead(tuple(names_of(entry) for entry in spec[:lead]))
+    data = tuple(name for name in sharding.data if name not in _manual(mesh))
+    axes: list[Names] = [()] * lead
+    if axis is not None and data and count % sharding.size(data) == 0:
+        axes[axis] = data
+    return Lead(tuple(axes))
+
+
+def plan_of_rows(
+    sharding: KernelSharding,
+    lead: Lead,
+    shape: Sequence[int],
+    ids: Int[Array, "..."],
+    make: Callable[[Array, int], Plan],
+) -> Plan:
+    """The plans of the shards of rows, side by side: each leaf split as the rows are.
+
+    Args:
+      sharding: of the layer.
+      lead: how its rows lie.
+      shape: of the axes before the features.
+      ids: slots, along the first of these axes; rows along the others are of the same sequence.
+      make: `make_plan` of the slots of a shard, one for each run of so many rows.
+    """
+    rows = int(np.prod([size // sharding.size(names) for size, names in zip(shape, lead.axes, strict=True)]))
+
+    def local(ids: Array) -> Plan:
+        return make(ids.reshape(-1), rows // max(1, ids.size))
+
+    every = tuple(name for names in lead.axes for name in names)
+    return _on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
+
+
+def plan_of_experts(
+    slots: SlotSpec, make: Callable[[Array, Array, Array, int], Plan], ids: Array, index: Array, expert: Array
+) -> Plan:
+    """The plans of the shards of experts, side by side; the code of a shard counts its own experts from 0."""
+    sharding = _split_of(slots)
+    assert slots.experts is not None
+    own = slots.experts // slots.expert_shards
+    if not sharding.experts or reached(sharding.experts):
+        return make(ids, index, expert, own)
+
+    def local(ids: Array, index: Array, expert: Array) -> Plan:
+        return make(ids, index, expert - _index(sharding.experts) * own, own)
+
+    whole = PartitionSpec()
+    return _on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
+
+
+def own_size(slots: SlotSpec, size: int, axes: Names) -> int:
+    """Of features that are split over `axes`, how many the code that runs now has: all, or those of a shard."""
+    return size // _split_of(slots).size(axes) if reached(axes) else size
+
+
+class Held(NamedTuple):
+    """The plan of a layer's rows, and the slot arrays that it is for."""
+
+    plan: Plan
+    a: Array
+    b: Array
+    ranks: Array
+
+
+def add_rows(
+    site: Site,
+    spec: LinearSpec,
+    lead: Lead,
+    base: Array,
+    x: Array,
+    held: Held,
+    expert: Array | None = None,
+    x_rows: Array | None = None,
+    shared: Sequence[Held] = (),
+) -> Float[Array, "*lead N"]:
+    """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K].
+
+    Of experts, row m goes to `expert`[m], and has x[x_rows[m]] for input where that is given; `shared` are the factors
+    in the slots of `site.shared`. Where experts are split and no shard of them calls, each adds what its own give, and
+    a row is then taken from the shard that has its expert.
+    """
+    sharding = _of(site)
+    sums = () if reached(sharding.experts) else sharding.experts
+    complete = not reached(sharding.ins)
+
+    def local(
+        base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Held]
+    ) -> Array:
+        out = _delta(site, spec, base, x, held, complete=complete, x_rows=x_rows, shared=shared)
+        if not sums:
+            return out
+        assert expert is not None
+        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == _index(sums)
+        return _sum(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
+
+    if sums and expert is not None:
+        expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # somebody must have the base
+    whole = PartitionSpec()
+    of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
+    of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
+    of_held = _of_held(site.spec, lead, sums)
+    of_shared = [_of_held(half.spec, lead, sums) for half in site.shared]
+    mapped = _on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
+    return mapped(base, x, held, expert, x_rows, list(shared))
+
+
+def joined(
+    site: Site,
+    product: Callable[[Array, Array], tuple[Array, Array, Callable[[Array], Array]]],
+    spec: LinearSpec,
+    specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec],
+    lead: Lead,
+    x: Array,
+    kernel: Array,
+    held: Held,
+) -> Array:
+    """A row-parallel product and its LoRA, summed over the shards together.
+
+    Args:
+      site: of the layer.
+      product: of what a shard has of x and the kernel: x and y as rows [*lead, features], and the way back from those.
+      spec: of the layer.
+      specs: of x, the kernel and y.
+      lead: how the rows lie.
+      x, kernel, held: operands.
+    """
+    sharding, (of_x, of_kernel, of_y) = _of(site), specs
+
+    def local(x: Array, kernel: Array, held: Held) -> Array:
+        flat, base, restore = product(x, kernel)
+        return _sum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
+
+    of_held = _of_held(site.spec, lead)
+    return _on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
+
+
+def add_lookup(
+    site: Site,
+    spec: EmbedSpec,
+    lead: Lead,
+    base: Array,
+    tokens: Array,
+    ids: Array,
+    held: Held,
+) -> Float[Array, "*lead N"]:
+    """`base` plus the LoRA of a lookup in a table whose rows, or features, may be split.
+
+    `ids` are slots along the first of the axes before the features.
+    """
+    sharding = _of(site)
+
+    def local(base: Array, tokens: Array, ids: Array, held: Held) -> Array:
+        a = held.a
+        rows = base.reshape(-1, base.shape[-1])
+        found = tokens.reshape(-1)
+        found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
+        real = found < spec.rows
+        own = found - _index(sharding.ins) * a.shape[-1] if sharding.ins else found
+        slots = jnp.repeat(ids.reshape(-1), len(own) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
+        h = a.at[slots, 0, :, own].get(mode="clip").astype(jnp.float32)
+        if sharding.ins:
+            h = jnp.where(((own >= 0) & (own < a.shape[-1]))[:, None], h, 0)
+        h = (h if spec.scale == 1 else h * spec.scale)[None]
+        out = _expand_whole(site.spec, site.backend, rows, h, held, complete=True)
+        return (out if spec.rows == spec.vocab else jnp.where(real[:, None], out, rows)).reshape(base.shape)
+
+    of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
+    of_ids = partition(*lead.axes[: ids.ndim])
+    of_held = _of_held(site.spec, lead)
+    return _on_mesh(sharding, local, (of_base, of_rows, of_ids, of_held), of_base)(base, tokens, ids, held)
+
+
+# --- what a shard computes --------------------------------------------------------------------------------------------
+
+
+def _delta(
+    site: Site,
+    spec: LinearSpec,
+    base: Array,
+    x: Array,
+    held: Held,
+    *,
+    complete: bool,
+    x_rows: Array | None = None,
+    shared: Sequence[Held] = (),
+) -> Array:
+    """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
+    `complete`."""
+    sharding, backend = _of(site), site.backend
+    held, shared = _merged(held), [_merged(half) for half in shared]
+    all_rows = rows = base.reshape(-1, base.shape[-1])
+    # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
+    x = x.reshape(-1, x.shape[-1]).astype(held.a.dtype)
+    if sharding.ins:
+        x = _without_padding(site.spec, x)
+    elif spec.columns_in is not None:
+        x = spec.columns_in.take(x)
+    columns = None if sharding.outs else spec.columns_out
+    rows = rows if columns is None else columns.take(rows)
+    pieces = _pieces(site.spec)
+    by_itself = not sharding.ins or not complete
+    if by_itself and pieces.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
+        plan, a, b, ranks = held
+        out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
+    else:
+        h = _shrink_own(site.spec, backend, x, held, x_rows)
+        out = _expand_whole(site.spec, backend, rows, h, held, complete=complete)
+    if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
+        (of_a, of_b), (a, b) = site.shared, shared
+        h = _shrink_own(of_a.spec, backend, x, a, x_rows)
+        out = _expand_whole(of_b.spec, backend, out, h, b, complete=complete)
+    return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
+
+
+def _merged(held: Held) -> Held:
+    """Arrays of slots and experts by group."""
+    if held.ranks.ndim == 2:
+        return held
+    return Held(held.plan, *(array.reshape(-1, *array.shape[2:]) for array in held[1:]))
+
+
+def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: Held, x_rows: Array | None) -> Array:
+    """[n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
+    size = held.a.shape[2]
+    ranks = held.ranks
+    if (axes := _split_of(slots).a[2]) and size:
+        ranks = jnp.clip(ranks - _index(axes) * size, 0, size)
+    return shrink(x, held.a, held.plan, ranks=ranks, x_rows=x_rows, backend=backend)
+
+
+def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held, *, complete: bool) -> Array:
+    """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
+    sharding = _split_of(slots)
+    if sharding.a[2]:
+        h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
+    further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
+    if sharding.ins and (complete or further):
+        h = _sum(h, sharding.ins)
+    if not further:
+        return _expand_pieces(slots, backend, rows, h, held)
+    own = held.b.shape[-1]
+    start = _index(further) * own
+    part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
+    part = _expand_pieces(slots, backend, part, h, held)
+    if complete:
+        return _gathered(part, further, 1)
+    return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
+
+
+def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held) -> Array:
+    """`expand` over the columns that a shard has of the output slices."""
+    pieces, (plan, _, b, ranks) = _pieces(slots), held
+    if pieces.sizes is not None:
+        return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
+    table = jnp.asarray(pieces.table)
+    ids = table[_index(_split_of(slots).b[2]) if len(table) > 1 else 0]
+    # Padding is of a slice more, which has rank 0: the base's bits stay.
+    h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
+    ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
+    sizes = (pieces.size,) * len(pieces.table[0])
+    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, backend=backend)
+
+
+def _without_padding(slots: SlotSpec, x: Array) -> Array:
+    """Zeros for the features of x that are padding: they may hold anything."""
+    sharding = _split_of(slots)
+    if all(first >= 0 for first, _ in slots.in_blocks):
+        return x
+    real = np.concatenate([np.full(count, first >= 0) for first, count in slots.in_blocks])
+    own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[_index(sharding.ins)]
+    return jnp.where(own[None, :], x, 0)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The columns of a shard, by output slice.
+
+    Attributes:
+      sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
+      size: else, of pieces that are of one slice each.
+      table: for each shard the slices of its pieces; the number of slices for padding.
+    """
+
+    sizes: tuple[int, ...] | None
+    size: int
+    table: tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _pieces(held: SlotSpec) -> _Pieces:
+    sharding = held.sharding
+    assert sharding is not None
+    slices = np.full(held.stored_out, held.slices, np.int64)
+    of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
+    for features, stored in held.out_runs:
+        slices[stored] = of_feature[features]
+    shards = slices.reshape(sharding.size(sharding.b[2]), -1)
+    if (shards == shards[0]).all():
+        starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
+        if np.array_equal(shards[0][starts], np.arange(held.slices)):
+            return _Pieces(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
+        shards = shards[:1]
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
+    size = int(np.gcd.reduce(np.concatenate([*changes, np.array([shards.shape[1]])])))
+    return _Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
+
+
+def too_many_pieces(held: SlotSpec) -> str | None:
+    """Why the output slices of a layer cannot be served as its columns are split, or None."""
+    pieces = _pieces(held)
+    if not pieces.table or len(pieces.table[0]) <= MOST_PIECES:
+        return None
+    return (
+        f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
+        "or out_blocks how each shard has a part of every slice"
+    )
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def _of(site: Site) -> KernelSharding:
+    assert site.spec.sharding is not None
+    return site.spec.sharding
+
+
+def _split_of(slots: SlotSpec) -> KernelSharding:
+    assert slots.sharding is not None
+    return slots.sharding
+
+
+def _of_held(slots: SlotSpec, lead: Lead, experts: Names = ()) -> Any:
+    """The specs of a `Held`: the plans of the shards of rows, or of `experts`; arrays as one layer has them."""
+    sharding = _split_of(slots)
+    own = ((),) if slots.experts is None else ((), sharding.experts)
+    of_plan = partition((*(name for names in lead.axes for name in names), *experts))
+    return Held._make((of_plan, partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)))
+
+
+def _index(axes: Names) -> Array:
+    return lax.axis_index(axes)
+
+
+def _sum(array: Array, axes: Names) -> Array:
+    return cast("Array", lax.psum(array, axes))
+
+
+def _gathered(array: Array, axes: Names, axis: int) -> Array:
+    return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))
+
+
+def _manual(mesh: Any) -> frozenset[str]:
+    """Axes of a mesh along which the code that runs now is that of a shard."""
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
+
+
+def _explicit(mesh: Any) -> frozenset[str]:
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def reached(axes: Names) -> bool:
+    """Whether the code that runs now is that of a shard along these axes: then an output is a part of a sum."""
+    return bool(axes) and set(axes) <= _manual(jax.sharding.get_abstract_mesh())
+
+
+def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    return partition(*(tuple(name for name in names_of(entry) if name not in names) for entry in spec))
+
+
+def _on_mesh(
+    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
+) -> Callable[..., Any]:
+    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = _manual(context)
+    names = frozenset(sharding.mesh.axis_names) - manual
+    if not names:
+        return local
+    in_specs = [jax.tree.map(functools.partial(_without, names=manual), spec, is_leaf=_is_spec) for spec in in_specs]
+    out_specs = _without(out_specs, manual)
+    mapped = jax.shard_map(
+        local,
+        mesh=sharding.mesh if context.empty else None,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=set(names),
+        check_vma=False,  # kernels do not say along which axes their results vary
+    )
+    explicit = _explicit(context)
+    if not explicit:
+        return mapped
+
+    def moved(*args: Any) -> Any:
+        """Where axes are Explicit, operands are asked to lie as they will be used."""
+        return mapped(*(_resharded(spec, arg) for spec, arg in zip(in_specs, args, strict=True)))
+
+    return moved
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def _resharded(specs: Any, operands: Any) -> Any:
+    """Operands moved to where their specs say; a spec may stand for a whole tree."""
+
+    def move(spec: PartitionSpec, operand: Any) -> Any:
+        return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
+
+    return jax.tree.map(move, specs, operands, is_leaf=_is_spec)

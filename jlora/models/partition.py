@@ -1,0 +1,170 @@
+"""Where the parameters of a decoder lie on a mesh, and in which order merged projections hold their columns for it.
+
+    "tensor"   heads of attention, inner features of MLPs, the vocabulary
+    "expert"   experts
+    "data"     sequences: no parameter has it
+
+A product whose outputs lie over "tensor" needs no collective; one whose inputs do ends in the sum of all shards'. The
+columns of a merged projection are ordered shard by shard, so that a shard holds its part of each slice:
+
+    checkpoint   q0 q1 q2 q3 k0 k1 v0 v1
+    2 shards     q0 q1 k0 v0 | q2 q3 k1 v1
+    4 shards     q0 k0 v0 | q1 k0 v0 | q2 k1 v1 | q3 k1 v1      fewer key heads than shards: copies
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jlora._typing import DType
+from jlora.models.json_file import ModelError
+
+AXES = ("data", "tensor", "expert")
+
+# Columns from left to right: (first column in the checkpoint's order, how many); the first is -1 for padding.
+Blocks = tuple[tuple[int, int], ...]
+Axes = tuple[str | None, ...]  # the mesh axis of every axis of a parameter
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A mesh as the layers of a decoder ask about it; without one, everything is one shard.
+
+    Raises:
+      ModelError: an axis that is none of `AXES`, or not of the type Auto.
+    """
+
+    mesh: Mesh | None = None
+
+    def __post_init__(self):
+        if self.mesh is None:
+            return
+        if not isinstance(self.mesh, Mesh):
+            raise ModelError(f"mesh must be a jax.sharding.Mesh or None, got {type(self.mesh).__name__}")
+        for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True):
+            if name not in AXES:
+                raise ModelError(f"mesh has an axis {name!r}; the decoder knows {AXES}")
+            if kind != AxisType.Auto:
+                raise ModelError(
+                    f"mesh axis {name!r} is {kind.name}, and the decoder leaves shardings to the compiler: give "
+                    "axis_types=(jax.sharding.AxisType.Auto,) * n"
+                )
+
+    def size(self, axis: str) -> int:
+        """Shards along an axis; 1 if the mesh lacks it."""
+        return 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
+
+    def sharding(self, *axes: str | None) -> NamedSharding | None:
+        """Of an array with these mesh axes; those that the mesh lacks are left out. None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, P(*self._present(axes)))
+
+    def metadata(self, *axes: str | None) -> dict[str, Any]:
+        """What a variable with these axes says of itself, in Flax's words."""
+        return {} if self.mesh is None else {"out_sharding": self._present(axes), "mesh": self.mesh}
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x`, laid out so; an axis of the mesh that its size does not divide is left out."""
+        if self.mesh is None:
+            return x
+        fits = (axis if x.shape[i] % self.size(axis or "") == 0 else None for i, axis in enumerate(axes))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*self._present(tuple(fits)))))
+
+    def draw(self, axes: Axes, blocks: Blocks | None = None) -> Callable[..., jax.Array]:
+        """An initializer of small random weights: the numbers that one device has, laid out.
+
+        `blocks` orders the axis that "tensor" shards.
+        """
+
+        def initialize(key: jax.Array, shape: Sequence[int], dtype: DType) -> jax.Array:
+            if self.mesh is None:
+                return _normal(key, tuple(shape), dtype)
+            axis = axes.index("tensor") if "tensor" in axes else 0
+            return _draw(key, tuple(shape), jnp.dtype(dtype), blocks, axis, self.sharding(*axes))
+
+        return initialize
+
+    def check(self, axis: str, **fields: int) -> None:
+        """Raises `ModelError` if the shards of an axis cannot have equal parts of a field."""
+        shards = self.size(axis)
+        for name, value in fields.items():
+            if value % shards:
+                raise ModelError(
+                    f"{name} ({value}) must be a multiple of mesh axis {axis!r}, which has {shards} shards"
+                )
+
+    def _present(self, axes: Axes) -> Axes:
+        assert self.mesh is not None
+        return tuple(axis if axis in self.mesh.axis_names else None for axis in axes)
+
+
+ONE_DEVICE = Partition()
+
+
+def merged(slices: Sequence[tuple[int, int]], shards: int) -> Blocks | None:
+    """The columns of a merged projection, shard by shard; None if that is the checkpoint's order.
+
+    Args:
+      slices: (units, columns a unit) of each slice. Units are not divided: shards either share them out evenly, or
+        are a multiple of them and hold copies.
+    """
+    found: list[tuple[int, int]] = []
+    starts = [0, *accumulate(units * width for units, width in slices)]
+    for shard in range(shards):
+        for start, (units, width) in zip(starts, slices, strict=False):
+            first, count = start + shard * units // shards * width, max(1, units // shards) * width
+            if found and sum(found[-1]) == first:
+                found[-1] = (found[-1][0], found[-1][1] + count)
+            else:
+                found.append((first, count))
+    return None if found == [(0, starts[-1])] else tuple(found)
+
+
+def padded(size: int, shards: int) -> Blocks | None:
+    """The columns of a vocabulary, filled up to a multiple of the shards; None if it is one."""
+    return ((0, size), (-1, -size % shards)) if size % shards else None
+
+
+def width(blocks: Blocks) -> int:
+    """Columns in all."""
+    return sum(count for _, count in blocks)
+
+
+def runs(blocks: Blocks, start: int, stop: int) -> Blocks:
+    """Columns `start` to `stop` of those."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    for first, count in blocks:
+        low, high = max(start, at), min(stop, at + count)
+        if low < high:
+            found.append((first if first < 0 else first + low - at, high - low))
+        at += count
+    return tuple(found)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+    # The barrier keeps the compiler from multiplying constants with each other, which rounds otherwise.
+    return jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype)) * jnp.array(0.02, dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _draw(
+    key: jax.Array, shape: tuple[int, ...], dtype: Any, blocks: Blocks | None, axis: int, sharding: NamedSharding
+) -> jax.Array:
+    if blocks is not None:
+        drawn = tuple(
+            max(sum(block) for block in blocks if block[0] >= 0) if i == axis else size for i, size in enumerate(shape)
+        )
+        beyond = drawn[axis]
+        columns = [np.full(n, beyond) if first < 0 else np.arange(first, first + n) for first, n in blocks]
+        values = jnp.take(_normal(key, drawn, dtype), np.concatenate(columns), axis=axis, mode="fill", fill_value=0)
+    else:
+        values = _normal(key, shape, dtype)
+    return jax.lax.with_sharding_constraint(values, sharding)

@@ -1,0 +1,33 @@
+"""One of two processes that share a mesh: `python -m tests.models.mesh_process NUMBER PORT CHECKPOINT RESULT`.
+
+Writes the logits, the answers, and for every stored tensor how often this process read each of its values.
+"""
+
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
+
+import jax
+import numpy as np
+
+from jlora.models import checkpoint, from_pretrained, generate
+from tests.models.recording import opened
+
+
+def main(number: str, port: str, folder: str, result: str) -> None:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(number))
+    counts = {}
+    checkpoint.safe_open = opened(counts)
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = from_pretrained(folder, mesh=mesh)
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 7)).astype(np.int32)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    logits = jax.jit(lambda model, tokens: model(tokens), out_shardings=whole)(model, tokens)
+    answers = generate(model, tokens.tolist(), max_new_tokens=6)
+    sampled = generate(model, tokens.tolist(), max_new_tokens=6, temperature=1.0, top_k=20)
+    np.savez(result, logits=np.asarray(logits), answers=answers, sampled=sampled, **counts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

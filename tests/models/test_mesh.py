@@ -1,0 +1,418 @@
+"""The decoder on meshes of virtual devices: values, layouts, what is read, and how often devices talk."""
+
+import collections
+import dataclasses
+import re
+import socket
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pretrained, generate
+from tests.models import checkpoints, goldens
+from tests.models.recording import opened
+
+MESHES = [
+    {"tensor": 1},
+    {"tensor": 2},
+    {"tensor": 4},
+    {"tensor": 8},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "expert": 2},
+]
+QUICK = [("llama", {"data": 2, "tensor": 2}), ("mistral", {"tensor": 8}), ("qwen3-tied", {"tensor": 4})]
+TINY = DecoderConfig(**checkpoints.SIZES)
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 7)).astype(np.int32)
+
+
+def make_mesh(axes):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def label(value):
+    return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else None
+
+
+everywhere = pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param(name, axes, marks=() if (name, axes) in QUICK else pytest.mark.slow)
+        for name in checkpoints.DENSE
+        for axes in MESHES
+    ],
+    ids=label,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """`folders(name)` -> (folder, its tensors, the model on one device)."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+
+    def get(name):
+        if name not in made:
+            tensors = checkpoints.write(root / name, checkpoints.DENSE[name])
+            made[name] = root / name, tensors, from_pretrained(root / name)
+        return made[name]
+
+    return get
+
+
+@jax.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
+@jax.jit
+def extend(model, *args):
+    return model.extend(*args)
+
+
+def in_chunks(model, tokens):
+    """Logits after each chunk of 4, 1, 1, ... tokens through the cache, and the cache."""
+    cache, found, start = model.init_cache(len(tokens), 12), [], 0
+    for size in (4, 1, 1):
+        positions = np.tile(np.arange(start, start + size), (len(tokens), 1))
+        chunk = tokens[:, start : start + size]
+        logits, cache = extend(model, chunk, positions, cache, np.full(len(tokens), size - 1))
+        found.append(np.asarray(logits))
+        start += size
+    return np.stack(found), cache
+
+
+@everywhere
+def test_logits_equal_one_device(folders, name, axes):
+    folder, _, one = folders(name)
+    many = from_pretrained(folder, mesh=make_mesh(axes))
+    want = forward(one, TOKENS)
+    got = forward(many, TOKENS)
+    assert got.shape == (*TOKENS.shape, one.config.vocab_size)
+    assert goldens.relative_error(got, want) < 1e-5
+    chunks, cache = in_chunks(many, TOKENS)
+    assert goldens.relative_error(chunks, in_chunks(one, TOKENS)[0]) < 1e-5
+    for array in jax.tree.leaves(cache):
+        sequences, _, heads, _ = array.sharding.shard_shape(array.shape)
+        assert sequences == 4 // axes.get("data", 1)
+        assert heads == max(1, one.config.num_key_value_heads // axes.get("tensor", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("qwen3-tied", {"data": 2, "tensor": 2}), pytest.param("mistral", {"tensor": 4}, marks=pytest.mark.slow)],
+    ids=label,
+)
+def test_answers_equal_one_device(folders, name, axes):
+    folder, _, one = folders(name)
+    many = from_pretrained(folder, mesh=make_mesh(axes))
+    prompts = [row[:n].tolist() for row, n in zip(TOKENS, (3, 7, 1, 5), strict=True)]
+    for options in ({}, {"temperature": 1.0, "top_k": 20}):
+        want = generate(one, prompts, max_new_tokens=6, **options)
+        assert generate(many, prompts, max_new_tokens=6, **options) == want
+
+
+def numbers(model):
+    return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(model))}
+
+
+def shard_of(tensors, name, config, shard, shards):
+    """What shard number `shard` must hold of a parameter: its heads, its inner features, its part of the vocabulary."""
+
+    def part(array, size):
+        return array[shard * size : (shard + 1) * size]
+
+    *path, module, leaf = name.split(".")
+    stem = ".".join(path)
+    kind = {"kernel": "weight", "embedding": "weight", "scale": "weight"}.get(leaf, leaf)
+    groups, heads, d = config.num_key_value_heads, config.num_attention_heads // shards, config.head_dim
+    inner, rows = config.intermediate_size // shards, -(-config.vocab_size // shards)
+    if module in ("embed_tokens", "lm_head"):
+        stored = tensors[f"{stem}.{module}.weight".removeprefix(".")]
+        value = part(np.pad(stored, ((0, rows * shards - len(stored)), (0, 0))), rows)
+    elif module == "qkv_proj":
+        q, k, v = (tensors[f"{stem}.{letter}_proj.{kind}"] for letter in "qkv")
+        mine = [q[d * h : d * (h + 1)] for h in range(shard * heads, (shard + 1) * heads)]
+        needed = sorted(
+            {h // (config.num_attention_heads // groups) for h in range(shard * heads, (shard + 1) * heads)}
+        )
+        for array in (k, v):
+            mine += [array[d * g : d * (g + 1)] for g in needed]
+        value = np.concatenate(mine)
+    elif module == "gate_up_proj":
+        value = np.concatenate([part(tensors[f"{stem}.{half}_proj.{kind}"], inner) for half in ("gate", "up")])
+    else:
+        value = tensors[f"{stem}.{module}.{kind}"]
+        if leaf == "kernel":
+            value = part(value.T, {"o_proj": heads * d, "down_proj": inner}[module]).T
+    return value.T if leaf == "kernel" else value
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("llama", {"tensor": 4}), ("mistral", {"data": 2, "tensor": 2}), ("qwen3-tied", {"tensor": 8})]
+)
+def test_every_device_holds_its_part(folders, name, axes):
+    folder, tensors, one = folders(name)
+    mesh = make_mesh(axes)
+    params = numbers(from_pretrained(folder, mesh=mesh))
+    assert params.keys() == numbers(one).keys()
+    for path, param in params.items():
+        for shard in param.get_value().addressable_shards:
+            place = dict(zip(mesh.axis_names, np.argwhere(mesh.devices == shard.device)[0], strict=True))
+            want = shard_of(tensors, path, one.config, place["tensor"], axes["tensor"])
+            np.testing.assert_array_equal(shard.data, want, err_msg=path)
+
+
+def test_specs_and_blocks():
+    odd = {"vocab_size": 61, "num_key_value_heads": 2, "sinks": True, "qk_norm": True}
+    config = dataclasses.replace(TINY, **odd, qkv_bias=True, o_bias=True, mlp_bias=True)
+    model = Decoder(config, rngs=nnx.Rngs(0), mesh=make_mesh({"data": 2, "tensor": 4}))
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    specs = {
+        name.removeprefix("model.layers.0."): (
+            tuple(param.get_value().sharding.spec),
+            param.get_metadata("out_sharding"),
+        )
+        for name, param in numbers(model).items()
+    }
+    wide, deep = (None, "tensor"), ("tensor", None)
+    for name, want in {
+        "model.embed_tokens.embedding": deep,
+        "lm_head.kernel": wide,
+        "model.norm.scale": (None,),
+        "self_attn.qkv_proj.kernel": wide,
+        "self_attn.qkv_proj.bias": ("tensor",),
+        "self_attn.o_proj.kernel": deep,
+        "self_attn.o_proj.bias": (None,),
+        "self_attn.sinks": ("tensor",),
+        "self_attn.q_norm.scale": (None,),
+        "mlp.gate_up_proj.kernel": wide,
+        "mlp.gate_up_proj.bias": ("tensor",),
+        "mlp.down_proj.kernel": deep,
+        "mlp.down_proj.bias": (None,),
+        "input_layernorm.scale": (None,),
+    }.items():
+        assert specs.pop(name) == (want, want), name
+    assert {name for name in specs if "layers.1." not in name} == {
+        "self_attn.k_norm.scale",
+        "post_attention_layernorm.scale",
+    }
+    # 8 query heads and 2 key heads of 8 features, of which 4 shards hold 2 and a copy of one.
+    assert attention.qkv_proj.output_sizes == (64, 16, 16)
+    assert attention.qkv_proj.output_blocks == (
+        *((0, 16), (64, 8), (80, 8)),
+        *((16, 16), (64, 8), (80, 8)),
+        *((32, 16), (72, 8), (88, 8)),
+        *((48, 16), (72, 8), (88, 8)),
+    )
+    assert mlp.gate_up_proj.output_sizes == (48, 48)
+    assert mlp.gate_up_proj.output_blocks == tuple((start + 12 * i, 12) for i in range(4) for start in (0, 48))
+    assert model.lm_head.output_blocks == ((0, 61), (-1, 3))
+    assert model.model.embed_tokens.real_vocab == 61
+    for layer in (attention.o_proj, mlp.down_proj, model.model.embed_tokens):
+        assert not hasattr(layer, "output_blocks")
+
+
+@pytest.mark.parametrize("axes", [None, {"data": 2}, {"data": 2, "tensor": 1}])
+def test_nothing_is_rearranged_where_nothing_is_cut(axes):
+    model = Decoder(TINY, rngs=nnx.Rngs(0), mesh=axes and make_mesh(axes))
+    for _, module in nnx.iter_modules(model):
+        assert not hasattr(module, "output_blocks")
+        assert not hasattr(module, "real_vocab")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_random_weights_do_not_depend_on_the_mesh(dtype):
+    config = dataclasses.replace(TINY, vocab_size=61, num_key_value_heads=2)
+    one = numbers(Decoder(config, dtype=dtype, rngs=nnx.Rngs(3)))
+    for axes in ({"tensor": 1}, {"tensor": 4}, {"data": 2, "tensor": 2}):
+        many = numbers(Decoder(config, dtype=dtype, rngs=nnx.Rngs(3), mesh=make_mesh(axes)))
+        tensors = {}
+        for path, param in one.items():  # as a file would have them
+            value, stem = np.asarray(param[...]), path.rpartition(".")[0]
+            value = value.T if path.endswith("kernel") else value
+            sizes = {"qkv_proj": [64, 16, 16], "gate_up_proj": [48, 48]}.get(stem.rpartition(".")[2], [len(value)])
+            parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}.get(stem.rpartition(".")[2])
+            leaf = "bias" if path.endswith("bias") else "weight"
+            for i, piece in enumerate(np.split(value, np.cumsum(sizes)[:-1])):
+                name = f"{stem.rpartition('.')[0]}.{parts[i]}_proj" if parts else stem
+                tensors[f"{name}.{leaf}"] = piece
+        for path, param in many.items():
+            found = param.get_value()
+            assert found.dtype == dtype
+            for shard in found.addressable_shards:
+                i = int(np.argwhere(found.sharding.mesh.devices == shard.device)[0][-1])
+                want = shard_of(tensors, path, config, i, axes["tensor"])
+                np.testing.assert_array_equal(np.asarray(shard.data), want, err_msg=path)
+
+
+def test_sinks_windows_and_cut_biases():
+    """What no dense checkpoint has, set by hand: its heads are in the same order on every mesh."""
+    config = dataclasses.replace(TINY, sinks=True, sliding_windows=(3, None), qk_norm=True)
+    one, many = (Decoder(config, rngs=nnx.Rngs(0), mesh=mesh) for mesh in (None, make_mesh({"tensor": 4})))
+    want = forward(one, TOKENS)
+    rng = np.random.default_rng(0)
+    for i in range(2):
+        sinks = rng.normal(size=8).astype(np.float32)
+        for model in (one, many):
+            param = model.model.layers[i].self_attn.sinks
+            param[...] = jax.device_put(sinks, param.get_value().sharding)
+    assert goldens.relative_error(forward(many, TOKENS), forward(one, TOKENS)) < 1e-5
+    assert goldens.relative_error(forward(one, TOKENS), want) > 1e-4  # they count
+
+
+def collectives(compiled):
+    """How many of each there are in a program."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    return collections.Counter(re.findall(rf"= \S+ ({kinds})(?:-start)?\(", compiled.as_text()))
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize(
+    ("fields", "axes", "more"),
+    [
+        ({}, {"tensor": 4}, {}),
+        ({"num_key_value_heads": 2}, {"data": 2, "tensor": 4}, {}),
+        ({"vocab_size": 61, "tie_word_embeddings": True}, {"tensor": 4}, {"all-gather": 1}),
+        ({"sinks": True, "qk_norm": True, "sliding_windows": (3, None)}, {"data": 2, "tensor": 2}, {}),
+    ],
+    ids=["plain", "copies", "padded vocabulary", "gpt-oss"],
+)
+def test_two_reductions_a_layer(fields, axes, more):
+    """And one for the vocab-parallel lookup. A vocabulary that is cut is gathered before its padding goes."""
+    model = Decoder(dataclasses.replace(TINY, **fields), rngs=nnx.Rngs(0), mesh=make_mesh(axes))
+    want = collections.Counter({"all-reduce": 2 * 2 + 1} | more)
+    assert collectives(forward.lower(model, TOKENS).compile()) == want
+    positions = np.tile(np.arange(7), (4, 1))
+    cached = extend.lower(model, TOKENS, positions, model.init_cache(4, 12), np.full(4, 6)).compile()
+    assert collectives(cached) == want
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_sequences_alone_need_no_collective():
+    model = Decoder(TINY, rngs=nnx.Rngs(0), mesh=make_mesh({"data": 4}))
+    assert collectives(forward.lower(model, TOKENS).compile()) == {}
+    uneven = forward.lower(model, TOKENS[:3]).compile()  # each device computes all three
+    assert collectives(uneven) == {}
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    found = {}
+    monkeypatch.setattr(checkpoint, "safe_open", opened(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "copies"),
+    [
+        ("llama", {"data": 2, "tensor": 4}, 1),
+        ("mistral", None, 1),
+        ("mistral", {"expert": 2, "tensor": 4}, 1),
+        ("qwen3-tied", {"tensor": 8}, 4),
+    ],
+)
+def test_each_byte_is_read_once(folders, counts, name, axes, copies):
+    """But those of key heads, once for each of the shards that hold a copy."""
+    folder, tensors, _ = folders(name)
+    counts.clear()
+    from_pretrained(folder, mesh=axes and make_mesh(axes))
+    assert counts.keys() == tensors.keys()
+    for tensor, times in counts.items():
+        want = copies if ".k_proj" in tensor or ".v_proj" in tensor else 1
+        np.testing.assert_array_equal(times, want, err_msg=tensor)
+
+
+@pytest.mark.slow
+def test_two_processes(folders, tmp_path):
+    """Four devices each: the answers of one device, and each reads what its own devices hold."""
+    folder, tensors, one = folders("mistral")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    results = [tmp_path / f"{i}.npz" for i in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.mesh_process", str(i), str(port), folder, result],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, result in enumerate(results)
+    ]
+    for process in running:
+        said = process.communicate(timeout=250)[0]
+        assert process.returncode == 0, said
+    prompts = TOKENS.tolist()
+    answers = generate(one, prompts, max_new_tokens=6)
+    sampled = generate(one, prompts, max_new_tokens=6, temperature=1.0, top_k=20)
+    found = [np.load(result) for result in results]
+    for mine in found:
+        assert goldens.relative_error(mine["logits"], forward(one, TOKENS)) < 1e-5
+        assert mine["answers"].tolist() == answers
+        assert mine["sampled"].tolist() == sampled
+    for name in tensors:
+        times = [mine[name] for mine in found]
+        if "norm" in name:  # on every device
+            assert all((mine == 1).all() for mine in times), name
+            continue
+        copies = 2 if ".k_proj" in name or ".v_proj" in name else 1  # of 4 heads on 8 devices
+        axis = 1 if ".o_proj" in name or ".down_proj" in name else 0
+        half = 52 if name in ("model.embed_tokens.weight", "lm_head.weight") else times[0].shape[axis] // 2
+        (mine, nothing), (nothing_too, theirs) = (np.split(array, [half], axis=axis) for array in times)
+        assert (mine == copies).all(), name
+        assert (theirs == copies).all(), name
+        assert not nothing.any(), name
+        assert not nothing_too.any(), name
+
+
+def test_host_memory_stays_at_three_shards(tmp_path):
+    """Of the largest parameter, of 16 MiB: a shard, one piece of what it is put together from, and the shard before it
+    where its buffer is not free yet."""
+    fields = {**checkpoints.DENSE["llama"], "hidden_size": 256, "intermediate_size": 16384, "vocab_size": 101}
+    checkpoints.write(tmp_path, fields, dtype=np.float16)
+    shard = 2 * 16384 * 256 * 2 // 8
+
+    def peak(mesh):
+        from_pretrained(tmp_path, mesh=mesh)  # what JAX keeps of its own
+        tracemalloc.start()
+        from_pretrained(tmp_path, mesh=mesh)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(make_mesh({"tensor": 8})) < 3 * shard
+    assert peak(None) > 8 * shard
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields", "message"),
+    [
+        (object(), {}, "mesh must be a jax.sharding.Mesh or None, got object"),
+        ({"model": 2}, {}, "mesh has an axis 'model'; the decoder knows"),
+        ({"tensor": 3}, {}, r"num_attention_heads \(8\) must be a multiple of mesh axis 'tensor', which has 3 shards"),
+        ({"tensor": 4}, {"intermediate_size": 42}, r"intermediate_size \(42\) must be .* 'tensor', which has 4 shards"),
+        (
+            {"tensor": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            r"num_key_value_heads \(6\) must be a multiple or a divisor of mesh axis 'tensor', which has 4 shards",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit(mesh, fields, message):
+    mesh = make_mesh(mesh) if isinstance(mesh, dict) else mesh
+    with pytest.raises(ModelError, match=message):
+        Decoder(dataclasses.replace(TINY, **fields), rngs=nnx.Rngs(0), mesh=mesh)
+
+
+def test_explicit_axes_are_refused(folders):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ModelError, match="mesh axis 'tensor' is Explicit"):
+        from_pretrained(folders("llama")[0], mesh=mesh)

@@ -1,0 +1,174 @@
+"""The table of `jlora.sharding.rules`: from where a kernel lies, where the slot arrays of its layer lie."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jlora.errors import LoRAError
+from jlora.sharding.rules import KernelSharding, kernel_sharding, names_of, partition, split_axis
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2, 1), ("data", "x", "y", "one"))
+LINEAR = ((0,), (1,))  # axes of K and of N
+
+
+def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=MESH) -> KernelSharding | None:
+    return kernel_sharding("up.kernel", NamedSharding(mesh, spec), axes, sizes, data, fully)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ins", "outs"),
+    [
+        (P(None, "x"), (), ("x",)),
+        (P("x", None), ("x",), ()),
+        (P("x"), ("x",), ()),  # a spec may be shorter than the array
+        (P("y", "x"), ("y",), ("x",)),
+        (P(None, ("x", "y")), (), ("x", "y")),
+        (P(("y", "x")), ("y", "x"), ()),
+        (P(), (), ()),
+        (P("one", "x"), (), ("x",)),  # an axis of size 1 splits nothing
+        (P(P.UNCONSTRAINED, "x"), (), ("x",)),
+    ],
+)
+def test_table_of_linear_kernels(spec, ins, outs):
+    """Columns split B by N, rows split A by K; what has no axis lies whole."""
+    found = rule(spec)
+    assert (found.ins, found.outs, found.experts) == (ins, outs, ())
+    assert found.a == ((), (), (), ins)
+    assert found.b == ((), (), outs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "a", "b"),
+    [
+        (P(None, "x"), (("x",), ()), ("x",)),
+        (P("x", None), ((), ("x",)), ("x",)),
+        (P("y", "x"), (("x",), ("y",)), ("x", "y")),
+        (P(), ((), ()), ()),
+    ],
+)
+def test_fully_sharded_splits_both_factors(spec, a, b):
+    found = rule(spec, fully=True)
+    assert found.a[2:] == a  # ranks, K
+    assert found.b == ((), (), b)
+
+
+@given(st.permutations(["x", "y", None]), st.booleans())
+def test_every_shard_of_a_factor_is_as_large_as_the_rules_say(order, fully):
+    """Slot arrays of one shard hold 1 / size of every axis that the rule splits, and no axis of the mesh twice."""
+    found = rule(P(*order[:2]), fully=fully)
+    for names, shape in ((found.a, (1, 1, 16, 8)), (found.b, (1, 16, 16))):
+        flat = [name for axis in names for name in axis]
+        assert len(flat) == len(set(flat))
+        local = found.named(*names).shard_shape(shape)
+        assert local == tuple(size // found.size(axis) for size, axis in zip(shape, names, strict=True))
+
+
+@pytest.mark.parametrize("data", [("data",), ("data", "y")])
+def test_axes_of_sequences_split_no_slot_array(data):
+    found = rule(P(("data", "x"), "y"), data=data)
+    assert (found.ins, found.outs) == (("x",), () if "y" in data else ("y",))
+    assert found.data == data
+
+
+def test_stacked_kernels():
+    stacked = ((1,), (2,))
+    assert rule(P(None, None, "x"), stacked, (4, 8, 16)).outs == ("x",)
+    assert rule(P("one", "x"), stacked, (4, 8, 16)).ins == ("x",)
+    with pytest.raises(LoRAError, match=r"up\.kernel is a stack of layers that is split over 'x'.*exclude_modules"):
+        rule(P("x"), stacked, (4, 8, 16))
+
+
+def test_experts():
+    found = rule(P("x", None, "y"), ((1,), (2,), (0,)), (4, 8, 16))
+    assert (found.experts, found.outs) == (("x",), ("y",))
+    assert found.a == (("x",), (), (), ())
+    assert found.b == (("x",), (), ("y",))
+
+
+HEADS = ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "ins", "outs"),
+    [
+        (P(None, None, "x"), (4, 2, 4, 6), (), ("x",)),
+        (P("y", None, "x"), (4, 2, 4, 6), ("y",), ("x",)),
+        (P(None, "x"), (1, 2, 4, 6), ("x",), ()),  # what is before it is of size 1: nothing lies in pieces
+        (P(None, None, None, ("x", "y")), (4, 2, 1, 8), (), ("x", "y")),
+    ],
+)
+def test_several_axes_make_one(spec, sizes, ins, outs):
+    found = rule(spec, HEADS, sizes)
+    assert (found.ins, found.outs) == (ins, outs)
+
+
+def test_axes_flatten_in_the_order_of_the_layer():
+    """An einsum may flatten its kernel's axes in another order than they lie."""
+    assert rule(P(None, "x"), ((1, 0), (2,)), (2, 4, 6)).ins == ("x",)
+    with pytest.raises(LoRAError, match="in the middle"):
+        rule(P("x"), ((1, 0), (2,)), (2, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis", "said"),
+    [(P(None, "x"), 1, "'x'"), (P("x", "y"), 1, "'y'"), (P(None, ("x", "y")), 1, "'x' and 'y'")],
+)
+def test_a_split_in_the_middle_is_refused(spec, axis, said):
+    with pytest.raises(LoRAError) as error:
+        rule(spec, HEADS, (4, 4, 4, 6))
+    message = str(error.value)
+    assert message.startswith("up.kernel of shape (4, 4, 4, 6)")
+    assert f"over {said} along axis {axis}" in message
+    assert "split the first of these axes" in message
+
+
+def test_an_axis_that_the_mesh_lacks():
+    with pytest.raises(LoRAError, match=r"data_axes names 'batch', which is no axis of the mesh of up\.kernel.*'data'"):
+        rule(P(), data=("data", "batch"))
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [None, SingleDeviceSharding(jax.devices()[0]), NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), P("x"))],
+)
+def test_off_meshes(sharding):
+    assert kernel_sharding("up.kernel", sharding, LINEAR, (8, 16), (), False) is None
+
+
+def test_explicit_axes_are_axes():
+    mesh = jax.make_mesh((2, 4), ("data", "x"), axis_types=(AxisType.Explicit,) * 2)
+    assert rule(P(None, "x"), mesh=mesh).b == ((), (), ("x",))
+
+
+@given(st.lists(st.sampled_from([(), ("x",), ("y",), ("y", "x")]), max_size=4))
+def test_partition_and_names_of_are_inverse(axes):
+    assert [names_of(entry) for entry in partition(*axes)] == axes
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=4).flatmap(
+        lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))
+    )
+)
+def test_split_axis_is_the_one_that_may_be_split(case):
+    """Of a group of axes the rule takes one split alone: the first of any size, in the order in which they flatten."""
+    sizes, order = case
+    sizes = [2 * size if size > 1 else 1 for size in sizes]
+    axis = split_axis(order, sizes)
+    for i in itertools.takewhile(lambda i: i != axis, order):
+        assert sizes[i] == 1
+    for i in order:
+        spec = P(*("x" if i == j else None for j in range(len(sizes))))
+        if sizes[i] == 1:
+            continue
+        if i == axis:
+            assert rule(spec, (order, ()), sizes).ins == ("x",)
+        else:
+            with pytest.raises(LoRAError, match="in the middle"):
+                rule(spec, (order, ()), sizes)

@@ -345,9 +345,12 @@ def test_two_processes(folders, tmp_path):
         )
         for i, result in enumerate(results)
     ]
-    for process in running:
-        said = process.communicate(timeout=250)[0]
-        assert process.returncode == 0, said
+    try:
+        said = [process.communicate(timeout=200)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
     prompts = TOKENS.tolist()
     answers = generate(one, prompts, max_new_tokens=6)
     sampled = generate(one, prompts, max_new_tokens=6, temperature=1.0, top_k=20)

@@ -127,8 +127,7 @@ def _exchanged(
     back = travel(out.reshape(shards, *tokens.shape))
     total = jnp.zeros(tokens.shape, jnp.float32)
     for shard in range(shards):
-        row = back[shard, jnp.minimum(place[:, shard], len(tokens) - 1)].astype(jnp.float32)
-        total = total + jnp.where(needed[:, shard, None], row, 0.0)
+        total = total + back[shard].at[place[:, shard]].get(mode="fill", fill_value=0).astype(jnp.float32)
     return _add_up(layer.partition, total.astype(dtype), "tensor")
 
 

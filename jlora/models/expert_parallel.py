@@ -35,7 +35,7 @@ def on_mesh(
     partition = experts.partition
     graph, state = nnx.split(experts)
     specs = jax.tree.map(_spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    notes = experts.notes(len(tokens), length)
+    origin = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
     spread = experts.dispatch == "all_to_all" and partition.size("expert") > 1
     if spread:
         axes = tuple(name for name in ("data", "expert") if partition.size(name) > 1)
@@ -43,11 +43,11 @@ def on_mesh(
     else:
         axes, missing = partition.dividing(len(tokens) // (length or 1), ("data",)), 0
 
-    def block(state: Any, tokens: jax.Array, routing: Routing, notes: jax.Array | None) -> jax.Array:
+    def block(state: Any, tokens: jax.Array, routing: Routing, origin: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, state)
         if spread:
-            return _exchanged(layer, tokens, routing, notes)
-        out = layer.routed(tokens, _local(layer, routing), length, notes)
+            return _exchanged(layer, tokens, routing, length, origin)
+        out = layer.routed(tokens, _local(layer, routing), length, origin[:, 0])
         return _add_up(partition, out, "expert", "tensor")
 
     def filled(array: jax.Array, value: int = 0) -> jax.Array:
@@ -61,7 +61,7 @@ def on_mesh(
         filled(tokens),
         # An expert that there is none of.
         Routing(filled(routing.experts, experts.num_experts), filled(routing.weights)),
-        None if notes is None else filled(notes),
+        filled(origin, -1),
     )
     return out[: len(tokens)]
 
@@ -100,7 +100,7 @@ def _local(layer: "Experts", routing: Routing) -> Routing:
 
 
 def _exchanged(
-    layer: "Experts", tokens: Float[Array, "S H"], routing: Routing, notes: Int[Array, "S n"] | None
+    layer: "Experts", tokens: Float[Array, "S H"], routing: Routing, length: int | None, origin: Int[Array, "S 1"]
 ) -> Float[Array, "S H"]:
     shards, k, dtype = layer.partition.size("expert"), routing.experts.shape[1], tokens.dtype
     owner = routing.experts // layer.gate_up_proj.shape[0]
@@ -115,15 +115,15 @@ def _exchanged(
         empty = jnp.full((shards, *array.shape), fill, array.dtype)
         return empty.at[jnp.arange(shards)[None, :], place].set(array[:, None], mode="drop")
 
-    # What goes with a token, as one array of integers: its experts, the bits of its weights, the notes.
+    # What goes with a token, as one array of integers: its experts, the bits of its weights, which token it is.
     bits = jax.lax.bitcast_convert_type(routing.weights.astype(jnp.float32), jnp.int32)
-    with_it = [routing.experts.astype(jnp.int32), bits, *(() if notes is None else (notes,))]
+    with_it = [routing.experts.astype(jnp.int32), bits, origin]
     came = travel(packed(tokens)).reshape(-1, tokens.shape[1])
     # An empty place has no expert of any shard.
     told = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
     weights = jax.lax.bitcast_convert_type(told[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
-    mine = _local(layer, Routing(told[:, :k], weights))
-    out = layer.routed(came, mine, None, None if notes is None else told[:, 2 * k :])
+    mine, origin = _local(layer, Routing(told[:, :k], weights)), told[:, 2 * k]
+    out = layer.routed(came, mine, length, jnp.where(told[:, 0] < layer.num_experts, origin, -1))
     back = travel(out.reshape(shards, *tokens.shape))
     total = jnp.zeros(tokens.shape, jnp.float32)
     for shard in range(shards):

@@ -37,16 +37,15 @@ class ExpertRows(NamedTuple):
       expert: the expert of each row, ascending. On a mesh it is counted from this shard's first one, and at least E,
         the number of those that it has, in rows of no expert here: they are the last, and their values are not used.
       counts: rows of each expert.
-      length: L where the block was given [B, L, H]; None where it was given packed rows [T, H], and where tokens came
-        from other shards.
-      notes: what `Experts.notes` said of the tokens that `gate_up` is given.
+      length: L where the block was given [B, L, H]; None where it was given packed rows [T, H].
+      origin: on a mesh, which of the whole batch's tokens each of those is that `gate_up` is given; -1 for none.
     """
 
     token: Int[Array, "M"]
     expert: Int[Array, "M"]
     counts: Int[Array, "E"]
     length: int | None
-    notes: Int[Array, "T n"] | None = None
+    origin: Int[Array, "T"] | None = None
 
 
 def dispatch(
@@ -161,21 +160,16 @@ class Experts(nnx.Module):
         out = grouped_matmul(h, self.down_proj[...], rows.counts)
         return out + first_of_tensor(self.partition, self.down_proj_bias[...][rows.expert]) if self.bias else out
 
-    def notes(self, tokens: int, length: int | None) -> Int[Array, "T n"] | None:
-        """What a wrapper wants to know of each of the block's T = `tokens` where the products run: int32, it goes with
-        the tokens to the shards of their experts. Nothing here."""
-        return None
-
     def __call__(self, x: Float[Array, "*rows H"], routing: Routing) -> Float[Array, "*rows H"]:
         """The weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H], `routing` of its tokens."""
         tokens = x.reshape(-1, x.shape[-1])
         length = x.shape[1] if x.ndim == 3 else None
         if self.partition.mesh is not None:
             return on_mesh(self, tokens, routing, length).reshape(x.shape)
-        return self.routed(tokens, routing, length, self.notes(len(tokens), length)).reshape(x.shape)
+        return self.routed(tokens, routing, length).reshape(x.shape)
 
     def routed(
-        self, tokens: Float[Array, "T H"], routing: Routing, length: int | None, notes: Int[Array, "T n"] | None
+        self, tokens: Float[Array, "T H"], routing: Routing, length: int | None, origin: Int[Array, "T"] | None = None
     ) -> Float[Array, "T H"]:
         """The weighted sum of each token's experts among those that are here."""
         here = self.gate_up_proj.shape[0]
@@ -184,7 +178,7 @@ class Experts(nnx.Module):
         if some:
             experts = jnp.where((experts >= 0) & (experts < here), experts, here)
         rows, places = dispatch(experts, here, length)
-        rows = rows._replace(notes=notes)
+        rows = rows._replace(origin=origin)
         used = rows.expert < here if some else None
         h = self._activate(_only(used, self.gate_up(tokens, rows)))
         weights = routing.weights

@@ -139,15 +139,12 @@ def test_random_weights_do_not_depend_on_the_mesh(interleaved):
 
 
 class Scaled(moe.Experts):
-    """What a wrapper does: variables of its own, of which each device has those of its experts, a number for each
-    token, and products that use both."""
-
-    def notes(self, tokens, length):
-        assert self.slots.shape == (tokens, 1)
-        return self.slots[...]
+    """What a wrapper does: variables of its own, of which each device has those of its experts, numbers of all
+    tokens, and products that use both."""
 
     def _factor(self, rows):
-        slot = rows.notes[rows.token, 0]
+        slots = self.slots[:, 0]
+        slot = slots[rows.token if rows.origin is None else rows.origin[rows.token]]
         assert len(rows.counts) == self.factors.shape[1]
         return self.factors[...][slot, rows.expert][:, None]
 

@@ -24,6 +24,8 @@ from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
 
+_TOGETHER = 1 << 24  # bytes of the modules that are written together: more is shared out among threads
+
 
 @runtime_checkable
 class Shapes(Protocol):
@@ -136,7 +138,12 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
 
     together = _evenly_spaced(adapter.modules, placed)
     filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
-    return Fitted(tuple(p for placements in filled for p in placements), frame.blocks)
+    made = {  # in the adapter's own order, however it was written
+        name: placements if len(names) == 1 else placements[i : i + 1]
+        for names, placements in zip(together, filled, strict=True)
+        for i, name in enumerate(names)
+    }
+    return Fitted(tuple(p for name in placed for p in made[name]), frame.blocks)
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -168,24 +175,40 @@ def _evenly_spaced(
     factors lie equally far apart in one array, as those of a file's experts often do. There may be tens of thousands.
     """
     groups: list[list[str]] = []
-    open_groups: dict[Any, tuple[list[str], int, tuple[int, int], tuple[int, int] | None]] = {}
+    last: dict[Any, _Last] = {}  # of each group that may grow
     for name in sorted(placed, key=lambda name: placed[name][1]):  # stable
         module, (site, row, first, count) = modules[name], placed[name]
         if not isinstance(module, ModuleLoRA) or not site.spec.rows or module.a.base is None or module.b.base is None:
             groups.append([name])
             continue
-        same = (module.alpha, module.scaling, module.a.shape, module.a.dtype, module.b.dtype)
-        key = site, first, count, *same, module.a.strides, module.b.strides, id(module.a.base), id(module.b.base)
-        at = _address(module.a), _address(module.b)
-        group, last_row, last, step = open_groups.get(key, ([], row, at, None))
-        apart = at[0] - last[0], at[1] - last[1]
-        if group and row == last_row + 1 and step in (None, apart):
-            group.append(name)
-            open_groups[key] = group, row, at, apart
+        a, b = module.a, module.b
+        alike = (a.shape, a.dtype, b.dtype, a.strides, b.strides, id(a.base), id(b.base))
+        key = site, first, count, module.alpha, module.scaling, *alike
+        at = _address(a), _address(b)
+        before = last.get(key)
+        apart = None if before is None else (at[0] - before.at[0], at[1] - before.at[1])
+        if (
+            before is not None
+            and row == before.row + 1
+            and before.apart in (None, apart)
+            and len(before.group) < _TOGETHER // (a.nbytes + b.nbytes)
+        ):
+            group = before.group
         else:
-            groups.append([name])
-            open_groups[key] = groups[-1], row, at, None
+            groups.append(group := [])
+            apart = None
+        group.append(name)
+        last[key] = _Last(group, row, at, apart)
     return groups
+
+
+class _Last(NamedTuple):
+    """The last module of a group: its row, where its A and B begin, and how far from those of the one before."""
+
+    group: list[str]
+    row: int
+    at: tuple[int, int]
+    apart: tuple[int, int] | None
 
 
 def _address(array: np.ndarray) -> int:
@@ -193,9 +216,12 @@ def _address(array: np.ndarray) -> int:
 
 
 def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Equal arrays that lie evenly in the memory of one, as one with an axis more: no copy."""
-    apart = _address(arrays[1]) - _address(arrays[0]) if len(arrays) > 1 else 0
-    first = arrays[0]
+    """Equal arrays that lie evenly in memory, as one with an axis more: no copy. It reads what is theirs alone, and
+    only while they are there."""
+    first, *others = arrays
+    if not others:
+        return first[None]
+    apart = _address(others[0]) - _address(first)
     return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (apart, *first.strides), writeable=False)
 
 
@@ -268,7 +294,8 @@ def _fill(
     module = modules[0]
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
-    shifts = [_balance(piece, module.scaling, shared) if dtype == np.float16 else [0] * size for piece in pieces]
+    once = shared and site.spec.experts is not None
+    shifts = [_balance(piece, module.scaling, once) if dtype == np.float16 else [0] * size for piece in pieces]
     fills = [
         (held, rows, piece, shift)
         for held, rows in _held(module, site, row, shared, len(modules))

@@ -1,9 +1,11 @@
 """Tensors read in runs, parts and pieces: each number where it belongs, and the tensor at fault named."""
 
+import io
 import os
 import struct
 import threading
 import time
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -124,6 +126,27 @@ def ones(count=6, size=32):
     return {f"{i}": np.ones(size, np.float32) for i in range(count)}
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("part", [64, 128, 200, 1 << 25])
+@pytest.mark.parametrize("piece", [8, 56, 64])
+def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece):
+    reads, original = [], StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        reads.append((offset, offset + len(buffer)))
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    monkeypatch.setattr(values, "_PART", part)
+    monkeypatch.setattr(values, "_PIECE", piece)
+    tensors = some()
+    read(tmp_path, tensors)
+    reads.sort()
+    assert all(end == begin for (_, end), (begin, _) in pairwise(reads))
+    assert reads[0][0] == 0
+    assert reads[-1][1] == len(save(tensors))
+
+
 def slow_at_first(monkeypatch, reads, begins, seconds=0.05):
     """Reads before byte `begins` take long, so that what comes behind them is looked at first; `reads`: who read."""
     original = StableFile.read_into
@@ -182,18 +205,26 @@ def test_nobody_can_write_what_was_read(tmp_path, monkeypatch):
                 view.flags.writeable = True
 
 
+class SlowSeek(io.FileIO):
+    """Time for other threads between going to a place and reading there."""
+
+    def seek(self, *place):
+        super().seek(*place)
+        time.sleep(0.002)
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("most", [1, 3, None])
 def test_reads_that_give_less_and_systems_without_them(tmp_path, monkeypatch, most):
     monkeypatch.setattr(values, "_PART", 128)
     if most is None:
         monkeypatch.delattr(os, "preadv")
+        monkeypatch.setattr(os, "fdopen", lambda fd, mode, buffering: SlowSeek(fd, mode))
     else:
         original = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:most]], at))
     tensors = {name: np.full(32, int(name), np.float32) for name in ones()}
-    for _ in range(5):
-        assert all((found == int(name)).all() for name, found in read(tmp_path, tensors).items())
+    assert all((found == int(name)).all() for name, found in read(tmp_path, tensors).items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

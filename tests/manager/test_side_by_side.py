@@ -271,6 +271,10 @@ def test_what_does_not_is_written_apart():
     assert groups(even(GATES[:2]) | even(GATES[2:], dtype=np.float16)) == [2, 3]
     of_own = copies(jlora.Adapter(name="x", modules=even(GATES))).modules
     assert groups(of_own) == [1] * 5
+    for half in "ab":  # one of the two lies in another order
+        modules = even(GATES)
+        moved = {GATES[i]: getattr(modules[GATES[j]], half) for i, j in ((1, 2), (2, 1))}
+        assert groups(modules | {name: replace(modules[name], **{half: moved[name]}) for name in moved}) == [1, 2, 2]
     for fields in ({"alpha": 3.0}, {"scaling": 3.0}):
         modules = even(GATES)
         assert groups(modules | {GATES[2]: replace(modules[GATES[2]], **fields)}) == [1, 2, 2]

@@ -5,6 +5,7 @@ And the same as plain NumPy says, which knows nothing of blocks.
 
 import functools
 import gc
+import math
 import mmap
 import threading
 import weakref
@@ -266,9 +267,7 @@ def test_what_does_not_is_written_apart():
     assert groups(even([GATES[i] for i in (0, 2, 1, 3, 4)])) == [1, 2, 2]
     assert groups(even(GATES[:2] + GATES[3:])) == [2, 2]  # an expert is missing
     assert groups(even(["layers.0.gate", "layers.1.gate"])) == [1, 1]  # sites of one row
-    assert groups(even(GATES[:2]) | even(GATES[2:], rank=3)) == [2, 3]
     assert groups(even(GATES[:2]) | even(GATES[2:])) == [2, 3]  # in other memory
-    assert groups(even(GATES[:2]) | even(GATES[2:], dtype=np.float16)) == [2, 3]
     of_own = copies(jlora.Adapter(name="x", modules=even(GATES))).modules
     assert groups(of_own) == [1] * 5
     for half in "ab":  # one of the two lies in another order
@@ -278,10 +277,48 @@ def test_what_does_not_is_written_apart():
     for fields in ({"alpha": 3.0}, {"scaling": 3.0}):
         modules = even(GATES)
         assert groups(modules | {GATES[2]: replace(modules[GATES[2]], **fields)}) == [1, 2, 2]
-    turned = even(GATES)
-    a = turned[GATES[2]].a
-    turned[GATES[2]] = replace(turned[GATES[2]], a=a.reshape(a.shape[::-1]).T)
-    assert groups(turned) == [1, 2, 2]
+
+
+def in_memory(memories, i, *, rank=2, dtypes=(np.float16, np.float16), turned=""):
+    """A module whose A and B lie in two arrays of bytes, at places that `i` decides; its B is part of a wider one."""
+    halves = []
+    for half, memory, dtype, shape in zip("ab", memories, dtypes, ((2, HIDDEN), (INNER, 2)), strict=True):
+        begin = 100 * i + (40 if half == "b" else 0)
+        own = memory[begin : begin + 2 * math.prod(shape)].view(dtype)
+        own = own.reshape(shape[::-1]).T if half in turned else own.reshape(shape)
+        halves.append(own[:rank] if half == "a" else own[:, :rank])
+    return jlora.ModuleLoRA(a=halves[0], b=halves[1], alpha=4.0, scaling=2.0)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rank": 1},
+        {"dtypes": (BFLOAT16, np.float16)},
+        {"dtypes": (np.float16, BFLOAT16)},
+        {"turned": "a"},
+        {"turned": "b"},
+        {"memories": "10"},
+        {"memories": "01"},
+    ],
+    ids=str,
+)
+def test_what_lies_evenly_and_is_not_alike_is_written_apart(change, slots):
+    """The third of five differs in one thing. Its memory may be the others' by another name."""
+    held = bytearray(np.random.default_rng(0).normal(size=400).astype(np.float16).tobytes())
+    names = [np.frombuffer(held, np.uint8) for _ in range(2)]
+    assert names[0].base is not names[1].base
+    fields = dict(change)
+    others = tuple(names[int(which)] for which in fields.pop("memories", "00"))
+    modules = {name: in_memory((names[0], names[0]), i) for i, name in enumerate(GATES)}
+    modules[GATES[2]] = in_memory(others, 2, **fields)
+    assert groups(modules) == ([1, 2, 2] if change else [5])
+    adapter = jlora.Adapter(name="x", modules=modules)
+    found = fitted(adapter, dtype=slots)
+    assert_same(found, fitted(copies(adapter), dtype=slots))
+    assert_numbers(found, adapter, slots)
 
 
 @pytest.mark.parametrize("dtype", SLOTS)

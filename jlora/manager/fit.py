@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
-
-_TOGETHER = 1 << 24  # bytes of the modules that are written together: more is shared out among threads
+from jlora.manager.side_by_side import evenly_spaced, side_by_side
 
 
 @runtime_checkable
@@ -136,7 +135,7 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
         with within(np.errstate(over="ignore", invalid="ignore")):
             return _fill(where, names, modules, wrapped, *placed[names[0]], shared, frame)
 
-    together = _evenly_spaced(adapter.modules, placed)
+    together = evenly_spaced(adapter.modules, placed)
     filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
     made = {  # in the adapter's own order, however it was written
         name: placements if len(names) == 1 else placements[i : i + 1]
@@ -168,63 +167,6 @@ def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: in
     return len(b if site.shared[0].spec.experts else a) == 1
 
 
-def _evenly_spaced(
-    modules: Mapping[str, ModuleLoRA | ExpertsLoRA], placed: Mapping[str, tuple[Site, int, int, int]]
-) -> list[list[str]]:
-    """Names of modules that are written together: those of rows that follow each other, of one rank and scaling, whose
-    factors lie equally far apart in one array, as those of a file's experts often do. There may be tens of thousands.
-    """
-    groups: list[list[str]] = []
-    last: dict[Any, _Last] = {}  # of each group that may grow
-    for name in sorted(placed, key=lambda name: placed[name][1]):  # stable
-        module, (site, row, first, count) = modules[name], placed[name]
-        if not isinstance(module, ModuleLoRA) or not site.spec.rows or module.a.base is None or module.b.base is None:
-            groups.append([name])
-            continue
-        a, b = module.a, module.b
-        alike = (a.shape, a.dtype, b.dtype, a.strides, b.strides, id(a.base), id(b.base))
-        key = site, first, count, module.alpha, module.scaling, *alike
-        at = _address(a), _address(b)
-        before = last.get(key)
-        apart = None if before is None else (at[0] - before.at[0], at[1] - before.at[1])
-        if (
-            before is not None
-            and row == before.row + 1
-            and before.apart in (None, apart)
-            and len(before.group) < _TOGETHER // (a.nbytes + b.nbytes)
-        ):
-            group = before.group
-        else:
-            groups.append(group := [])
-            apart = None
-        group.append(name)
-        last[key] = _Last(group, row, at, apart)
-    return groups
-
-
-class _Last(NamedTuple):
-    """The last module of a group: its row, where its A and B begin, and how far from those of the one before."""
-
-    group: list[str]
-    row: int
-    at: tuple[int, int]
-    apart: tuple[int, int] | None
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Equal arrays that lie evenly in memory, as one with an axis more: no copy. It reads what is theirs alone, and
-    only while they are there."""
-    first, *others = arrays
-    if not others:
-        return first[None]
-    apart = _address(others[0]) - _address(first)
-    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (apart, *first.strides), writeable=False)
-
-
 def _pieces(
     where: str,
     names: Sequence[str],
@@ -237,7 +179,7 @@ def _pieces(
     """Modules as they are; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     name, module = names[0], modules[0]
     if isinstance(module, ModuleLoRA):
-        a, b = (_side_by_side([getattr(module, half) for module in modules]) for half in "ab")
+        a, b = (side_by_side([getattr(module, half) for module in modules]) for half in "ab")
         return [_Piece(name, names, first, count, a, b.swapaxes(1, 2))]
     spec = site.spec
     assert spec.experts is not None
@@ -281,7 +223,7 @@ def _fill(
     shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write modules that are `_evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
+    """Write modules that are `evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
     the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,

@@ -23,6 +23,7 @@ from jlora import _threads
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap import wrap_model
 from jlora.manager import fit as fitting
+from jlora.manager import side_by_side
 from jlora.manager.blocks import cut, unpack
 from jlora.manager.fit import fit
 from jlora.manager.names import SiteIndex
@@ -213,7 +214,7 @@ def test_the_bits_are_those_of_copies(monkeypatch, stacked, dtype):
     def check(adapter, max_bytes):
         found = fitted(adapter, stacked, dtype, max_bytes)
         placed = {p.module: (p.site, p.row, p.first, p.count) for p in found.placements}
-        event(f"{max(map(len, fitting._evenly_spaced(adapter.modules, placed)))} together")
+        event(f"{max(map(len, side_by_side.evenly_spaced(adapter.modules, placed)))} together")
         assert_same(found, fitted(copies(adapter), stacked, dtype, max_bytes))
         assert_numbers(found, adapter, dtype)
 
@@ -241,7 +242,7 @@ def groups(modules, stacked=False):
     """How many of them are written together, and that each is once."""
     wrapped = wrapped_as(stacked, "float32")
     placed = fitting.place("here", modules, SiteIndex(wrapped, ()))
-    found = fitting._evenly_spaced(modules, placed)
+    found = side_by_side.evenly_spaced(modules, placed)
     assert sorted(name for names in found for name in names) == sorted(modules)
     for names in found:
         rows = [placed[name][1] for name in names]
@@ -360,7 +361,7 @@ def test_much_is_cut_for_other_threads(monkeypatch):
     nbytes = modules[GATES[0]].a.nbytes + modules[GATES[0]].b.nbytes
     expected = fitted(jlora.Adapter(name="x", modules=modules))
     for fit_in, sizes in ((2 * nbytes, [1, 2, 2]), (2 * nbytes - 1, [1] * 5), (1, [1] * 5)):
-        monkeypatch.setattr(fitting, "_TOGETHER", fit_in)
+        monkeypatch.setattr(side_by_side, "_TOGETHER", fit_in)
         assert groups(modules) == sizes
         assert_same(fitted(jlora.Adapter(name="x", modules=modules)), expected)
 
@@ -445,7 +446,7 @@ def test_groups_are_written_by_several_threads(monkeypatch):
         m.b[0, 0], m.b[0, 1] = np.nan, np.inf
     adapter = jlora.Adapter(name="x", modules=modules)
     expected = fitted(adapter, True, "float16")
-    monkeypatch.setattr(fitting, "_TOGETHER", 1)
+    monkeypatch.setattr(side_by_side, "_TOGETHER", 1)
     threads, original, met = set(), fitting._fill, threading.Barrier(3)
 
     def fill(*args):

@@ -34,6 +34,7 @@ import safetensors.numpy
 from flax import nnx
 
 import jlora
+from benchmarks.timing import machine
 from jlora.models.moe import Experts
 
 HIDDEN, INNER = 2048, 768
@@ -134,7 +135,11 @@ def main() -> None:
     given = parser.parse_args()
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=given.rank, max_cpu_loras=1)
     manager = jlora.LoRAManager(Model(given.layers, given.experts), config)
-    results: dict[str, Any] = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    results: dict[str, Any] = {
+        **machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load before": round(os.getloadavg()[0], 1),  # of everything on the machine, over a minute
+    }
     for name, shapes_of in {"expert by expert": one_by_one, "target_parameters": fused}.items():
         shapes = shapes_of(given.layers, given.experts, given.rank)
         with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,7 @@ from benchmarks import swap
 from benchmarks.decode_step import CONTEXT, MODELS, decode, fill_slots, flat_step, make_batch, prefill, timed
 from benchmarks.timing import machine, write_rows
 from jlora.models import Decoder, DecoderConfig
+from jlora.models.expert_parallel import spread_over
 
 PROJECTIONS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -55,7 +56,7 @@ SHAPES["llama-3-70b"] = (llama_3_70b, 80, 8)
 
 def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None, *, fully: bool) -> dict[str, Any]:
     """Name of each step -> (function, *arguments) of the base model and with adapters; and the model's bytes."""
-    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh)
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh, dispatch=args.dispatch)
     made: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
     rng = np.random.default_rng(1)
@@ -77,7 +78,7 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
             dtype=jnp.bfloat16,
             target_modules=PROJECTIONS,
             fully_sharded=fully,
-            data_axes=[name for name in ("data",) if mesh is not None and name in mesh.axis_names],
+            data_axes=[name for name in spread_over(args.dispatch) if mesh is not None and name in mesh.axis_names],
         ),
     )
     runs = {name: flat_step(model, step)[0] for name, (step, _, _) in inputs.items()}
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", nargs="*", default=["decode", "prefill"])
+    parser.add_argument("--dispatch", choices=["all_gather", "all_to_all"], default="all_gather")
     parser.add_argument("--no-single", action="store_true", help="the model does not fit on one device")
     parser.add_argument("--no-fully", action="store_true")
     parser.add_argument("--swap", action="store_true")
@@ -178,6 +180,7 @@ def main() -> None:
         "devices": devices.size,
         "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
         "mesh": sizes,
+        **({"dispatch": args.dispatch} if config.moe is not None else {}),
         "rank": args.rank,
         "slots": args.slots,
         "batch": args.batch,

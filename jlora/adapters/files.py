@@ -14,7 +14,6 @@ from jlora.errors import AdapterFormatError
 
 # Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.
 _TICK_NS = 20_000_000
-_SEEKING = threading.Lock()  # where reads have no place of their own (Windows)
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -40,6 +39,7 @@ class StableFile:
             os.close(self._fd)
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
+        self._seeking = threading.Lock()
         self.size = self._before.st_size
 
     def __enter__(self) -> "StableFile":
@@ -64,12 +64,19 @@ class StableFile:
         left = buffer
         try:
             while left:
-                if not (got := _read_at(self._fd, left, offset)):
+                if not (got := self._read_at(offset, left)):
                     raise self._moved()
                 left = left[got:]
                 offset += got
         except OSError as error:
             raise self._unreadable(error) from error
+
+    def _read_at(self, offset: int, buffer: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._fd, [buffer], offset)
+        with self._seeking:  # Windows, where threads share one place in the file
+            self._io.seek(offset)
+            return self._io.readinto(buffer) or 0
 
     def _changed(self) -> bool:
         return _signature(os.fstat(self._fd)) != _signature(self._before)
@@ -79,16 +86,6 @@ class StableFile:
 
     def _unreadable(self, error: OSError) -> AdapterFormatError:
         return AdapterFormatError(f"{self._where}: cannot be read: {printable(error.strerror or str(error))}")
-
-
-def _read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, [buffer], offset)
-    with _SEEKING:
-        os.lseek(fd, offset, os.SEEK_SET)
-        part = os.read(fd, len(buffer))
-    buffer[: len(part)] = part
-    return len(part)
 
 
 def _signature(found: os.stat_result) -> tuple[int, ...]:

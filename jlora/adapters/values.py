@@ -32,12 +32,25 @@ _PIECE = 1 << 19  # bytes that are read and looked at together: they stay in the
 
 @dataclass
 class _Run:
-    """Tensors that follow each other in the file and are kept in one array: there may be tens of thousands."""
+    """Tensors that follow each other in the file and are kept in one array: there may be tens of thousands.
+
+    Attributes:
+      stored, kept: dtype in the file, and of the array.
+      base: whether they are base weights.
+      names: of the tensors.
+      begin, end: bytes of the file.
+    """
 
     stored: np.dtype
     kept: np.dtype
     base: bool
     names: list[str]
+    begin: int
+    end: int
+
+    def places(self, begin: int, end: int) -> slice:
+        """Where these bytes of the file are in the array."""
+        return slice(*((at - self.begin) // self.stored.itemsize for at in (begin, end)))
 
 
 def read_tensors(
@@ -65,30 +78,28 @@ def read_tensors(
     Raises:
       AdapterFormatError: NaN or infinity; a value too large for `dtype`; a file that changed while it was read.
     """
-    arrays: dict[str, np.ndarray] = {}
-    parts: list[tuple[_Run, np.ndarray, int, int]] = []
-    for run in _runs(tensors, base, dtype):
-        begin, end = tensors[run.names[0]].start, tensors[run.names[-1]].end
-        size = run.stored.itemsize
-        whole = np.empty((end - begin) // size, run.kept)
-        parts += [
-            (run, whole[at // size : (at + _PART) // size], begin + at, min(begin + at + _PART, end))
-            for at in range(0, end - begin, _PART)
-        ]
-        read_only = whole.view()
-        read_only.flags.writeable = False
-        for name in run.names:
-            info = tensors[name]
-            arrays[name] = read_only[(info.start - begin) // size : (info.end - begin) // size].reshape(info.shape)
+    runs = list(_runs(tensors, base, dtype))
+    wholes = [np.empty((run.end - run.begin) // run.stored.itemsize, run.kept) for run in runs]
+    parts = [
+        (run, whole, begin)
+        for run, whole in zip(runs, wholes, strict=True)
+        for begin in range(run.begin, run.end, _PART)
+    ]
 
-    def fill(part: tuple[_Run, np.ndarray, int, int]) -> None:
-        run, into, begin, end = part
-        size = run.stored.itemsize
+    def fill(part: tuple[_Run, np.ndarray, int]) -> None:
+        run, whole, begin = part
+        end = min(begin + _PART, run.end)
         for at in range(begin, end, _PIECE):
-            piece = into[(at - begin) // size : (at + _PIECE - begin) // size]
+            piece = whole[run.places(at, min(at + _PIECE, end))]
             _read_piece(file, tensors, run, at, piece, where, allow_nonfinite)
 
-    on_threads(fill, parts, sum(info.end - info.start for info in tensors.values()))
+    on_threads(fill, parts, sum(run.end - run.begin for run in runs))
+    arrays: dict[str, np.ndarray] = {}
+    for run, whole in zip(runs, wholes, strict=True):
+        whole.flags.writeable = False  # before views of it are made, which could be set writeable otherwise
+        for name in run.names:
+            info = tensors[name]
+            arrays[name] = whole[run.places(info.start, info.end)].reshape(info.shape)
     return arrays
 
 
@@ -130,8 +141,9 @@ def _runs(tensors: Mapping[str, TensorInfo], base: Collection[str], dtype: np.dt
         if run is None or run.stored is not stored or run.base is not is_base:
             if run is not None:
                 yield run
-            run = _Run(stored, stored if is_base or dtype is None else dtype, is_base, [])
+            run = _Run(stored, stored if is_base or dtype is None else dtype, is_base, [], info.start, info.end)
         run.names.append(name)
+        run.end = info.end
     if run is not None:
         yield run
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from jlora._compat import to_device
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
-from jlora.layers.mesh import across_mesh
+from jlora.layers.mesh import across_mesh, here
 from jlora.layers.site import Site
 from jlora.sharding.rules import KernelSharding
 
@@ -332,7 +332,7 @@ def check_copy(
     def compare(out: Array, stamps: Array, slots: Array, needed: Array) -> Array:
         return jnp.where(_missed(stamps, slots, needed), jnp.nan, out)
 
-    operands = stamps, batch.slots, batch.stamps
+    operands = stamps, here(batch.slots), here(batch.stamps)
     if any(isinstance(operand, jax.core.Tracer) for operand in (out, *operands)):
         return across_mesh(compare, out, *operands)
     if _missed(*operands):

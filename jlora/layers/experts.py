@@ -87,7 +87,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
     """The spec of a class that says by itself what its grouped products are, as the reference decoder's does.
 
     It has `grouped_products`, method -> parameter [E, K, N], whose methods take (x [M, K], rows) with `rows.token`,
-    `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows); and `gated` and `interleaved`,
+    `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows), and in a shard of a mesh
+    `rows.origin`, which of the batch's tokens each of those is that the shard has; and `gated` and `interleaved`,
     which say whether "gate_up" holds gate and up, and whether their columns alternate; and `gathers`, the methods that
     take all tokens [T, K] and pick out `rows.token` themselves.
     """
@@ -98,17 +99,18 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
     for name, param in grouped.items():
         experts, k, n = vars(layer)[param].get_value().shape[-3:]
         alternate = [*range(0, n, 2), *range(1, n, 2)] if name == "gate_up" and gated and interleaved else None
-        products[name] = LinearSpec(k, n, param=param, out_index=alternate)
+        blocks = own_attribute(layer, "output_blocks") if name == "gate_up" else None
+        products[name] = LinearSpec(k, n, param=param, out_index=alternate, out_blocks=blocks)
     names = {} if gated else {"gate_up": EXPERT_NAMES["up"]}
     gathers = own_attribute(layer, "gathers", ())
     return ExpertsSpec(experts, products, rows=_grouped_rows, names=names, gathers=gathers)
 
 
 def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
-    source = getattr(rows, "source", None)  # where the rows of a shard are of tokens elsewhere too
-    if source is None:
+    origin = getattr(rows, "origin", None)
+    if origin is None:
         return RowMap(rows.token, of="tokens", length=rows.length, expert=rows.expert)
-    return RowMap(source, of="tokens", length=rows.length, expert=rows.expert, taken=rows.token)
+    return RowMap(origin[rows.token], of="tokens", length=rows.length, expert=rows.expert, taken=rows.token)
 
 
 def expert_delta(

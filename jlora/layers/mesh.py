@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType
 
@@ -23,6 +24,12 @@ def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array
         jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding),
     )
     return auto(base, *args)
+
+
+def here(array: Array) -> Array:
+    """An array that the code of a shard may have from outside of its map, as one of the map's own: for JAX it lies on
+    another mesh, which few of its functions take."""
+    return jnp.copy(array) if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types else array
 
 
 def _is_explicit(kind: AxisType) -> bool:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
+from jlora.layers.mesh import here
 from jlora.layers.rows import RowMap, current_rows
 from jlora.layers.sharded import Lead, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
@@ -138,7 +139,7 @@ class _Scope:
         assert self.batch is not None
         assert row_map.expert is not None
         assert site.spec.experts is not None
-        slots, index = row_map.places(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
+        slots, index = row_map.places(*self._slots(), self._lengths())
         slots = slots if spec.slots.start == 0 else slots - spec.slots.start
         sequences = self.batch.layout.num_sequences
 
@@ -164,7 +165,13 @@ class _Scope:
     def counted(self, row_map: RowMap) -> int:
         """How many rows of the batch a map counts."""
         assert self.batch is not None
-        return row_map.counted(self.batch.slots.reshape(-1), self.batch.token_slots, self._lengths())
+        return row_map.counted(*self._slots(), self._lengths())
+
+    def _slots(self) -> tuple[Int[Array, "B"], Int[Array, "T"] | None]:
+        """Of sequences, and of packed rows."""
+        assert self.batch is not None
+        tokens = self.batch.token_slots
+        return here(self.batch.slots.reshape(-1)), None if tokens is None else here(tokens)
 
     def _lengths(self) -> frozenset[int]:
         """What the tokens of a sequence may number, where a RowMap does not say it."""
@@ -191,12 +198,12 @@ class _Scope:
         """Slot of each run of rows, and the rows of a run."""
         assert self.batch is not None
         kind, repeats = layout
-        sequences = self.batch.slots.reshape(-1)
+        sequences, tokens = self._slots()
         if isinstance(kind, RowMap):
-            ids = kind.slots(sequences, self.batch.token_slots, self._lengths(), site.spec.num_slots)
+            ids = kind.slots(sequences, tokens, self._lengths(), site.spec.num_slots)
         elif kind == "packed":
-            ids = self.batch.token_slots
-            assert ids is not None
+            assert tokens is not None
+            ids = tokens
         else:
             ids = sequences
         return ids, repeats

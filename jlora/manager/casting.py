@@ -107,7 +107,7 @@ def _cast(factor: np.ndarray, dtype: np.dtype, scaling: float | None, powers: np
     """A factor times its scaling and powers of two, rounded once, in the order that it has in memory."""
     if scaling is None and powers is None:
         return factor if factor.dtype == dtype else narrowed(factor, dtype)
-    wide = widened(factor)
+    wide = factor if scaling is None and factor.dtype == np.float64 else widened(factor)
     if scaling is not None:
         wide *= np.float32(scaling)
     return narrowed(wide if powers is None else np.ldexp(wide, powers), dtype)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
+from jlora.manager.side_by_side import evenly_spaced, side_by_side
 
 
 @runtime_checkable
@@ -134,9 +135,14 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
         with within(np.errstate(over="ignore", invalid="ignore")):
             return _fill(where, names, modules, wrapped, *placed[names[0]], shared, frame)
 
-    together = _evenly_spaced(adapter.modules, placed)
+    together = evenly_spaced(adapter.modules, placed)
     filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
-    return Fitted(tuple(p for placements in filled for p in placements), frame.blocks)
+    made = {  # in the adapter's own order, however it was written
+        name: placements if len(names) == 1 else placements[i : i + 1]
+        for names, placements in zip(together, filled, strict=True)
+        for i, name in enumerate(names)
+    }
+    return Fitted(tuple(p for name in placed for p in made[name]), frame.blocks)
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -161,44 +167,6 @@ def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: in
     return len(b if site.shared[0].spec.experts else a) == 1
 
 
-def _evenly_spaced(
-    modules: Mapping[str, ModuleLoRA | ExpertsLoRA], placed: Mapping[str, tuple[Site, int, int, int]]
-) -> list[list[str]]:
-    """Names of modules that are written together: those of rows that follow each other, of one rank and scaling, whose
-    factors lie equally far apart in one array, as those of a file's experts often do. There may be tens of thousands.
-    """
-    groups: list[list[str]] = []
-    open_groups: dict[Any, tuple[list[str], int, tuple[int, int], tuple[int, int] | None]] = {}
-    for name in sorted(placed, key=lambda name: placed[name][1]):  # stable
-        module, (site, row, first, count) = modules[name], placed[name]
-        if not isinstance(module, ModuleLoRA) or not site.spec.rows or module.a.base is None or module.b.base is None:
-            groups.append([name])
-            continue
-        same = (module.alpha, module.scaling, module.a.shape, module.a.dtype, module.b.dtype)
-        key = site, first, count, *same, module.a.strides, module.b.strides, id(module.a.base), id(module.b.base)
-        at = _address(module.a), _address(module.b)
-        group, last_row, last, step = open_groups.get(key, ([], row, at, None))
-        apart = at[0] - last[0], at[1] - last[1]
-        if group and row == last_row + 1 and step in (None, apart):
-            group.append(name)
-            open_groups[key] = group, row, at, apart
-        else:
-            groups.append([name])
-            open_groups[key] = groups[-1], row, at, None
-    return groups
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Equal arrays that lie evenly in the memory of one, as one with an axis more: no copy."""
-    apart = _address(arrays[1]) - _address(arrays[0]) if len(arrays) > 1 else 0
-    first = arrays[0]
-    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (apart, *first.strides), writeable=False)
-
-
 def _pieces(
     where: str,
     names: Sequence[str],
@@ -211,7 +179,7 @@ def _pieces(
     """Modules as they are; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     name, module = names[0], modules[0]
     if isinstance(module, ModuleLoRA):
-        a, b = (_side_by_side([getattr(module, half) for module in modules]) for half in "ab")
+        a, b = (side_by_side([getattr(module, half) for module in modules]) for half in "ab")
         return [_Piece(name, names, first, count, a, b.swapaxes(1, 2))]
     spec = site.spec
     assert spec.experts is not None
@@ -255,7 +223,7 @@ def _fill(
     shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write modules that are `_evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
+    """Write modules that are `evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
     the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
@@ -268,7 +236,8 @@ def _fill(
     module = modules[0]
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
-    shifts = [_balance(piece, module.scaling, shared) if dtype == np.float16 else [0] * size for piece in pieces]
+    once = shared and site.spec.experts is not None
+    shifts = [_balance(piece, module.scaling, once) if dtype == np.float16 else [0] * size for piece in pieces]
     fills = [
         (held, rows, piece, shift)
         for held, rows in _held(module, site, row, shared, len(modules))

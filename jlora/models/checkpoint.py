@@ -16,6 +16,7 @@ from jlora.models.config import DecoderConfig, read_config
 from jlora.models.decoder import Decoder
 from jlora.models.json_file import ModelError, read_json
 from jlora.models.layouts import FLOATS, Index, Source, sources
+from jlora.models.partition import Dispatch
 from jlora.models.rope import frequencies
 
 _SINGLE = "model.safetensors"
@@ -27,6 +28,7 @@ def from_pretrained(
     dtype: DType = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     *,
+    dispatch: Dispatch = "all_gather",
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Reads a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
@@ -40,6 +42,7 @@ def from_pretrained(
         `model.safetensors.index.json` lists.
       dtype: of weights and activations.
       mesh: the devices, with axes as `Decoder` takes them; None for JAX's default device.
+      dispatch: how tokens reach experts on other devices; see `Decoder`.
       progress: called with (parameters read, parameters in all) after each one.
 
     Raises:
@@ -50,7 +53,7 @@ def from_pretrained(
     folder, config = _config(path)
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, config, stack)
-        skeleton = _skeleton(config, dtype, mesh)
+        skeleton = _skeleton(config, dtype, mesh, dispatch)
         graph, abstract = nnx.split(skeleton)
         params = nnx.to_flat_state(abstract)
         loaded = []
@@ -100,8 +103,10 @@ def _config(path: str | Path) -> tuple[Path, DecoderConfig]:
     return folder, config
 
 
-def _skeleton(config: DecoderConfig, dtype: DType, mesh: jax.sharding.Mesh | None = None) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
+def _skeleton(
+    config: DecoderConfig, dtype: DType, mesh: jax.sharding.Mesh | None = None, dispatch: Dispatch = "all_gather"
+) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh, dispatch=dispatch))
 
 
 def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> dict[str, Any]:

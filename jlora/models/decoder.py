@@ -5,6 +5,8 @@ projection, and so are gate and up; `Decoder.packed_modules` says so. The expert
 transformers 5 has them (`model.layers.0.mlp.experts`). Nothing here knows of adapters.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from jlora._typing import DType
 from jlora.models.attention import Attention, LayerCache, Rotation
 from jlora.models.config import DecoderConfig
+from jlora.models.expert_parallel import spread_over
 from jlora.models.json_file import ModelError
 from jlora.models.moe import MoE
-from jlora.models.partition import Partition, padded, width
+from jlora.models.partition import Dispatch, Partition, padded, width
 from jlora.models.parts import MLP, RMSNorm, linear
 from jlora.models.rope import rotations
 
@@ -25,11 +28,22 @@ Cache = tuple[LayerCache, ...]
 class Layer(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual; the MLP may be a block of experts."""
 
-    def __init__(self, config: DecoderConfig, index: int, *, dtype: DType, rngs: nnx.Rngs, partition: Partition):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        index: int,
+        *,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        partition: Partition,
+        dispatch: Dispatch,
+    ):
         window = None if config.sliding_windows is None else config.sliding_windows[index]
         self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs, partition=partition)
         if config.moe is not None and config.moe.layers[index]:
-            self.mlp = MoE(config.hidden_size, config.moe, dtype=dtype, rngs=rngs)
+            self.mlp = MoE(
+                config.hidden_size, config.moe, dtype=dtype, rngs=rngs, partition=partition, dispatch=dispatch
+            )
         else:
             self.mlp = MLP(
                 config.hidden_size,
@@ -53,7 +67,9 @@ class Layer(nnx.Module):
 class Trunk(nnx.Module):
     """Everything below the logits; `model` in the names of a checkpoint."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs, partition: Partition):
+    def __init__(
+        self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs, partition: Partition, dispatch: Dispatch
+    ):
         blocks = padded(config.vocab_size, partition.size("tensor"))
         self.embed_tokens = nnx.Embed(
             config.vocab_size if blocks is None else width(blocks),
@@ -67,17 +83,21 @@ class Trunk(nnx.Module):
         if blocks is not None:
             self.embed_tokens.real_vocab = config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
         self.layers = nnx.List(
-            [Layer(config, i, dtype=dtype, rngs=rngs, partition=partition) for i in range(config.num_hidden_layers)]
+            [
+                Layer(config, i, dtype=dtype, rngs=rngs, partition=partition, dispatch=dispatch)
+                for i in range(config.num_hidden_layers)
+            ]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
         self.config = config
         self.partition = partition
+        self.rows = spread_over(dispatch)
 
     def __call__(
         self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache | None
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
         rotation = rotations(self.config, positions)
-        x = self.embed_tokens(self.partition.constrain(tokens, "data", None))
+        x = self.embed_tokens(self.partition.constrain(tokens, self.rows))
         filled = []
         for i, layer in enumerate(self.layers):
             x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i])
@@ -92,7 +112,8 @@ class Decoder(nnx.Module):
     reads a checkpoint. Weights and activations are `dtype`; norms, rotations, softmax and logits are float32.
 
     On a `mesh` with Auto axes among "data", "tensor" and "expert" every parameter has a NamedSharding; what is
-    computed follows from those (`jlora.models.partition`). The random weights are the same on any mesh.
+    computed follows from those (`jlora.models.partition`). The random weights are the same on any mesh. `dispatch`
+    says how tokens reach experts on other devices, "all_gather" or "all_to_all" (`jlora.models.expert_parallel`).
 
     Raises:
       ModelError: the mesh has another axis, or sizes of the model that the shards of an axis cannot share evenly.
@@ -111,10 +132,11 @@ class Decoder(nnx.Module):
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
         mesh: jax.sharding.Mesh | None = None,
+        dispatch: Dispatch = "all_gather",
     ):
         self.partition = Partition(mesh)
-        _check_sizes(config, self.partition)
-        self.model = Trunk(config, dtype=dtype, rngs=rngs, partition=self.partition)
+        _check_sizes(config, self.partition, dispatch)
+        self.model = Trunk(config, dtype=dtype, rngs=rngs, partition=self.partition, dispatch=dispatch)
         if not config.tie_word_embeddings:
             self.lm_head = linear(
                 config.hidden_size,
@@ -161,7 +183,7 @@ class Decoder(nnx.Module):
         shape = (batch, capacity, groups, self.config.head_dim)
 
         def empty() -> Float[Array, "B C G D"]:
-            return self.partition.constrain(jnp.zeros(shape, self.dtype), "data", None, "tensor", None)
+            return self.partition.constrain(jnp.zeros(shape, self.dtype), self.model.rows, (), ("tensor",))
 
         return tuple(LayerCache(empty(), empty()) for _ in range(self.config.num_hidden_layers))
 
@@ -174,15 +196,19 @@ class Decoder(nnx.Module):
         return scores[..., : self.config.vocab_size]
 
 
-def _check_sizes(config: DecoderConfig, partition: Partition) -> None:
-    shards, groups = partition.size("tensor"), config.num_key_value_heads
-    partition.check(
-        "tensor", num_attention_heads=config.num_attention_heads, intermediate_size=config.intermediate_size
-    )
+def _check_sizes(config: DecoderConfig, partition: Partition, dispatch: Dispatch) -> None:
+    if dispatch not in get_args(Dispatch):
+        raise ModelError(f"dispatch must be one of {get_args(Dispatch)}, got {dispatch!r:.80}")
+    shards, groups, moe = partition.size("tensor"), config.num_key_value_heads, config.moe
+    partition.check("tensor", num_attention_heads=config.num_attention_heads)
     if groups % shards and shards % groups:
         raise ModelError(
             f"num_key_value_heads ({groups}) must be a multiple or a divisor of mesh axis 'tensor', which has {shards} "
             "shards"
         )
-    if config.moe is not None and partition.mesh is not None:
-        raise ModelError("experts on a mesh are not supported yet; pass mesh=None")
+    if moe is None or not all(moe.layers):
+        partition.check("tensor", intermediate_size=config.intermediate_size)
+    if moe is not None:
+        partition.check("expert", **{"moe.num_experts": moe.num_experts})
+        sizes = {"moe.intermediate_size": moe.intermediate_size, "moe.shared_size": moe.shared_size}
+        partition.check("tensor", **sizes)

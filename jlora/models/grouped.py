@@ -30,10 +30,11 @@ def grouped_matmul(x: Float[Array, "M K"], w: Float[Array, "E K N"], counts: Int
     Args:
       x: rows; the first `counts[0]` are of group 0, the next `counts[1]` of group 1, and so on.
       w: one matrix a group, of the dtype of `x`.
-      counts: int32 rows of each group, summing to M; a group may be empty.
+      counts: int32 rows of each group; a group may be empty. Where they sum to less than M, the rows after those are
+        of no group.
 
     Returns:
-      The dtype of `x`.
+      The dtype of `x`; of rows that are of no group any values.
     """
     return _choose(x, w)(x, w, counts)
 
@@ -56,10 +57,15 @@ def _choose(x: jax.Array, w: jax.Array) -> Callable[[jax.Array, jax.Array, jax.A
 
 
 def _target() -> tuple[str, int | None]:
-    """Platform and, of a GPU, compute capability that a program traced now is for."""
+    """Platform and, of a GPU, compute capability that a program traced now is for.
+
+    In a `shard_map` that is said by the mesh, which has the device's kind, and a device of that kind the rest; there is
+    none where a program is compiled for another machine.
+    """
     target = abstract_device()
     if target is not None:
-        return target[0], None
+        same = (device for device in jax.local_devices() if device.device_kind == target[1])
+        return target[0], next(map(gpu_compute_capability, same), None)
     device = default_device()
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]

@@ -70,7 +70,8 @@ def _source(
         if before != block and f"{before}.{older}.gate.weight" in names:
             block = f"{before}.{older}"
     if isinstance(layer, Experts):
-        return _experts(model, f"{block}.{module}", leaf, shape, names, stored_experts[block])
+        blocks = _blocks(layer, shape[-1]) if leaf == "gate_up_proj" else ((0, shape[-1]),)
+        return _experts(model, f"{block}.{module}", leaf, shape, blocks, names, stored_experts[block])
     stored = shape[::-1] if leaf == "kernel" else shape
     blocks = _blocks(layer, stored[0])
     sizes = getattr(layer, "output_sizes", (max(sum(run) for run in blocks if run[0] >= 0),))
@@ -89,25 +90,25 @@ def _blocks(layer: Any, rows: int) -> Blocks:
 
 
 def _experts(
-    model: Decoder, experts: str, leaf: str, shape: Shape, names: Collection[str], stored_tensors: int
+    model: Decoder, experts: str, leaf: str, shape: Shape, blocks: Blocks, names: Collection[str], stored_tensors: int
 ) -> Source:
     """Of one parameter of an `Experts` module; the files' names say which of the layouts it has."""
     config = model.config.moe
     assert config is not None
     name = f"{experts}.{leaf}"
     if leaf.endswith("_bias"):
-        return Source({name: shape}, partial(_read_whole, name, False), _as_stored)
+        return Source({name: shape}, partial(_read_whole, name), _as_stored)
     num_experts, inputs, outputs = shape
     if f"{name}_blocks" in names:
         if inputs % _BLOCK:
             raise ModelError(f"{name}_blocks cannot hold {inputs} values in blocks of {_BLOCK}")
-        blocks = (num_experts, outputs, inputs // _BLOCK)
-        tensors = {f"{name}_blocks": (*blocks, _BLOCK // 2), f"{name}_scales": blocks}
+        packed = (num_experts, outputs, inputs // _BLOCK)
+        tensors = {f"{name}_blocks": (*packed, _BLOCK // 2), f"{name}_scales": packed}
         return Source(tensors, partial(_read_mxfp4, name), _from_mxfp4, ("U8",))
     if name in names:
         if config.stored_in_first:
-            return Source({name: shape}, partial(_read_whole, name, False), _as_stored)
-        return Source({name: (num_experts, outputs, inputs)}, partial(_read_whole, name, True), _transposed)
+            return Source({name: shape}, partial(_read_whole, name), _as_stored)
+        return Source({name: (num_experts, outputs, inputs)}, partial(_read_turned, name, blocks), _transposed)
     if stored_tensors < num_experts:  # before a name is made for each
         raise ModelError(
             f"config.json asks for {num_experts} experts, and the files hold {stored_tensors} tensors of {experts}"
@@ -119,7 +120,8 @@ def _experts(
         {f"{experts}.{expert}.{part}.weight": (outputs // len(parts), inputs) for part in parts}
         for expert in range(num_experts)
     ]
-    return Source({k: v for tensors in each for k, v in tensors.items()}, partial(_read_each, each), _transposed)
+    stored = {name: size for tensors in each for name, size in tensors.items()}
+    return Source(stored, partial(_read_each, each, blocks), _transposed)
 
 
 def _read_rows(
@@ -131,17 +133,32 @@ def _read_rows(
     return [_joined(pieces, tuple(part.stop - part.start for part in (rows, *rest)))]
 
 
-def _read_each(each: Sequence[Mapping[str, Shape]], read: Read, index: Index) -> list[np.ndarray]:
+def _read_each(each: Sequence[Mapping[str, Shape]], blocks: Blocks, read: Read, index: Index) -> list[np.ndarray]:
     """Of one tensor an expert and part: [E, out of all parts, in]."""
     experts, inputs, rows = index
     count, width = rows.stop - rows.start, inputs.stop - inputs.start
-    pieces = (piece for tensors in each[experts] for piece in _pieces(tensors, ((rows.start, count),), (inputs,), read))
+    pieces = (
+        piece
+        for tensors in each[experts]
+        for piece in _pieces(tensors, runs(blocks, rows.start, rows.stop), (inputs,), read)
+    )
     return [_joined(pieces, ((experts.stop - experts.start) * count, width)).reshape(-1, count, width)]
 
 
-def _read_whole(name: str, transposed: bool, read: Read, index: Index) -> list[np.ndarray]:
-    """Of one tensor with all experts, stored as it is used but for the order of its last two axes."""
-    return [read(name, (index[0], *index[:0:-1]) if transposed else index)]
+def _read_whole(name: str, read: Read, index: Index) -> list[np.ndarray]:
+    """Of one tensor that is stored as it is used."""
+    return [read(name, index)]
+
+
+def _read_turned(name: str, blocks: Blocks, read: Read, index: Index) -> list[np.ndarray]:
+    """Of one tensor with all experts, [E, out, in]."""
+    experts, inputs, rows = index
+    sizes = (part.stop - part.start for part in (experts, rows, inputs))
+    pieces = (
+        read(name, (experts, slice(first, first + count), inputs))
+        for first, count in runs(blocks, rows.start, rows.stop)
+    )
+    return [_joined(pieces, tuple(sizes), axis=1)]
 
 
 def _read_mxfp4(name: str, read: Read, index: Index) -> list[np.ndarray]:
@@ -168,8 +185,8 @@ def _pieces(tensors: Mapping[str, Shape], rows: Blocks, rest: Index, read: Read)
             at += size
 
 
-def _joined(pieces: Iterator[np.ndarray | int], shape: Shape) -> np.ndarray:
-    """One below the other. No more than one piece is in memory beside the result, and a single one is the result."""
+def _joined(pieces: Iterator[np.ndarray | int], shape: Shape, axis: int = 0) -> np.ndarray:
+    """One beside the other. No more than one piece is in memory beside the result, and a single one is the result."""
     out, at = np.zeros(0), 0
     for piece in pieces:
         if isinstance(piece, int):
@@ -181,8 +198,8 @@ def _joined(pieces: Iterator[np.ndarray | int], shape: Shape) -> np.ndarray:
             out = np.zeros(shape, piece.dtype)
         elif out.dtype != piece.dtype:
             out = out.astype(np.float32)  # which holds the values of the others
-        out[at : at + len(piece)] = piece
-        at += len(piece)
+        np.moveaxis(out, axis, 0)[at : at + piece.shape[axis]] = np.moveaxis(piece, axis, 0)
+        at += piece.shape[axis]
         del piece  # before the next one is read
     return out if out.size else np.zeros(shape, np.float32)
 

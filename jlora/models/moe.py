@@ -3,21 +3,27 @@
     x [.., H] --router--> k experts and weights a token --sort--> rows [M = T * k, H] by expert
       --gate_up--> [M, 2I] --activation--> [M, I] --down--> [M, H] --weights, sum over each token's k rows--> [.., H]
 
+On a mesh the experts lie over "expert" and their inner features over "tensor" (`jlora.models.expert_parallel`): all
+this happens on each shard, with the experts that it has.
+
 Nothing here knows of adapters. What wraps `Experts` overrides its two products, `gate_up` and `down`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jlora._typing import DType
 from jlora.models.config import MoEConfig
+from jlora.models.expert_parallel import by_tokens, first_of_tensor, on_mesh
 from jlora.models.grouped import grouped_matmul
+from jlora.models.partition import ONE_DEVICE, Blocks, Dispatch, Partition, merged
 from jlora.models.parts import MLP, linear
 from jlora.models.routing import Routing, softmax_top_k, top_k_softmax
 
@@ -26,16 +32,20 @@ class ExpertRows(NamedTuple):
     """Whose rows an expert product makes: M = T * k copies of T tokens, sorted by expert, else in token order.
 
     Attributes:
-      token: the token that each row is a copy of, counted over the flattened batch.
-      expert: the expert of each row, ascending.
+      token: the token that each row is a copy of, counted over those that `gate_up` is given: the flattened batch,
+        or on a mesh this shard's part of it.
+      expert: the expert of each row, ascending. On a mesh it is counted from this shard's first one, and at least E,
+        the number of those that it has, in rows of no expert here: they are the last, and their values are not used.
       counts: rows of each expert.
       length: L where the block was given [B, L, H]; None where it was given packed rows [T, H].
+      origin: on a mesh, which of the whole batch's tokens each of those is that `gate_up` is given; -1 for none.
     """
 
     token: Int[Array, "M"]
     expert: Int[Array, "M"]
     counts: Int[Array, "E"]
     length: int | None
+    origin: Int[Array, "T"] | None = None
 
 
 def dispatch(
@@ -87,6 +97,7 @@ class Experts(nnx.Module):
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
       gated: whether the first product holds a gate beside the values.
       interleaved: whether columns of gate and up alternate, gate first; else all of the gate's come first.
+      output_blocks: the columns of `gate_up_proj`, only where a mesh asks for another order (`partition.Blocks`).
     """
 
     # Each product's method, and its parameter [E, in, out].
@@ -107,25 +118,37 @@ class Experts(nnx.Module):
         weigh_hidden: bool = False,
         dtype: DType,
         rngs: nnx.Rngs,
+        partition: Partition = ONE_DEVICE,
+        dispatch: Dispatch = "all_gather",
     ):
         """`activation` takes gate and up [M, I], or the one [M, I] where not gated; it must be hashable by value.
         `weigh_hidden` applies the routed weights before the second product, not after it."""
 
-        def draw(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (num_experts, *shape), dtype))
+        def draw(inputs: int, outputs: int, *axes: str | None, blocks: Blocks | None = None) -> nnx.Param[jax.Array]:
+            drawn = partition.draw(("expert", *axes), blocks)(rngs.params(), (num_experts, inputs, outputs), dtype)
+            return nnx.Param(drawn, **partition.metadata("expert", *axes))
+
+        def zeros(size: int, axis: str | None) -> nnx.Param[jax.Array]:
+            values = jnp.zeros((num_experts, size), dtype, device=partition.sharding("expert", axis))
+            return nnx.Param(values, **partition.metadata("expert", axis))
 
         columns = 2 * inner if gated else inner
-        self.gate_up_proj = draw(features, columns)
-        self.down_proj = draw(inner, features)
+        blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor")) if gated and not interleaved else None
+        self.gate_up_proj = draw(features, columns, None, "tensor", blocks=blocks)
+        self.down_proj = draw(inner, features, "tensor", None)
         if bias:
-            self.gate_up_proj_bias = nnx.Param(jnp.zeros((num_experts, columns), dtype))
-            self.down_proj_bias = nnx.Param(jnp.zeros((num_experts, features), dtype))
+            self.gate_up_proj_bias = zeros(columns, "tensor")
+            self.down_proj_bias = zeros(features, None)
+        if blocks is not None:
+            self.output_blocks = blocks
         self.num_experts = num_experts
         self.activation = activation
         self.gated = gated
         self.interleaved = interleaved
         self.bias = bias
         self.weigh_hidden = weigh_hidden
+        self.partition = partition
+        self.dispatch: Dispatch = dispatch
 
     def gate_up(self, x: Float[Array, "T H"], rows: ExpertRows) -> Float[Array, "M F"]:
         """The first product of every token's rows, its bias added; F = 2 * I, or I where not gated."""
@@ -135,18 +158,34 @@ class Experts(nnx.Module):
     def down(self, h: Float[Array, "M I"], rows: ExpertRows) -> Float[Array, "M H"]:
         """The second product of every row, its bias added."""
         out = grouped_matmul(h, self.down_proj[...], rows.counts)
-        return out + self.down_proj_bias[...][rows.expert] if self.bias else out
+        return out + first_of_tensor(self.partition, self.down_proj_bias[...][rows.expert]) if self.bias else out
 
     def __call__(self, x: Float[Array, "*rows H"], routing: Routing) -> Float[Array, "*rows H"]:
         """The weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H], `routing` of its tokens."""
         tokens = x.reshape(-1, x.shape[-1])
-        rows, places = dispatch(routing.experts, self.num_experts, x.shape[1] if x.ndim == 3 else None)
-        h = self._activate(self.gate_up(tokens, rows))
+        length = x.shape[1] if x.ndim == 3 else None
+        if self.partition.mesh is not None:
+            return on_mesh(self, tokens, routing, length).reshape(x.shape)
+        return self.routed(tokens, routing, length).reshape(x.shape)
+
+    def routed(
+        self, tokens: Float[Array, "T H"], routing: Routing, length: int | None, origin: Int[Array, "T"] | None = None
+    ) -> Float[Array, "T H"]:
+        """The weighted sum of each token's experts among those that are here."""
+        here = self.gate_up_proj.shape[0]
+        some = here < self.num_experts
+        experts = routing.experts
+        if some:
+            experts = jnp.where((experts >= 0) & (experts < here), experts, here)
+        rows, places = dispatch(experts, here, length)
+        rows = rows._replace(origin=origin)
+        used = rows.expert < here if some else None
+        h = self._activate(_only(used, self.gate_up(tokens, rows)))
         weights = routing.weights
         if self.weigh_hidden:
             sorted_weights = jnp.zeros(h.shape[0], weights.dtype).at[places].set(weights, unique_indices=True)
             h, weights = (h.astype(jnp.float32) * sorted_weights[:, None]).astype(h.dtype), None
-        return combine(self.down(h, rows), places, weights).reshape(x.shape)
+        return combine(_only(used, self.down(h, rows)), places, weights)
 
     def _activate(self, hidden: Float[Array, "M F"]) -> Float[Array, "M I"]:
         if not self.gated:
@@ -156,14 +195,34 @@ class Experts(nnx.Module):
         return self.activation(*jnp.split(hidden, 2, axis=1))
 
 
+def _only(used: Bool[Array, "M"] | None, rows: Float[Array, "M N"]) -> Float[Array, "M N"]:
+    """Zeros in place of the rows that no group of a grouped product has: they may be anything."""
+    return rows if used is None else jnp.where(used[:, None], rows, 0)
+
+
 class MoE(nnx.Module):
     """The block of a layer: router, experts, and a shared expert that every token goes to where the family has one."""
 
-    def __init__(self, features: int, config: MoEConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int,
+        config: MoEConfig,
+        *,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        partition: Partition = ONE_DEVICE,
+        dispatch: Dispatch = "all_gather",
+    ):
         limit = config.swiglu_limit
         # In float32: rounded to bfloat16, near ties would choose other experts.
         router = linear(
-            features, config.num_experts, bias=config.router_bias, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
+            features,
+            config.num_experts,
+            bias=config.router_bias,
+            dtype=jnp.float32,
+            param_dtype=dtype,
+            rngs=rngs,
+            partition=partition,
         )
         setattr(self, config.router_name, router)
         self.experts = Experts(
@@ -175,10 +234,12 @@ class MoE(nnx.Module):
             bias=config.expert_bias,
             dtype=dtype,
             rngs=rngs,
+            partition=partition,
+            dispatch=dispatch,
         )
         if config.shared_size:
-            self.shared_expert = MLP(features, config.shared_size, dtype=dtype, rngs=rngs)
-            self.shared_expert_gate = linear(features, 1, bias=False, dtype=dtype, rngs=rngs)
+            self.shared_expert = MLP(features, config.shared_size, dtype=dtype, rngs=rngs, partition=partition)
+            self.shared_expert_gate = linear(features, 1, bias=False, dtype=dtype, rngs=rngs, partition=partition)
         self.config = config
 
     def __call__(self, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
@@ -186,10 +247,11 @@ class MoE(nnx.Module):
         # The router sees the rows as they come, as every other projection does.
         logits = getattr(self, config.router_name)(x).reshape(-1, config.num_experts)
         if config.router == "softmax":
-            routing = softmax_top_k(logits, config.experts_per_token, renormalize=config.renormalize)
+            route = partial(softmax_top_k, k=config.experts_per_token, renormalize=config.renormalize)
         else:
-            routing = top_k_softmax(logits, config.experts_per_token)
-        out = self.experts(x, routing)
+            route = partial(top_k_softmax, k=config.experts_per_token)
+        length = x.shape[1] if x.ndim == 3 else None
+        out = self.experts(x, by_tokens(self.experts.partition, self.experts.dispatch, route, logits, length))
         if config.shared_size:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
             out = out + gate.astype(x.dtype) * self.shared_expert(x)

@@ -12,11 +12,12 @@ columns of a merged projection are ordered shard by shard, so that a shard holds
     4 shards     q0 k0 v0 | q1 k0 v0 | q2 k1 v1 | q3 k1 v1      fewer key heads than shards: copies
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ AXES = ("data", "tensor", "expert")
 # Columns from left to right: (first column in the checkpoint's order, how many); the first is -1 for padding.
 Blocks = tuple[tuple[int, int], ...]
 Axes = tuple[str | None, ...]  # the mesh axis of every axis of a parameter
+Dispatch = Literal["all_gather", "all_to_all"]  # how tokens reach their experts; see `expert_parallel`
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,20 @@ class Partition:
         """What a variable with these axes says of itself, in Flax's words."""
         return {} if self.mesh is None else {"out_sharding": self._present(axes), "mesh": self.mesh}
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x`, laid out so; an axis of the mesh that its size does not divide is left out."""
+    def dividing(self, size: int, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes, first ones first, among whose shards `size` can be shared out evenly."""
+        found: tuple[str, ...] = ()
+        for axis in axes:
+            if self.size(axis) > 1 and size % math.prod(map(self.size, (*found, axis))) == 0:
+                found = (*found, axis)
+        return found
+
+    def constrain(self, x: jax.Array, *axes: Sequence[str]) -> jax.Array:
+        """`x`, each of its axes over those mesh axes that divide it; axes that are not given are whole."""
         if self.mesh is None:
             return x
-        fits = (axis if x.shape[i] % self.size(axis or "") == 0 else None for i, axis in enumerate(axes))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*self._present(tuple(fits)))))
+        spec = (self.dividing(size, names) or None for size, names in zip(x.shape, axes, strict=False))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
     def draw(self, axes: Axes, blocks: Blocks | None = None) -> Callable[..., jax.Array]:
         """An initializer of small random weights: the numbers that one device has, laid out.

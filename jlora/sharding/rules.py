@@ -110,9 +110,10 @@ def kernel_sharding(
                 f"{where} is a stack of layers that is split over {_said(names)}; an adapter is written into all "
                 "layers of a stack, so leave that axis whole, or the layer out with LoRAConfig.exclude_modules"
             )
-    for group in axes:
-        names = [tuple(name for name in spec[axis] if name not in data) for axis in group]
-        split = [i for i, own in enumerate(names) if own]
+    for i, group in enumerate(axes):
+        dropped = data if i < 2 else ()  # tokens may be spread over the axes of experts, which stay where they are
+        names = [tuple(name for name in spec[axis] if name not in dropped) for axis in group]
+        split = [at for at, own in enumerate(names) if own]
         # What follows an axis that is split would lie in pieces; axes of size 1 before it do no harm.
         if len(split) > 1 or (split and any(sizes[axis] > 1 for axis in group[: split[0]])):
             raise LoRAError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from jlora import _threads
 from jlora.adapters import Adapter, values
 from jlora.adapters.files import StableFile, content_key
 from jlora.errors import AdapterFormatError
@@ -23,22 +24,27 @@ def constant(value, rank=4, width=6):
 
 def during(monkeypatch, act, at=2):
     """Calls `act()` before the `at`-th read of any file (the configuration is the first, the header's length next)."""
-    reads, original = [], StableFile.read_into
+    reads, original, counting = [], StableFile.read_into, threading.Lock()
 
     def read_into(self, offset, buffer):
-        reads.append(offset)
-        if len(reads) == at:
-            act()
+        with counting:
+            reads.append(offset)
+            if len(reads) == at:
+                act()
         original(self, offset, buffer)
 
     monkeypatch.setattr(StableFile, "read_into", read_into)
     return reads
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
+@pytest.fixture(params=["by one thread", "by several"])
+def small_pieces(request, monkeypatch):
     """Tensors are read 64 bytes at a time, where they would all be read at once."""
     monkeypatch.setattr(values, "_PIECE", 64)
+    if request.param == "by several":
+        monkeypatch.setattr(values, "_PART", 128)
+        monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
+        monkeypatch.setattr(_threads, "_processors", lambda: 4)
 
 
 def cut(file):

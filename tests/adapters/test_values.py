@@ -1,14 +1,20 @@
-"""Tensors read in runs and pieces: each number where it belongs, and the tensor at fault named."""
+"""Tensors read in runs, parts and pieces: each number where it belongs, and the tensor at fault named."""
 
+import io
+import os
 import struct
+import threading
+import time
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from jlora import _threads
 from jlora.adapters import values
 from jlora.adapters.files import StableFile
 from jlora.adapters.tensor_file import read_header
@@ -28,6 +34,13 @@ def read(folder, tensors, base=(), **options):
 @pytest.fixture(params=[8, 24, 1 << 19])
 def piece(request, monkeypatch):
     monkeypatch.setattr(values, "_PIECE", request.param)
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Four of them, however little there is to read."""
+    monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
+    monkeypatch.setattr(_threads, "_processors", lambda: 4)
 
 
 def some(seed=0):
@@ -78,6 +91,140 @@ def test_too_large_for_the_dtype(tmp_path, piece, allow_nonfinite):
     tensors["b"][4] = -1e6
     with pytest.raises(AdapterFormatError, match=r"here: tensor 'b' \(float32\) holds values too large for float16"):
         read(tmp_path, tensors, dtype=np.dtype(np.float16), allow_nonfinite=allow_nonfinite)
+
+
+# ---- by several threads
+
+
+@pytest.mark.usefixtures("threads")
+@given(
+    shapes=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), min_size=1, max_size=2)), min_size=1, max_size=9
+    ),
+    part=st.sampled_from([8, 16, 24, 40, 200, 1 << 25]),
+    piece=st.sampled_from([8, 16, 56, 1 << 19]),
+    dtype=st.sampled_from([None, *DTYPES]),
+    base=st.sets(st.integers(0, 8), max_size=2),
+)
+@example(shapes=[(DTYPES[2], [9, 9])] * 3, part=40, piece=16, dtype=None, base=set())
+def test_every_number_of_every_part(tmp_path_factory, shapes, part, piece, dtype, base):
+    rng = np.random.default_rng(0)
+    tensors = {f"{i}": rng.normal(size=shape).astype(stored) for i, (stored, shape) in enumerate(shapes)}
+    base = {f"{i}" for i in base} & tensors.keys()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(values, "_PART", part)
+        patched.setattr(values, "_PIECE", piece)
+        found = read(tmp_path_factory.mktemp("read"), tensors, base, dtype=dtype)
+    assert found.keys() == tensors.keys()
+    for name, want in tensors.items():
+        kept = want.dtype if dtype is None or name in base else dtype
+        assert (found[name].dtype, found[name].shape) == (kept, want.shape)
+        assert found[name].tobytes() == want.astype(kept).tobytes()
+
+
+def ones(count=6, size=32):
+    return {f"{i}": np.ones(size, np.float32) for i in range(count)}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("part", [64, 128, 200, 1 << 25])
+@pytest.mark.parametrize("piece", [8, 56, 64])
+def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece):
+    reads, original = [], StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        reads.append((offset, offset + len(buffer)))
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    monkeypatch.setattr(values, "_PART", part)
+    monkeypatch.setattr(values, "_PIECE", piece)
+    tensors = some()
+    read(tmp_path, tensors)
+    reads.sort()
+    assert all(end == begin for (_, end), (begin, _) in pairwise(reads))
+    assert reads[0][0] == 0
+    assert reads[-1][1] == len(save(tensors))
+
+
+def slow_at_first(monkeypatch, reads, begins, seconds=0.05):
+    """Reads before byte `begins` take long, so that what comes behind them is looked at first; `reads`: who read."""
+    original = StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        reads.append(threading.current_thread())
+        if 8 < offset < begins:
+            time.sleep(seconds)
+        original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+
+
+def test_several_threads_read_where_it_is_much(tmp_path, threads, monkeypatch):
+    reads = []
+    slow_at_first(monkeypatch, reads, 1 << 30)
+    monkeypatch.setattr(values, "_PART", 128)
+    read(tmp_path, ones())
+    assert len(set(reads)) == 4
+    reads.clear()
+    monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128 + 1)
+    read(tmp_path, ones())
+    assert set(reads) == {threading.current_thread()}
+    reads.clear()
+    monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128)
+    read(tmp_path, ones())
+    assert len(set(reads)) == 4
+
+
+@pytest.mark.parametrize("part", [64, 128, 136, 192])
+@pytest.mark.parametrize("kind", ["not finite", "too large"])
+@pytest.mark.parametrize("place", [0, 15, 16, 31])  # at both sides of where parts meet
+def test_the_first_at_fault_is_named_though_others_are_found_first(tmp_path, threads, monkeypatch, part, kind, place):
+    tensors = ones()
+    for name in ("2", "3", "4", "5"):
+        tensors[name][place] = np.nan if kind == "not finite" else -1e6
+    monkeypatch.setattr(values, "_PART", part)
+    header = len(save(tensors)) - 6 * 128
+    slow_at_first(monkeypatch, [], header + 3 * 128)
+    what = "holds NaN or infinity" if kind == "not finite" else r"\(float32\) holds values too large for float16"
+    with pytest.raises(AdapterFormatError, match=f"here: tensor '2' {what}"):
+        read(tmp_path, tensors, dtype=np.dtype(np.float16) if kind == "too large" else None)
+
+
+@pytest.mark.usefixtures("threads")
+def test_nobody_can_write_what_was_read(tmp_path, monkeypatch):
+    """Views of one array in a cache of adapters: a number changed in one would be another's."""
+    monkeypatch.setattr(values, "_PART", 128)
+    for array in read(tmp_path, ones(), base=["3"], dtype=np.dtype(np.float16)).values():
+        for view in (array, array.view(), array[1:], array.reshape(4, 8).T, array.base):
+            assert not view.flags.writeable
+            with pytest.raises(ValueError, match="read-only"):
+                view[...] = 0
+        for view in (array, array.view(), array[1:]):
+            with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+                view.flags.writeable = True
+
+
+class SlowSeek(io.FileIO):
+    """Time for other threads between going to a place and reading there."""
+
+    def seek(self, *place):
+        super().seek(*place)
+        time.sleep(0.002)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("most", [1, 3, None])
+def test_reads_that_give_less_and_systems_without_them(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(values, "_PART", 128)
+    if most is None:
+        monkeypatch.delattr(os, "preadv")
+        monkeypatch.setattr(os, "fdopen", lambda fd, mode, buffering: SlowSeek(fd, mode))
+    else:
+        original = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:most]], at))
+    tensors = {name: np.full(32, int(name), np.float32) for name in ones()}
+    assert all((found == int(name)).all() for name, found in read(tmp_path, tensors).items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,15 +17,17 @@ from tests.models.recording import opened
 
 def main(number: str, port: str, folder: str, result: str) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(number))
+    auto = jax.sharding.AxisType.Auto
+    by_data = from_pretrained(folder, mesh=jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(auto, auto)))
     counts = {}
     checkpoint.safe_open = opened(counts)
-    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(auto,))
     model = from_pretrained(folder, mesh=mesh)
     tokens = np.random.default_rng(0).integers(0, 64, (4, 7)).astype(np.int32)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     logits = jax.jit(lambda model, tokens: model(tokens), out_shardings=whole)(model, tokens)
     answers = generate(model, tokens.tolist(), max_new_tokens=6)
-    sampled = generate(model, tokens.tolist(), max_new_tokens=6, temperature=1.0, top_k=20)
+    sampled = generate(by_data, tokens.tolist(), max_new_tokens=6, temperature=1.0, top_k=20)
     np.savez(result, logits=np.asarray(logits), answers=answers, sampled=sampled, **counts)
 
 

@@ -3,8 +3,10 @@
 On a GPU: JAX_PLATFORMS=cuda python -m pytest tests/models/test_grouped.py
 """
 
+import contextlib
 import importlib.util
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.aot_tpu import _sharding
 from jlora.models import grouped
@@ -119,6 +122,36 @@ def test_what_is_taken_where(monkeypatch, target, dtype, sizes, installed, taken
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     choice = grouped._choose(jnp.zeros((4, sizes[0]), dtype), jnp.zeros((2, *sizes), dtype))
     assert choice is getattr(grouped, taken)
+
+
+def test_the_mesh_says_what_a_program_is_for(monkeypatch):
+    """In a shard_map as outside; there a GPU's compute capability is that of a device of the mesh's kind."""
+    found = []
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.shard_map(
+        lambda x: found.append(grouped._target()) or x, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
+    )
+    sharded(jnp.zeros(4))
+    assert {platform for platform, _ in found} == {grouped._target()[0]}
+    if not ON_GPU:
+        here = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+        monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind="other"), here])
+        monkeypatch.setattr(grouped, "abstract_device", lambda: ("gpu", "NVIDIA H200"))
+        assert grouped._target() == ("gpu", 90)
+        monkeypatch.setattr(grouped, "abstract_device", lambda: ("gpu", "NVIDIA B200"))
+        assert grouped._target() == ("gpu", None)
+
+
+@pytest.mark.parametrize("interpreted", [pytest.param(False, id="here"), pytest.param(True, id="tpu")])
+def test_rows_of_no_group_disturb_no_others(interpreted):
+    """As on a shard that has only some of the experts; what the kernel makes of such rows is nobody's."""
+    if interpreted and ON_GPU:
+        return
+    x, w, counts, want = problem([130, 0, 7, 64, 1, 0], 192, 320, "bfloat16")
+    x = jnp.concatenate([x, jnp.full((150, 192), jnp.nan, x.dtype)])
+    with pltpu.force_tpu_interpret_mode() if interpreted else contextlib.nullcontext():
+        got = jax.jit(grouped._megablox if interpreted else grouped.grouped_matmul)(x, w, counts)
+    assert_near(got[:202], want, "bfloat16")
 
 
 def test_a_missing_extra_is_told_once(monkeypatch, caplog):

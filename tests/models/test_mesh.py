@@ -96,10 +96,11 @@ def test_logits_equal_one_device(folders, name, axes):
     want = forward(one, TOKENS)
     got = forward(many, TOKENS)
     assert got.shape == (*TOKENS.shape, one.config.vocab_size)
+    assert got.sharding.shard_shape(got.shape)[0] == 4 // axes.get("data", 1)
     assert goldens.relative_error(got, want) < 1e-5
     chunks, cache = in_chunks(many, TOKENS)
     assert goldens.relative_error(chunks, in_chunks(one, TOKENS)[0]) < 1e-5
-    for array in jax.tree.leaves(cache):
+    for array in jax.tree.leaves([cache, many.init_cache(4, 12)]):
         sequences, _, heads, _ = array.sharding.shard_shape(array.shape)
         assert sequences == 4 // axes.get("data", 1)
         assert heads == max(1, one.config.num_key_value_heads // axes.get("tensor", 1))
@@ -228,11 +229,11 @@ def test_nothing_is_rearranged_where_nothing_is_cut(axes):
         assert not hasattr(module, "real_vocab")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_random_weights_do_not_depend_on_the_mesh(dtype):
     config = dataclasses.replace(TINY, vocab_size=61, num_key_value_heads=2)
     one = numbers(Decoder(config, dtype=dtype, rngs=nnx.Rngs(3)))
-    for axes in ({"tensor": 1}, {"tensor": 4}, {"data": 2, "tensor": 2}):
+    for axes in ({"tensor": 4}, {"data": 2, "tensor": 2}):
         many = numbers(Decoder(config, dtype=dtype, rngs=nnx.Rngs(3), mesh=make_mesh(axes)))
         tensors = {}
         for path, param in one.items():  # as a file would have them
@@ -271,7 +272,7 @@ def test_sinks_windows_and_cut_biases():
 def collectives(compiled):
     """How many of each there are in a program."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-    return collections.Counter(re.findall(rf"= \S+ ({kinds})(?:-start)?\(", compiled.as_text()))
+    return collections.Counter(re.findall(rf"= [^=\n]*? ({kinds})(?:-start)?\(", compiled.as_text()))
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -279,11 +280,10 @@ def collectives(compiled):
     ("fields", "axes", "more"),
     [
         ({}, {"tensor": 4}, {}),
-        ({"num_key_value_heads": 2}, {"data": 2, "tensor": 4}, {}),
-        ({"vocab_size": 61, "tie_word_embeddings": True}, {"tensor": 4}, {"all-gather": 1}),
+        ({"num_key_value_heads": 2, "vocab_size": 61, "tie_word_embeddings": True}, {"tensor": 4}, {"all-gather": 1}),
         ({"sinks": True, "qk_norm": True, "sliding_windows": (3, None)}, {"data": 2, "tensor": 2}, {}),
     ],
-    ids=["plain", "copies", "padded vocabulary", "gpt-oss"],
+    ids=["plain", "copies and padding", "gpt-oss"],
 )
 def test_two_reductions_a_layer(fields, axes, more):
     """And one for the vocab-parallel lookup. A vocabulary that is cut is gathered before its padding goes."""
@@ -299,8 +299,6 @@ def test_two_reductions_a_layer(fields, axes, more):
 def test_sequences_alone_need_no_collective():
     model = Decoder(TINY, rngs=nnx.Rngs(0), mesh=make_mesh({"data": 4}))
     assert collectives(forward.lower(model, TOKENS).compile()) == {}
-    uneven = forward.lower(model, TOKENS[:3]).compile()  # each device computes all three
-    assert collectives(uneven) == {}
 
 
 @pytest.fixture
@@ -347,9 +345,12 @@ def test_two_processes(folders, tmp_path):
         )
         for i, result in enumerate(results)
     ]
-    for process in running:
-        said = process.communicate(timeout=250)[0]
-        assert process.returncode == 0, said
+    try:
+        said = [process.communicate(timeout=200)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
     prompts = TOKENS.tolist()
     answers = generate(one, prompts, max_new_tokens=6)
     sampled = generate(one, prompts, max_new_tokens=6, temperature=1.0, top_k=20)

@@ -1,0 +1,145 @@
+"""The experts of a layer on a mesh: one `shard_map`, in which each shard multiplies the rows of its own experts.
+
+`all_gather`   a shard sees all tokens of its part of "data"; the shards' sums are added up.
+
+    tokens [T, H] --rows of own experts--> products --weights, sum--> [T, H] --add over expert, tensor--> [T, H]
+
+`all_to_all`   tokens are spread over "expert" as well. A token goes once to each shard that has experts of it, with
+               its choices, and the sum over those experts comes back. A shard is sent at most the tokens that another
+               one has, so that is what buffers hold, and none is ever dropped.
+
+    tokens [S, H] --pack by shard--> [shards, S, H] --all to all--> products --weights, sum--> [shards, S, H]
+       --all to all--> [shards, S, H] --add up, also over tensor--> [S, H]
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jlora.models.partition import Dispatch, Partition
+from jlora.models.routing import Routing
+
+if TYPE_CHECKING:
+    from jlora.models.moe import Experts
+
+
+def on_mesh(
+    experts: "Experts", tokens: Float[Array, "T H"], routing: Routing, length: int | None
+) -> Float[Array, "T H"]:
+    """What `experts` makes of tokens; `length` of them are a sequence, which is never cut, or None."""
+    partition = experts.partition
+    graph, state = nnx.split(experts)
+    specs = jax.tree.map(_spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    origin = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    spread = experts.dispatch == "all_to_all" and partition.size("expert") > 1
+    if spread:
+        axes = tuple(name for name in ("data", "expert") if partition.size(name) > 1)
+        missing = -len(tokens) % (partition.size("data") * partition.size("expert"))
+    else:
+        axes, missing = partition.dividing(len(tokens) // (length or 1), ("data",)), 0
+
+    def block(state: Any, tokens: jax.Array, routing: Routing, origin: jax.Array) -> jax.Array:
+        layer = nnx.merge(graph, state)
+        if spread:
+            return _exchanged(layer, tokens, routing, length, origin)
+        out = layer.routed(tokens, _local(layer, routing), length, origin[:, 0])
+        return _add_up(partition, out, "expert", "tensor")
+
+    def filled(array: jax.Array, value: int = 0) -> jax.Array:
+        return jnp.pad(array, ((0, missing), (0, 0)), constant_values=value) if missing else array
+
+    rows = P(axes or None, None)
+    out = jax.shard_map(
+        block, mesh=partition.mesh, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
+    )(
+        state,
+        filled(tokens),
+        # An expert that there is none of.
+        Routing(filled(routing.experts, experts.num_experts), filled(routing.weights)),
+        filled(origin, -1),
+    )
+    return out[: len(tokens)]
+
+
+def spread_over(dispatch: Dispatch) -> tuple[str, ...]:
+    """The mesh axes that sequences are spread over."""
+    return ("data", "expert") if dispatch == "all_to_all" else ("data",)
+
+
+def by_tokens(
+    partition: Partition,
+    dispatch: Dispatch,
+    route: Callable[[Float[Array, "T E"]], Routing],
+    logits: Float[Array, "T E"],
+    length: int | None,
+) -> Routing:
+    """`route(logits)` with each token on its own device, where the compiler would bring all of them to every one."""
+    if partition.mesh is None:
+        return route(logits)
+    rows = P(partition.dividing(len(logits) // (length or 1), spread_over(dispatch)) or None, None)
+    return jax.shard_map(route, mesh=partition.mesh, in_specs=rows, out_specs=rows, check_vma=False)(logits)
+
+
+def _spec(variable: Any) -> P:
+    """The mesh axes of a variable as it says itself, else as its array does."""
+    said = variable.get_metadata("out_sharding", None)
+    if said is None:
+        said = getattr(getattr(variable.get_value(), "sharding", None), "spec", ())
+    return P(*getattr(said, "spec", said))
+
+
+def _local(layer: "Experts", routing: Routing) -> Routing:
+    """The experts counted from this shard's first on; those of other shards are outside of its own."""
+    first = layer.gate_up_proj.shape[0] * _index(layer.partition, "expert")
+    return routing._replace(experts=routing.experts - first)
+
+
+def _exchanged(
+    layer: "Experts", tokens: Float[Array, "S H"], routing: Routing, length: int | None, origin: Int[Array, "S 1"]
+) -> Float[Array, "S H"]:
+    shards, k, dtype = layer.partition.size("expert"), routing.experts.shape[1], tokens.dtype
+    owner = routing.experts // layer.gate_up_proj.shape[0]
+    needed: Bool[Array, "S shards"] = jnp.any(owner[:, :, None] == jnp.arange(shards)[None, None, :], axis=1)
+    # The place of each token among those for a shard; one that is not for it lies beyond its buffer.
+    place = jnp.where(needed, jnp.cumsum(needed, axis=0) - 1, len(tokens))
+
+    def travel(array: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(array, "expert", split_axis=0, concat_axis=0)
+
+    def packed(array: jax.Array, fill: int = 0) -> jax.Array:
+        empty = jnp.full((shards, *array.shape), fill, array.dtype)
+        return empty.at[jnp.arange(shards)[None, :], place].set(array[:, None], mode="drop")
+
+    # What goes with a token, as one array of integers: its experts, the bits of its weights, which token it is.
+    bits = jax.lax.bitcast_convert_type(routing.weights.astype(jnp.float32), jnp.int32)
+    with_it = [routing.experts.astype(jnp.int32), bits, origin]
+    came = travel(packed(tokens)).reshape(-1, tokens.shape[1])
+    # An empty place has no expert of any shard.
+    told = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
+    weights = jax.lax.bitcast_convert_type(told[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
+    mine, origin = _local(layer, Routing(told[:, :k], weights)), told[:, 2 * k]
+    out = layer.routed(came, mine, length, jnp.where(told[:, 0] < layer.num_experts, origin, -1))
+    back = travel(out.reshape(shards, *tokens.shape))
+    total = jnp.zeros(tokens.shape, jnp.float32)
+    for shard in range(shards):
+        total = total + back[shard].at[place[:, shard]].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return _add_up(layer.partition, total.astype(dtype), "tensor")
+
+
+def _index(partition: Partition, axis: str) -> Int[Array, ""] | int:
+    return jax.lax.axis_index(axis) if partition.size(axis) > 1 else 0
+
+
+def first_of_tensor(partition: Partition, bias: Float[Array, "M N"]) -> Float[Array, "M N"]:
+    """A bias that is added to partial sums over "tensor": on one of its shards only."""
+    return bias if partition.size("tensor") == 1 else jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)
+
+
+def _add_up(partition: Partition, x: jax.Array, *axes: str) -> jax.Array:
+    axes = tuple(axis for axis in axes if partition.size(axis) > 1)
+    return jax.lax.psum(x, axes) if axes else x

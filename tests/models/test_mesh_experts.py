@@ -1,0 +1,214 @@
+"""Experts on meshes of virtual devices: both ways that tokens take to them, what each device holds, and the seam."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.models import Decoder, ModelError, checkpoint, from_pretrained, generate, moe
+from jlora.models.partition import Partition
+from jlora.models.routing import Routing
+from tests.models import goldens
+from tests.models.recording import opened
+from tests.models.test_checkpoint import edit
+from tests.models.test_decoder import EXPERTS, TINY
+from tests.models.test_layouts import configure, fuse, pack
+from tests.models.test_mesh import collectives, forward, in_chunks, label, make_mesh, numbers
+
+MESHES = [{"expert": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}, {"tensor": 4}]
+QUICK = [
+    ("mixtral-window", "all_gather", {"data": 2, "expert": 2, "tensor": 2}),
+    ("gpt-oss-square", "all_to_all", {"expert": 2, "tensor": 2}),
+    ("qwen3-moe-mlp-layer", "all_to_all", {"data": 2, "expert": 2}),
+]
+REST = [
+    (name, dispatch, axes)
+    for name in goldens.EXPERTS
+    for dispatch in ("all_gather", "all_to_all")
+    for axes in MESHES
+    if (name, dispatch, axes) not in QUICK and not (name.startswith("qwen3") and axes == {"expert": 4})  # it has 6
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dispatch", "axes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=label
+)
+def test_logits_equal_one_device(golden, name, dispatch, axes):
+    one, many = golden(name), from_pretrained(goldens.FOLDER / name, mesh=make_mesh(axes), dispatch=dispatch)
+    tokens = goldens.expected(name)["tokens"]
+    tokens = np.concatenate([tokens[:, :7], tokens[:, 20:27]])
+    got = forward(many, tokens)
+    assert goldens.relative_error(got, forward(one, tokens)) < 1e-5
+    spread = axes.get("data", 1) * (axes.get("expert", 1) if dispatch == "all_to_all" else 1)
+    for array in (got, *jax.tree.leaves(many.init_cache(4, 12))):
+        assert array.sharding.shard_shape(array.shape)[0] == 4 // spread
+    # A step of one token for each of 3 sequences is shared out among no devices, and padded.
+    chunks, _ = in_chunks(many, tokens[:3])
+    assert goldens.relative_error(chunks, in_chunks(one, tokens[:3])[0]) < 1e-5
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_answers_equal_one_device(golden, dispatch):
+    name = "gpt-oss-square"
+    many = from_pretrained(goldens.FOLDER / name, mesh=make_mesh({"data": 2, "expert": 2}), dispatch=dispatch)
+    prompts = [row[:n].tolist() for row, n in zip(goldens.expected(name)["tokens"], (9, 4), strict=True)]
+    assert generate(many, prompts, max_new_tokens=6) == generate(golden(name), prompts, max_new_tokens=6)
+
+
+def part(array, axis, index, count):
+    return np.split(array, count, axis=axis)[index]
+
+
+def part_of_experts(leaf, whole, interleaved, expert, experts, shard, shards):
+    """What one device holds of a parameter that one device has as `whole`."""
+    whole = part(whole, 0, expert, experts)
+    if leaf.startswith("gate_up"):
+        halves = (whole,) if interleaved else np.split(whole, 2, axis=-1)
+        return np.concatenate([part(half, -1, shard, shards) for half in halves], axis=-1)
+    return part(whole, 1, shard, shards) if leaf == "down_proj" else whole
+
+
+@pytest.fixture
+def stored(tmp_path, rng):
+    """`stored(name, layout)` -> a checkpoint folder with the experts in that layout."""
+
+    def make(name, layout):
+        folder = shutil.copytree(goldens.FOLDER / name, tmp_path / name)
+        if layout == "fused":
+            edit(folder, fuse)
+        if layout == "mxfp4":
+            configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+            edit(folder, lambda tensors: pack(tensors, rng) and None)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral-window", "one by one"),
+        ("mixtral-window", "fused"),
+        ("qwen2-moe-shared", "one by one"),
+        ("gpt-oss-square", "as used"),
+        ("gpt-oss-square", "mxfp4"),
+    ],
+)
+def test_every_device_holds_and_reads_its_part(stored, monkeypatch, name, layout):
+    folder, counts, axes = stored(name, layout), {}, {"data": 2, "expert": 2, "tensor": 2}
+    whole = numbers(from_pretrained(folder))
+    monkeypatch.setattr(checkpoint, "safe_open", opened(counts))
+    mesh = make_mesh(axes)
+    model = from_pretrained(folder, mesh=mesh)
+    found = {path: param for path, param in numbers(model).items() if ".experts." in path}
+    assert len(found) == (8 if name.startswith("gpt") else 4)
+    for path, param in found.items():
+        leaf, value = path.rpartition(".")[2], np.asarray(whole[path][...])
+        for shard in param.get_value().addressable_shards:
+            _, expert, tensor = np.argwhere(mesh.devices == shard.device)[0]
+            want = part_of_experts(leaf, value, name.startswith("gpt"), expert, 2, tensor, 2)
+            np.testing.assert_array_equal(shard.data, want, err_msg=path)
+    for tensor, times in counts.items():
+        # 32 values share a scale, and both shards of 16 read it.
+        copies = 2 if tensor.endswith(("down_proj_blocks", "down_proj_scales")) else 1
+        np.testing.assert_array_equal(times, copies, err_msg=tensor)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_random_weights_do_not_depend_on_the_mesh(interleaved):
+    def make(mesh):
+        partition = Partition(mesh)
+        return moe.Experts(
+            12, 8, 4, interleaved=interleaved, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=partition
+        )
+
+    one, many = make(None), make(make_mesh({"expert": 2, "tensor": 4}))
+    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        for shard in getattr(many, leaf).get_value().addressable_shards:
+            expert, tensor = np.argwhere(many.partition.mesh.devices == shard.device)[0]
+            whole = np.asarray(getattr(one, leaf)[...])
+            want = part_of_experts(leaf, whole, interleaved, expert, 2, tensor, 4)
+            np.testing.assert_array_equal(shard.data, want, err_msg=leaf)
+    blocks = ((0, 2), (8, 2), (2, 2), (10, 2), (4, 2), (12, 2), (6, 2), (14, 2))
+    assert getattr(many, "output_blocks", None) == (None if interleaved else blocks)
+    assert not hasattr(one, "output_blocks")
+
+
+class Scaled(moe.Experts):
+    """What a wrapper does: variables of its own, of which each device has those of its experts, numbers of all
+    tokens, and products that use both."""
+
+    def _factor(self, rows):
+        slots = self.slots[:, 0]
+        slot = slots[rows.token if rows.origin is None else rows.origin[rows.token]]
+        assert len(rows.counts) == self.factors.shape[1]
+        return self.factors[...][slot, rows.expert][:, None]
+
+    def gate_up(self, x, rows):
+        return super().gate_up(x, rows) * self._factor(rows)
+
+    def down(self, h, rows):
+        return super().down(h, rows) * self._factor(rows)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("axes", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}], ids=label)
+def test_what_a_wrapper_adds_goes_where_the_experts_are(rng, axes, dispatch, bias):
+    factors = rng.normal(size=(3, 4)).astype(np.float32)
+    slots = rng.integers(0, 3, (24, 1)).astype(np.int32)
+    x = rng.normal(size=(4, 6, 12)).astype(np.float32)
+    chosen = np.stack([rng.permutation(4)[:2] for _ in range(24)]).astype(np.int32)
+    routing = Routing(jnp.asarray(chosen), jnp.asarray(rng.random((24, 2)), jnp.float32))
+
+    def run(partition):
+        layer = Scaled(12, 8, 4, bias=bias, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=partition, dispatch=dispatch)
+        for name, param in vars(layer).items():
+            if name.endswith("_bias"):
+                param[...] = param[...] + 1
+        layer.factors = nnx.Variable(jnp.asarray(factors), **partition.metadata(None, "expert"))
+        layer.slots = nnx.Variable(jnp.asarray(slots))
+        return jax.jit(lambda layer, *args: layer(*args))(layer, x, routing)
+
+    want = run(Partition())
+    assert goldens.relative_error(run(Partition(make_mesh(axes))), want) < 1e-5
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize(
+    ("dispatch", "axes", "want"),
+    [
+        ("all_gather", {"expert": 2, "tensor": 2}, {"all-reduce": 2 * 2 + 1}),
+        pytest.param("all_gather", {"data": 2, "expert": 2}, {"all-reduce": 2}, marks=pytest.mark.slow),
+        ("all_to_all", {"data": 2, "expert": 2}, {"all-to-all": 2 * 3}),
+        pytest.param(
+            "all_to_all",
+            {"expert": 2, "tensor": 2},
+            {"all-to-all": 2 * 3, "all-reduce": 2 * 2 + 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=label,
+)
+def test_collectives(golden, dispatch, axes, want):
+    """One reduction a block of experts, or three exchanges: tokens, what goes with them, and back."""
+    model = from_pretrained(goldens.FOLDER / "mixtral-window", mesh=make_mesh(axes), dispatch=dispatch)
+    tokens = np.zeros((4, 6), np.int32)
+    assert collectives(forward.lower(model, tokens).compile()) == want
+
+
+@pytest.mark.parametrize(
+    ("axes", "fields", "message"),
+    [
+        ({"expert": 2}, {}, r"moe.num_experts \(5\) must be a multiple of mesh axis 'expert', which has 2 shards"),
+        ({"tensor": 4}, {}, r"moe.intermediate_size \(10\) must be a multiple of mesh axis 'tensor', which has 4"),
+        ({"expert": 1}, {"dispatch": "broadcast"}, "dispatch must be one of .* got 'broadcast'"),
+    ],
+)
+def test_what_does_not_fit(axes, fields, message):
+    with pytest.raises(ModelError, match=message):
+        Decoder(dataclasses.replace(TINY, moe=EXPERTS), rngs=nnx.Rngs(0), mesh=make_mesh(axes), **fields)

@@ -187,7 +187,9 @@ def _pieces(
     if _exchanged(where, module, site, first, count):
         a, b = b, a
     columns = spec_of(wrapped.modules[site], site)
-    alternate = columns.columns_out if isinstance(columns, LinearSpec) else None
+    # Columns in another order than a checkpoint's slices are in the checkpoint's own; `out_blocks`, though, is an order
+    # that a mesh asked for, and no checkpoint knows it.
+    alternate = columns.columns_out if isinstance(columns, LinearSpec) and columns.out_blocks is None else None
     if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
         b = _columns(b, alternate.positions)
     block, _, own = name.rpartition(".")

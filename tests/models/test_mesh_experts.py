@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jlora
 from jlora.models import Decoder, ModelError, checkpoint, from_pretrained, generate, moe
 from jlora.models.partition import Partition
 from jlora.models.routing import Routing
@@ -212,3 +214,31 @@ def test_collectives(golden, dispatch, axes, want):
 def test_what_does_not_fit(axes, fields, message):
     with pytest.raises(ModelError, match=message):
         Decoder(dataclasses.replace(TINY, moe=EXPERTS), rngs=nnx.Rngs(0), mesh=make_mesh(axes), **fields)
+
+
+@jax.jit
+def adapted(model, tokens, batch):
+    with jlora.use(batch):
+        return model(tokens)
+
+
+@pytest.mark.parametrize("axes", [{"expert": 2, "tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.slow)])
+def test_both_formats_of_the_shipped_adapters(axes):
+    """A mesh orders columns anew; of the two, "reverse" has gate and up of all experts in one tensor."""
+    folder = Path(jlora.__file__).parent / "demo" / "moe"
+    tokens = np.tile(np.array([1, 19, 15, 4, 17, 8, 23, 3], np.int32), (4, 1))  # "planet="
+
+    def run(names, mesh=None):
+        model = from_pretrained(folder / "model", mesh=mesh)
+        manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=16))
+        for name in ("shift", "reverse"):
+            manager.add_adapter(jlora.LoRARequest(name, path=str(folder / "adapters" / name)))
+        with manager.prepare(names) as batch:
+            return np.asarray(adapted(model, tokens, batch))
+
+    want = run(["shift", None, "reverse", "shift"])
+    assert goldens.relative_error(want[2], want[1]) > 0.1
+    assert goldens.relative_error(want[0], want[1]) > 0.1
+    found = run(["shift", None, "reverse", "shift"], make_mesh(axes))
+    for got, row in zip(found, want, strict=True):
+        assert goldens.relative_error(got, row) < 1e-5

@@ -1,5 +1,6 @@
 """Every example runs."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 from jlora.adapters import Adapter
-from jlora.models import from_pretrained
+from jlora.models import from_pretrained, generation
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,6 +29,30 @@ def test_own_model(monkeypatch, capsys):
     assert change["base"] == pytest.approx(0, abs=1e-5)
 
 
+def test_serve_tp(monkeypatch, capsys):
+    """The answers of one device and of all are the trained ones, and each device holds its part."""
+    answers, held = {}, {}
+    for devices in (1, 8):
+        before = generation.compiled_variants()
+        run(monkeypatch, "serve_tp.py", "--devices", str(devices))
+        assert generation.compiled_variants() == before + 1  # both batches, so all swaps
+        printed = capsys.readouterr().out
+        answers[devices] = re.findall(r"^(\S+) +planet=(\w+)$", printed, re.MULTILINE)
+        found = re.findall(r"^cpu:\d: ([\d,]+) bytes of the base model, ([\d,]+) of slots$", printed, re.MULTILINE)
+        held[devices] = [tuple(int(number.replace(",", "")) for number in line) for line in found]
+        assert "4 adapters brought into 2 slots" in printed
+    right = {"(base)": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
+    assert answers[8] == answers[1]
+    assert {name for name, _ in answers[8]} == right.keys()
+    assert all(right[name] == word for name, word in answers[8])
+    (base, slots), parts = held[1][0], held[8]
+    assert len(parts) == 8
+    assert len({*parts}) == 1
+    # Kernels and the tables are cut into four, with copies of two key heads; of slots one factor of each layer.
+    assert base / 4 < parts[0][0] < base / 3.5
+    assert slots / 4 < parts[0][1] < slots / 1.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
 def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
@@ -45,4 +70,4 @@ def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
 
 
 def test_all_examples_are_run_here():
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {"own_model.py", "train_demo.py"}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {"own_model.py", "serve_tp.py", "train_demo.py"}

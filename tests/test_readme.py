@@ -10,14 +10,17 @@ ROOT = Path(__file__).parent.parent
 
 def test_python_blocks_run(monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     monkeypatch.chdir(ROOT)
     namespace, compiled = {}, []
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
         compiled.append(namespace["forward"]._cache_size())
-    # Once in the first block; `verify` in the second looks at copies of the model; never again after that.
-    assert compiled[0] == 1
-    assert len(set(compiled[1:])) == 1
+    # Once in the first block; `verify` in the second looks at copies of the model; then for the model on a mesh alone.
+    *one_device, on_mesh = compiled
+    assert one_device[0] == 1
+    assert len(set(one_device[1:])) == 1
+    assert on_mesh == one_device[-1] + 1
+    assert namespace["mesh"].size == 4
     assert namespace["step"]._cache_size() == 1
     assert isinstance(namespace["logits"], jax.Array)

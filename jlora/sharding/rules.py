@@ -9,7 +9,7 @@
 
 With `fully_sharded` (S-LoRA, arXiv:2311.03285, section 6) what is whole above is split too: the ranks of A over the
 axes of N, and N of B over those of K. Axes that sequences are sharded over split no slot array: each of their shards
-may need any adapter. Ranks and stamps are whole everywhere.
+may need any adapter. True ranks are split with their experts alone, and stamps are whole everywhere.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,9 @@ Without accelerators, on eight virtual devices of a CPU:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/serve_tp.py
 
-The base model's shardings decide: `LoRAManager` reads from each kernel how it is split, and its slots follow. A model of
-your own needs no mesh argument: move its parameters onto a mesh before you make the manager. The rest is as on one device.
+The base model's shardings decide: `LoRAManager` reads from each kernel how it is split, and its slots follow. A model
+of your own needs no mesh argument: move its parameters onto a mesh before you make the manager. The rest is as on one
+device.
 """
 
 import argparse

@@ -53,10 +53,11 @@ class LoRAConfig:
       max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
       allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
       trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
-      fully_sharded: on a mesh, split both factors of a layer whose kernel is split, and not one of them (S-LoRA): for
-        memory, at the cost of more collectives.
+      fully_sharded: on a mesh, split both factors of a layer whose kernel is split, and not one of them (S-LoRA,
+        arXiv:2311.03285): for memory, at the cost of more collectives. Refused for a model that lies on no mesh.
       data_axes: the axes of the mesh that sequences (or packed rows) are split over. Batches are laid out so, where
-        they divide; kernels that are split over them too are gathered by the model, and split no slot array.
+        they divide; kernels that are split over them too are gathered by the model, and split no slot array. Refused
+        for a model that lies on no mesh.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
 

@@ -41,7 +41,8 @@ class LayerInfo:
       kind: "linear", "embedding", "experts" (one grouped product of them), "other" (a module that holds parameters and
         is none of these), "skipped".
       in_features, out_features: sizes an adapter must have; None where the layer is not wrapped.
-      slot_bytes: bytes that one slot takes there; 0 where the layer is not wrapped.
+      slot_bytes: bytes that one slot takes there, on a mesh of all devices together (what several hold counts once); 0
+        where the layer is not wrapped.
       wrapped: whether it serves LoRA.
       reason: why it is not wrapped, or takes no adapter yet; None where it serves.
       shared_slot_bytes: bytes that one slot of `max_shared_expert_loras` takes there.

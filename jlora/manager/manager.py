@@ -64,8 +64,11 @@ class LoRAManager:
     function, for batches with that adapter. The first layer that is wrapped tells, so a function that calls only others
     is not protected.
 
+    Meshes: where the model's parameters lie on several devices of this process, the slots of each layer are split as
+    its kernel is (docs/mesh.md), and batches lie on the same mesh. Several processes are not served.
+
     Args:
-      model: any `nnx.Module`.
+      model: any `nnx.Module`; on a mesh, laid out before the manager is made.
       config: sizes, dtype, targets.
       packed_modules: checkpoint names that make up merged projections, {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
         or, with the sizes of the slices that each name covers, {"in_proj": {"qkv": (64, 64, 128), "z": 128}}. A tuple
@@ -79,8 +82,8 @@ class LoRAManager:
         loading thread.
 
     Raises:
-      LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, or `name_map` is not
-        what it should be. The model is as it was then.
+      LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, a kernel is split over
+        a mesh in a way that is not served, or `name_map` is not what it should be. The model is as it was then.
     """
 
     def __init__(

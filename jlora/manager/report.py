@@ -34,7 +34,7 @@ class Stats:
       compilations: how often the programs that write slots were compiled; stays at 1.
       registered, active, leased: adapters now on the host, in slots, in open batches.
       slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
-        factors, take less (`LoRAManager.layers`).
+        factors, take less (`LoRAManager.layers`). On a mesh of all devices together: what several hold counts once.
       host_bytes: bytes of the host cache.
     """
 

@@ -187,14 +187,20 @@ class Pool:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks on the device, in one call; as they are where they lie there already."""
+    def move(self, blocks: Sequence[Block], operands: Sequence[Any] = ()) -> tuple[tuple[Block, ...], list[jax.Array]]:
+        """The blocks on the device, as they are where they lie there already; and in the same call what every device
+        needs whole."""
         targets = [target for block in blocks for target in self._targets(block)]
         arrays = [array for block in blocks for array in (block.a, block.b)]
         if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
-            return tuple(blocks)
-        moved = _put(arrays, targets)
-        return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
+            arrays, targets = [], []
+        if not (arrays or operands):
+            return tuple(blocks), []
+        moved = _put([*arrays, *operands], [*targets, *[_whole(self._lie[-1])] * len(operands)])
+        count = len(arrays)
+        if count:
+            blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
+        return tuple(blocks), moved[count:]
 
     def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
@@ -211,12 +217,11 @@ class Pool:
 
     def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
-        ready = self.move(waves[0] if waves else [])
         # Most adapters of a deployment have the same ranks: then the slot has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
         operands = [np.int32(self._number + 1), *([content.ranks] if new_ranks else [])]
-        number, *ranks = _put(operands, [_whole(self._lie[-1])] * len(operands))
+        ready, (number, *ranks) = self.move(waves[0] if waves else [], operands)
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
@@ -233,7 +238,7 @@ class Pool:
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
             ready = block = ()  # lets go of this wave before the next is moved
-            ready = self.move(waves[wave + 1])
+            ready, _ = self.move(waves[wave + 1])
         if new_ranks:
             self._run(self._job(None), (*ranks, self._index(slot, 0, 0, 0), number), donate)
             self._ranks[slot] = content.ranks

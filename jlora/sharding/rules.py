@@ -12,6 +12,7 @@ axes of N, and N of B over those of K. Axes that sequences are sharded over spli
 may need any adapter. Ranks and stamps are whole everywhere.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ class KernelSharding:
     def b(self) -> tuple[Names, Names, Names]:
         """Axes of B's experts, ranks and N."""
         return self.experts, (), (*self.outs, *self.ins) if self.fully else self.outs
+
+    @functools.cached_property
+    def whole(self) -> NamedSharding:
+        """Of an array that all devices have whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def named(self, *axes: Names) -> NamedSharding:
         """Of an array with these axes, one tuple of names each."""

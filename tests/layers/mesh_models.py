@@ -69,7 +69,7 @@ class Zoo(nnx.Module):
     def __init__(self, parts: int = 4):
         rngs = nnx.Rngs(0)
         self.column = nnx.Linear(K, 24, rngs=rngs)
-        self.row = nnx.Linear(K, 12, rngs=rngs)
+        self.row = nnx.Linear(K, 8, rngs=rngs)
         self.both = nnx.Linear(K, 16, rngs=rngs)
         self.whole = nnx.Linear(K, 10, rngs=rngs)
         self.fsdp = nnx.Linear(K, 8, rngs=rngs)
@@ -89,12 +89,12 @@ class Zoo(nnx.Module):
         same = np.array([source.index(feature) if feature >= 0 else i for i, feature in enumerate(source)])
         self.copied.kernel[...] = self.copied.kernel[...][:, same]  # copies are copies
         self.heads = nnx.LinearGeneral(K, (8, 3), rngs=rngs)
-        self.o_proj = nnx.LinearGeneral((8, 2), 12, axis=(-2, -1), rngs=rngs)
-        self.o_einsum = nnx.Einsum("BTNH,NHD->BTD", (8, 2, 12), (12,), rngs=rngs)
-        self.opaque = Opaque(K, 12, use_bias=False, rngs=rngs)
-        self.twice = Twice(K, 12, rngs=rngs)
+        self.o_proj = nnx.LinearGeneral((8, 2), 8, axis=(-2, -1), rngs=rngs)
+        self.o_einsum = nnx.Einsum("BTNH,NHD->BTD", (8, 2, 8), (8,), rngs=rngs)
+        self.opaque = Opaque(K, 8, use_bias=False, rngs=rngs)
+        self.twice = Twice(K, 8, rngs=rngs)
         self.split = Split(K, 8, rngs=rngs)
-        self.padded_in = PaddedIn(K, 12, rngs=rngs)
+        self.padded_in = PaddedIn(K, 8, rngs=rngs)
         self.padded_out = PaddedOut(K, K, rngs=rngs)
         self.vocab = nnx.Embed(24, K, rngs=rngs)
         self.vocab.real_vocab = 21
@@ -192,7 +192,7 @@ def source_of(blocks):
 def targets_of(zoo: Zoo) -> list[Target]:
     plain = ("column", "row", "both", "whole", "fsdp", "heads", "opaque", "twice", "split")
     found = [Target(name, K, getattr(zoo, name).kernel.size // K, f"{name}.kernel") for name in plain]
-    found += [Target(name, K, 12, f"{name}.kernel") for name in ("o_proj", "o_einsum")]
+    found += [Target(name, K, 8, f"{name}.kernel") for name in ("o_proj", "o_einsum")]
     found += [
         Target(name, K, n, "qkv.kernel", at=(slice(None), slice(start, start + n)))
         for name, start, n in (("q", 0, 16), ("k", 16, 12), ("v", 28, 4))
@@ -203,7 +203,7 @@ def targets_of(zoo: Zoo) -> list[Target]:
     ):
         source = source_of(getattr(zoo, layer).output_blocks)
         found += [Target(name, K, n, f"{layer}.kernel", into=columns_of(source, start, n)) for name, start, n in slices]
-    found.append(Target("padded_in", len(REAL), 12, "padded_in.kernel", into=rows_of(REAL)))
+    found.append(Target("padded_in", len(REAL), 8, "padded_in.kernel", into=rows_of(REAL)))
     source = [SHUFFLED.index(i) if i in SHUFFLED else -1 for i in range(K)]
     found.append(Target("padded_out", K, len(REAL), "padded_out.kernel", into=columns_of(source, 0, len(REAL))))
     return found

@@ -20,7 +20,7 @@ from jlora.sharding.rules import Names, partition, split_axis
 def joins(cls: type[nnx.Module], layer: nnx.Module, site: Site) -> bool:
     """Whether the product of a layer can be replaced: it is Flax's own, JAX's own computes it, and K is split."""
     sharding, own = site.spec.sharding, vars(layer)
-    if sharding is None or not sharding.ins or reached(sharding.ins):
+    if sharding is None or not sharding.ins or reached(site):
         return False
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         return own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None

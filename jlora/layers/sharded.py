@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Float, Int
 
+from jlora.errors import LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -88,7 +89,7 @@ def add_rows(
 ) -> Float[Array, "*lead N"]:
     """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K]."""
     sharding = _of(site)
-    complete = not reached(sharding.ins)  # of the calling code: inside `local` it always is
+    complete = not reached(site)  # of the calling code: inside `local` it always is
 
     def local(base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
         return _delta(site.spec, spec, site.backend, base, x, plan, a, b, ranks, complete=complete)
@@ -151,6 +152,12 @@ def add_lookup(
     `ids` are slots along the first of the axes before the features.
     """
     sharding = _of(site)
+    if reached(site):
+        raise LoRAError(
+            f"{site.path}: a lookup in a table whose rows are split is not served inside a jax.shard_map over "
+            f"{' and '.join(map(repr, sharding.ins))}: only you know which tokens a shard looks up there. Call it "
+            "outside, or leave it out with LoRAConfig.exclude_modules"
+        )
 
     def local(base: Array, tokens: Array, ids: Array, plan: Plan, a: Array, b: Array, ranks: Array) -> Array:
         rows = base.reshape(-1, base.shape[-1])
@@ -356,9 +363,29 @@ def _explicit(mesh: Any) -> frozenset[str]:
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
-def reached(axes: Names) -> bool:
-    """Whether the code that runs now is that of a shard along these axes: then an output is a part of a sum."""
-    return bool(axes) and set(axes) <= _manual(jax.sharding.get_abstract_mesh())
+def reached(site: Site) -> bool:
+    """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
+
+    Raises:
+      LoRAError: it is that of a shard along some of the axes that K is split over.
+    """
+    ins = _of(site).ins
+    inside = [name for name in ins if name in _manual(jax.sharding.get_abstract_mesh())]
+    if inside and len(inside) < len(ins):
+        raise LoRAError(
+            f"{site.path}: its input features are split over {' and '.join(map(repr, ins))}, and it is called inside a "
+            f"jax.shard_map over {' and '.join(map(repr, inside))} alone; map all of these axes or none"
+        )
+    return bool(inside)
+
+
+def parts_of(site: Site) -> tuple[int, int]:
+    """Of how many parts the code that runs now has one, of the layer's K and of its N."""
+    if (sharding := site.spec.sharding) is None:
+        return 1, 1
+    manual = _manual(jax.sharding.get_abstract_mesh())
+    ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
+    return sharding.size(ins), sharding.size(outs)
 
 
 def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
@@ -138,6 +138,45 @@ SPECS: Mapping[str, P] = {
     "vocab": P("t"),
     "wide": P(None, "t"),
 }
+
+
+# --- A small model, in which one layer feeds the next ---
+
+D, H, VOCAB, LENGTH = 8, 16, 12, 3
+SMALL_TARGETS = [
+    Target("embed", VOCAB, D, "embed.embedding", kind="embedding"),
+    Target("up", D, H, "up.kernel"),
+    Target("down", H, D, "down.kernel"),
+    Target("head", D, VOCAB, "head.kernel"),
+]
+ONE, TWO = make_adapter("one", SMALL_TARGETS, 3), make_adapter("two", SMALL_TARGETS[1:3], 2)
+SMALL = {"embed": P("t"), "up": P(None, "t"), "down": P("t"), "head": P(None, "t")}
+
+
+class Small(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
+        self.up = nnx.Linear(D, H, rngs=rngs)
+        self.down = nnx.Linear(H, D, rngs=rngs)
+        self.head = nnx.Linear(D, VOCAB, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(jnp.tanh(self.up(x))))
+
+
+def tokens_of(*shape):
+    return np.random.default_rng(1).integers(0, VOCAB, shape).astype(np.int32)
+
+
+# --- Meshes ---
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """Of the first devices: as many as the axes ask for."""
+    devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))]).reshape(*axes.values())
+    return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def placed(model: nnx.Module, mesh: Mesh, specs: Mapping[str, P] = SPECS) -> nnx.Module:

@@ -6,52 +6,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError
 from jlora.layers.site import SlotParam, SlotRanks
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, run
-from tests.layers.mesh_models import placed
+from tests.layers.mesh_models import (
+    LENGTH,
+    NAMES,
+    ONE,
+    SMALL,
+    SMALL_TARGETS,
+    TWO,
+    VOCAB,
+    D,
+    Small,
+    mesh_of,
+    placed,
+    tokens_of,
+)
 
-D, H, VOCAB = 8, 16, 12
-TARGETS = [
-    Target("embed", VOCAB, D, "embed.embedding", kind="embedding"),
-    Target("up", D, H, "up.kernel"),
-    Target("down", H, D, "down.kernel"),
-    Target("head", D, VOCAB, "head.kernel"),
-]
-ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[1:3], 2)
-SPECS = {"embed": P("t"), "up": P(None, "t"), "down": P("t"), "head": P(None, "t")}
-NAMES = ["one", None, "two", "one"]
-LENGTH = 3
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
-        self.up = nnx.Linear(D, H, rngs=rngs)
-        self.down = nnx.Linear(H, D, rngs=rngs)
-        self.head = nnx.Linear(D, VOCAB, use_bias=False, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        return self.head(x + self.down(jnp.tanh(self.up(x))))
-
-
-def mesh_of(kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((2, 2), ("data", "t"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-
-
-MESH = mesh_of()
-
-
-def tokens_of(*shape):
-    return np.random.default_rng(1).integers(0, VOCAB, shape).astype(np.int32)
-
-
+MESH = mesh_of(data=2, t=2)
 TOKENS = tokens_of(4, LENGTH)
 
 
@@ -65,8 +42,8 @@ step = jax.jit(forward)
 
 @pytest.fixture(scope="module")
 def twins():
-    model = Model()
-    return {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: model}
+    model = Small()
+    return {"one": merge(model, SMALL_TARGETS, ONE), "two": merge(model, SMALL_TARGETS, TWO), None: model}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +52,7 @@ def want(twins):
 
 
 def serving(mesh=MESH, adapters=(ONE, TWO), **config):
-    model = placed(Model(), mesh, SPECS)
+    model = placed(Small(), mesh, SMALL)
     return model, make_manager(model, adapters, max_lora_rank=3, **{"data_axes": ["data"], **config})
 
 
@@ -108,7 +85,7 @@ def test_packed_rows(served, want, single, pad_to):
         found = np.asarray(step(model, rows[None] if single else rows, batch))
     found = found[0] if single else found
     assert_close(found[:8], np.concatenate([want[i, :n] for i, n in enumerate(counts)]))
-    assert_close(found[8:], np.asarray(run(Model(), rows[8:])))
+    assert_close(found[8:], np.asarray(run(Small(), rows[8:])))
 
 
 def test_one_row_a_sequence(served, want):
@@ -135,13 +112,13 @@ def test_rows_of_a_map(served, want):
     with manager.prepare(NAMES) as batch:
         found = mapped(model, TOKENS[source, 0], source, batch)
     assert_close(found[:-1], want[source[:-1], 0])
-    assert_close(found[-1], np.asarray(run(Model(), TOKENS[-1:, :1]))[0, 0])
+    assert_close(found[-1], np.asarray(run(Small(), TOKENS[-1:, :1]))[0, 0])
 
 
 def test_rows_without_an_adapter_are_the_base(served):
     """To the bit, where the product is not made anew; and `use(None)` everywhere."""
     model, manager = served
-    bare = placed(Model(), MESH, SPECS)
+    bare = placed(Small(), MESH, SMALL)
 
     @jax.jit
     def columns(model, tokens):
@@ -184,6 +161,7 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
 def test_inside_a_shard_map_over_everything(twins, fully):
     """There the user sums what row-parallel layers give, and LoRA is in the parts of that sum."""
     model, manager = serving(adapters=[TWO], fully_sharded=fully, exclude_modules=["embed"])
+    model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(MESH, P("t"))))
     specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
     graphdef, _ = nnx.split(model)
 
@@ -191,13 +169,13 @@ def test_inside_a_shard_map_over_everything(twins, fully):
         model = nnx.merge(graphdef, state)
         bias, model.down.bias[...] = model.down.bias[...], jnp.zeros_like(model.down.bias[...])
         with jlora.use(batch):
-            x = x + jax.lax.psum(model.down(jnp.tanh(model.up(x))), "t") + bias
+            x = x + jax.lax.psum(model.down(jnp.tanh(model.up(x))), "t") + bias[None, None]
             return model.head(x)
 
     mapped = jax.shard_map(
         local, mesh=MESH, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "t"), check_vma=False
     )
-    x = np.asarray(Model().embed(TOKENS))
+    x = np.asarray(Small().embed(TOKENS))
     names = ["two", None, "two", "two"]
 
     @jax.jit
@@ -214,7 +192,7 @@ def test_inside_a_shard_map_over_everything(twins, fully):
 
 def test_gradients_are_those_of_one_device(served):
     """Of every slot array, through `nnx.split`: A and B, split or not."""
-    single = Model()
+    single = Small()
     adapters = {"mesh": served, "single": (single, make_manager(single, [ONE, TWO], max_lora_rank=3))}
     grads = {}
     for where, (model, manager) in adapters.items():
@@ -257,10 +235,10 @@ def test_recomputed(served, want):
 
         return (jax.checkpoint(body)(x) ** 2).sum()
 
-    x = np.asarray(Model().embed(TOKENS))
+    x = np.asarray(Small().embed(TOKENS))
     with manager.prepare(NAMES) as batch:
         found = jax.grad(loss)(x, model, batch)
-    single = Model()
+    single = Small()
     with make_manager(single, [ONE, TWO], max_lora_rank=3).prepare(NAMES) as batch:
         assert_close(found, np.asarray(jax.grad(loss)(x, single, batch)))
 
@@ -329,7 +307,7 @@ def test_a_stack_that_is_split_is_refused():
 # --- Explicit axes ----------------------------------------------------------------------------------------------------
 
 
-class Written(Model):
+class Written(Small):
     """With every sharding written out, as Explicit axes ask for it."""
 
     def __call__(self, tokens):
@@ -344,9 +322,9 @@ class Written(Model):
 @pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_explicit_axes(want, fully, inside):
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(AxisType.Explicit, data=2, t=2)
     with jax.set_mesh(mesh):
-        model = placed(Written(), mesh, SPECS | {"embed": P()})
+        model = placed(Written(), mesh, SMALL | {"embed": P()})
     config = {"data_axes": ["data"], "fully_sharded": fully, "max_lora_rank": 3}
     if inside:
         with jax.set_mesh(mesh):

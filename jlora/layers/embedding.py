@@ -11,9 +11,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
-from jlora.layers.linear import NO_LAYOUT, add_delta, first_input, parameters_of, slot_arrays
+from jlora.layers.linear import add_delta, first_input, parameters_of, slot_arrays
 from jlora.layers.mesh import across_mesh
-from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.scope import enter_site
 from jlora.layers.sharded import add_lookup, parts_of
 from jlora.layers.site import Site

@@ -15,7 +15,7 @@ from jaxtyping import Float, Integer
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh
-from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.products import join, joins
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
@@ -26,7 +26,6 @@ from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 
 _Held: TypeAlias = tuple[Plan, Array, Array, Array]  # a plan, and the slot arrays that it is for
-NO_LAYOUT = "its rows fit no layout of the batch"
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jlora._compat import promote_dtype
 from jlora.layers.einsum import EinsumAxes, einsum_axes
-from jlora.layers.observe import note_served
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.sharded import joined, reached
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
@@ -20,7 +21,7 @@ from jlora.sharding.rules import Names, partition, split_axis
 def joins(cls: type[nnx.Module], layer: nnx.Module, site: Site) -> bool:
     """Whether the product of a layer can be replaced: it is Flax's own, JAX's own computes it, and K is split."""
     sharding, own = site.spec.sharding, vars(layer)
-    if sharding is None or not sharding.ins or reached(site):
+    if sharding is None or not sharding.ins or reached(site) or own.get("promote_dtype") is not promote_dtype:
         return False
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         return own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
@@ -41,12 +42,17 @@ def join(
     `slots` gives A, B and ranks. Rows that fit no layout of the batch get the base output.
     """
     spec: LinearSpec = vars(layer)["jlora_spec"]
+    # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
+    given = jnp.asarray(args[0] if args else kwargs["inputs"])
 
-    def serve(x: Array, kernel: Array, places: EinsumAxes, product: Callable[[Array, Array], Array]) -> Array | None:
+    def serve(cast: Array, kernel: Array, places: EinsumAxes, product: Callable[[Array, Array], Array]) -> Array | None:
+        x, dtype = given, cast.dtype
         lead_shape = tuple(x.shape[i] for i in places.x[: places.lead])
         flat = x.transpose(places.x).reshape(*lead_shape, -1)
         plan = scope.plan(site, flat) if x.size else None
         if plan is None:
+            if x.size:
+                note_unserved(site, NO_LAYOUT)
             return None
         note_served(site)
         lead = scope.lead(site, flat)
@@ -65,7 +71,7 @@ def join(
             of_x[places.x[i]] = of_y[places.y[i]] = names
 
         def rows(x: Array, kernel: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-            y = product(x, kernel)
+            y = product(x.astype(dtype), kernel)
             moved = y.transpose(places.y)
             shape = moved.shape[: places.lead]
             back = tuple(places.y.index(i) for i in range(y.ndim))

@@ -19,7 +19,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.sharded import Lead, lead_of, plan_of_rows
+from jlora.layers.sharded import Lead, check_mesh, lead_of, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
@@ -88,6 +88,8 @@ class _Scope:
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
         sharding = spec.sharding
+        if sharding is not None:
+            check_mesh(site)
         lead = None if sharding is None else self._lead(sharding, layout, base)
         shape = base.shape[:-1] if lead is not None and lead.split else None
         key = (layout, spec.slots, spec.experts, site.backend, lead, shape)

@@ -59,6 +59,16 @@ def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int)
     return Lead(tuple(axes))
 
 
+def check_mesh(site: Site) -> None:
+    """Raises `LoRAError` where the mesh of the calling code is not that of the layer."""
+    context, mesh = jax.sharding.get_abstract_mesh(), _of(site).mesh
+    if not context.empty and any(context.shape.get(name) != size for name, size in mesh.shape.items()):
+        raise LoRAError(
+            f"{site.path}: the model lies on a mesh {dict(mesh.shape)}, and is called where jax.set_mesh or "
+            f"jax.shard_map gives {dict(context.shape)}; give the model's own, or none"
+        )
+
+
 def plan_of_rows(
     sharding: KernelSharding,
     lead: Lead,

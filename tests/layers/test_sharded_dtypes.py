@@ -7,7 +7,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.layers.merging import Target, assert_close, make_adapter, make_manager, normal, serve
+import jlora
+from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal, run, serve
 from tests.layers.mesh_models import NAMES, mesh_of, placed
 
 MESH = mesh_of(t=4)
@@ -106,3 +107,47 @@ def test_products_of_general_layers(options):
             found.append(np.asarray(serve(model, np.stack([normal(2, 4, 4)] * 2), batch)))
     assert_close(found[0], found[1], 1e-5)
     assert np.abs(found[1][0] - found[1][1]).max() > 1
+
+
+class Masked(nnx.Linear):
+    """Takes no notice of every fourth input, which is padding and may hold anything."""
+
+    def __call__(self, x):
+        return super().__call__(jnp.where(np.arange(16)[None, None] % 4 != 3, x, 0))
+
+
+jlora.register_layer(Masked, lambda layer: jlora.LinearSpec(16, 8, in_index=[i for i in range(16) if i % 4 != 3]))
+
+
+def test_padding_of_inputs_may_hold_anything():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.row = Masked(16, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.row(x)
+
+    x = normal(2, 2, 16)
+    adapter, clean = make_adapter("one", [Target("row", 12, 8, "")], 3), x.copy()
+    x[..., 3::4] = np.nan
+    found = []
+    for model, inputs in ((placed(Model(), MESH, SPECS), x), (Model(), clean)):
+        with make_manager(model, [adapter]).prepare(["one", None]) as batch:
+            found.append(np.asarray(serve(model, inputs, batch)))
+    assert_close(found[0], found[1], 1e-5)
+
+
+def test_ranks_of_several_blocks_in_several_shards():
+    """Ranks come in blocks of 16, the last of which overlaps; 42 ranks in 4 parts are 11 each, and 2 of padding."""
+    model = placed(Pair(), MESH, SPECS)
+    adapters = [make_adapter(f"of {rank}", TARGETS, rank) for rank in (42, 23, 16, 3, 33)]
+    manager = make_manager(model, adapters, max_loras=1, max_lora_rank=42, fully_sharded=True)
+    x = normal(2, 2, 16)
+    for adapter in adapters:
+        with manager.prepare([adapter.name, None]) as batch:
+            found = serve(model, x, batch)
+        twin = merge(Pair(), TARGETS, adapter)
+        for name, want in run(twin, x).items():
+            assert_close(found[name][0], want[0], 1e-5)
+        for name, module in manager.export_adapter(adapter.name).modules.items():
+            assert module.a.tobytes() == adapter.modules[name].a.tobytes()

@@ -426,6 +426,7 @@ def _on_mesh(
 
     def moved(*args: Any) -> Any:
         """Where axes are Explicit, operands are asked to lie as they will be used."""
-        return mapped(*(jax.sharding.reshard(arg, spec) for arg, spec in zip(args, in_specs, strict=True)))
+        of_explicit = [_without(spec, names - explicit) for spec in in_specs]
+        return mapped(*(jax.sharding.reshard(arg, spec) for arg, spec in zip(args, of_explicit, strict=True)))
 
     return moved

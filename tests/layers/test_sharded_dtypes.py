@@ -56,6 +56,7 @@ def test_input_of_more_precision_than_the_layer_computes_in():
     compare(normal(4, 2, 16), 1e-5, {"dtype": np.float32}, **options)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """Each shard's part of the sum is rounded, as that of the base model is: a few parts in 2**8."""
     options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
@@ -87,7 +88,12 @@ class Own:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dot_general": lax.dot_general}, {"dot_general": halved}, {"dot_general_cls": Own}]
+    "options",
+    [
+        {},
+        {"dot_general_cls": Own},
+        *(pytest.param({"dot_general": own}, marks=pytest.mark.slow) for own in (lax.dot_general, halved)),
+    ],
 )
 def test_products_of_general_layers(options):
     """One that a class makes is not the attribute that could be replaced: LoRA must not be lost there."""

@@ -64,18 +64,26 @@ def served():
 # --- Layouts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [NAMES, ["two", "one", None]])  # three: the data axis does not divide them
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [
+        (NAMES, True),
+        (["two", "one", None], False),  # the data axis does not divide them
+        pytest.param(NAMES, False, marks=pytest.mark.slow),
+    ],
+)
 def test_sequences(served, twins, names, split):
     model, manager = served
     tokens = TOKENS[: len(names)]
-    placed_tokens = jax.device_put(tokens, NamedSharding(MESH, P("data"))) if split and len(names) == 4 else tokens
+    placed_tokens = jax.device_put(tokens, NamedSharding(MESH, P("data"))) if split else tokens
     with manager.prepare(names) as batch:
         assert_close(step(model, placed_tokens, batch), expected_rows(twins, names, tokens))
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("pad_to", [10, 9])  # 9: the data axis does not divide them
+@pytest.mark.parametrize(
+    ("single", "pad_to"),  # the data axis does not divide 9
+    [(True, 10), (False, 9), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 10), (True, 9)))],
+)
 def test_packed_rows(served, want, single, pad_to):
     model, manager = served
     counts = [3, 0, 2, 3]
@@ -157,7 +165,7 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
         assert_close(mapped(model, TOKENS, batch), want)
 
 
-@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_a_shard_map_over_everything(twins, fully):
     """There the user sums what row-parallel layers give, and LoRA is in the parts of that sum."""
     model, manager = serving(adapters=[TWO], fully_sharded=fully, exclude_modules=["embed"])
@@ -224,6 +232,7 @@ def test_mapped_over_its_sequences(served, want):
         assert_close(mapped(model, TOKENS, batch), want)
 
 
+@pytest.mark.slow
 def test_recomputed(served, want):
     model, manager = served
 
@@ -285,8 +294,17 @@ class Stack(nnx.Module):
         return body(x, self.layers)[0]
 
 
-@pytest.mark.parametrize("spec", [P(None, None, "t"), P(None, "t")])
-@pytest.mark.parametrize("fully", [False, True])
+COLUMNS, ROWS = P(None, None, "t"), P(None, "t")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fully"),
+    [
+        (COLUMNS, True),
+        (ROWS, False),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((COLUMNS, False), (ROWS, True))),
+    ],
+)
 def test_a_stack_of_layers(spec, fully):
     targets = [Target(f"layers.{i}", D, D, "layers.kernel", at=(i,)) for i in range(3)]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:2], 2)]
@@ -319,8 +337,10 @@ class Written(Small):
         return self.head(x, out_sharding=P(*lead, *rest, "t"))
 
 
-@pytest.mark.parametrize("fully", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("fully", "inside"),  # the model wrapped under the mesh that is set
+    [(True, True), (False, False), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((True, False), (False, True)))],
+)
 def test_explicit_axes(want, fully, inside):
     mesh = mesh_of(AxisType.Explicit, data=2, t=2)
     with jax.set_mesh(mesh):

@@ -165,6 +165,7 @@ def test_arrays_that_were_lost_are_written_again(world, twins):
     assert world.compiled() == before
 
 
+@pytest.mark.slow
 def test_arrays_that_were_laid_out_otherwise_are_served(twins):
     """Somebody moved the slot arrays whole onto the mesh: slower, and right."""
     world = World()

@@ -44,6 +44,7 @@ def compare(x, tolerance, config=None, **options):
         assert_close(mesh[name], single[name], tolerance)
 
 
+@pytest.mark.slow
 def test_half_precision_with_sums_in_float32():
     """The base product sums in float32; LoRA's inputs are the same bits."""
     options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}

@@ -206,6 +206,7 @@ def test_files_and_prefetch(tmp_path, twins):
     assert_close(world.serve(MIXES[1]), expected_rows(twins, MIXES[1], TOKENS))
 
 
+@pytest.mark.slow
 def test_warmup_and_stats(twins):
     world = World()
     world.manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), num_sequences=4)
@@ -233,15 +234,18 @@ def test_verify(fully):
             self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
             self.embed.real_vocab = VOCAB - 1
             self.out = PaddedOut(16, 16, rngs=rngs)
+            self.copied = nnx.Linear(16, 16, rngs=rngs)
+            self.copied.output_blocks = ((0, 4), (8, 4), (4, 4), (8, 4))
             self.into = PaddedIn(16, 16, rngs=rngs)
 
         def __call__(self, tokens):
-            return self.embed.attend(self.into(jnp.tanh(self.out(self.embed(tokens)))))
+            return self.embed.attend(self.into(self.copied(jnp.tanh(self.out(self.embed(tokens))))))
 
-    model = placed(Padded(), MESH, {"embed": P("t"), "out": P(None, "t"), "into": P("t")})
+    columns = P(None, "t")
+    model = placed(Padded(), MESH, {"embed": P("t"), "out": columns, "copied": columns, "into": P("t")})
     manager = make_manager(model, data_axes=["data"], fully_sharded=fully)
     report = manager.verify(jax.jit(served), np.minimum(TOKENS, VOCAB - 2))
-    assert set(report.checked) == {"embed", "embed.attend", "out", "into"}
+    assert set(report.checked) == {"embed", "embed.attend", "out", "copied", "into"}
     assert report.error < 1e-5
 
 

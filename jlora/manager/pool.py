@@ -170,7 +170,7 @@ class Pool:
         """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = _where(found if foreign else known)
+        where = _as_said(self._lie[i], found if foreign else known)
         with within(jax.default_device(where if isinstance(where, Device) else None)):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, Device) else jax.device_put(zeros, where)
@@ -320,7 +320,7 @@ class Pool:
         with self._compiling():
             if self._programs:
                 return
-            self._lie = list(map(_where, self.arrays()))  # the model may have been moved since it was wrapped
+            self._lie = list(map(_as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -352,6 +352,14 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 def _where(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
+
+
+def _as_said(before: Where, array: jax.Array) -> Where:
+    """Where an array lies, as it was said before if that is the same in other words."""
+    where = _where(array)
+    if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
+        return before
+    return where
 
 
 def _device(array: jax.Array) -> Device:

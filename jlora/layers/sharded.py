@@ -280,7 +280,11 @@ def _merged(held: Held) -> Held:
     """Arrays of slots and experts by group."""
     if held.ranks.ndim == 2:
         return held
-    return Held(held.plan, *(array.reshape(-1, *array.shape[2:]) for array in held[1:]))
+
+    def by_group(array: Array) -> Array:
+        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])  # half of one may be empty
+
+    return Held(held.plan, *map(by_group, held[1:]))
 
 
 def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: Held, x_rows: Array | None) -> Array:

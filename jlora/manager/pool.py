@@ -435,11 +435,7 @@ def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tup
     operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
     places = [*of_blocks, whole, whole]
     if sharded and spec.sharding is not None:
-        # Each shard writes what it has of the block: nothing is gathered.
-        kept = tuple(cast("NamedSharding", where).spec for where in lie)
-        given = tuple(cast("NamedSharding", where).spec for where in places)
-        mesh = spec.sharding.mesh
-        write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
+        write = _by_shard(write, spec.sharding.mesh, lie, places)
     return _compile(write, [*arrays, (stamps, "int32")], lie, operands, places)
 
 
@@ -450,10 +446,22 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: t
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
+    meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
+    if meshes and all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True)):
+        write = _by_shard(write, meshes.pop(), lie, [_whole(lie[0])] * 3)
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
     operands = [((total,), "int32"), ((4,), "int32"), ((), "int32")]
     return _compile(write, arrays, lie, operands, [_whole(lie[0])] * 3)
+
+
+def _by_shard(
+    write: Callable[..., Any], mesh: Any, lie: Sequence[Where], places: Sequence[Where]
+) -> Callable[..., Any]:
+    """Each shard writes what it has of the operands: nothing is gathered."""
+    kept = tuple(cast("NamedSharding", where).spec for where in lie)
+    given = tuple(cast("NamedSharding", where).spec for where in places)
+    return jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import flax.nnx.nn.dtypes
 import jax
 import jax._src.core
 import jax._src.interpreters.pxla
@@ -22,6 +23,9 @@ is_committed: Callable[[jax.Array], bool] = operator.attrgetter("_committed")
 
 # jax 0.10, 0.11: whether the computation that makes an array is done; documented, but not in the type's annotations.
 is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
+
+# flax 0.12.8 to 0.12.12: how its layers bring inputs and parameters to one dtype, unless the user gives another way.
+promote_dtype = cast("Callable[..., Any]", flax.nnx.nn.dtypes.promote_dtype)
 
 # jax 0.10, 0.11: False while any transformation (jit, grad, vmap, ...) runs the calling code.
 trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean

@@ -20,7 +20,6 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.mesh import across_mesh, here
 from jlora.layers.site import Site
-from jlora.sharding.rules import KernelSharding
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
 _TRACED = (
@@ -357,14 +356,12 @@ def make_batch(
     """Move a batch's int32 arrays to the device, or onto the mesh. Without `stamps` it takes any copy of the model."""
     stamps = np.zeros_like(slots) if stamps is None else stamps
     layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease), trace=lease.trace)
-    place = functools.partial(_placed, coverage.sharding)
-    tokens_on_device = None if token_slots is None else place(token_slots)
-    return LoRABatch(place(slots), tokens_on_device, place(stamps), layout, lease)
-
-
-def _placed(sharding: KernelSharding | None, array: np.ndarray) -> jax.Array:
-    """On the default device; or whole on all of a mesh, for a shard of rows takes its own without being sent them."""
-    return to_device(array) if sharding is None else jax.device_put(array, sharding.named(()))
+    arrays = [slots, stamps] if token_slots is None else [slots, stamps, token_slots]
+    if coverage.sharding is None:
+        placed = [to_device(array) for array in arrays]
+    else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
+        placed = jax.device_put(arrays, coverage.sharding.whole)
+    return LoRABatch(placed[0], None if token_slots is None else placed[2], placed[1], layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

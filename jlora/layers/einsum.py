@@ -76,14 +76,7 @@ class EinsumRows:
 
     def __call__(self, layer: Any, x: Array, y: Array, *args: Any, **kwargs: Any) -> tuple[Array, Array, Restore]:
         given = next((value for value in (*args, *kwargs.values()) if is_equation(value)), None)
-        own, axes = einsum_axes(self.equation), einsum_axes(given or self.equation, x.ndim)
-        if isinstance(axes, str):
-            raise LoRAError(f"it cannot follow the call: {axes}")
-        if isinstance(own, str) or axes.kernel_in != own.kernel_in:
-            raise LoRAError(
-                f"called with einsum_str={given!r}, which uses the kernel otherwise than its own {self.equation!r}: "
-                "LoRA cannot follow that"
-            )
+        axes = self.axes(given or self.equation, x.ndim)
         moved = y.transpose(axes.y)
         shape = moved.shape[: axes.lead]
         back = tuple(axes.y.index(i) for i in range(y.ndim))
@@ -92,6 +85,18 @@ class EinsumRows:
             moved.reshape(*shape, -1),
             lambda rows: rows.reshape(moved.shape).transpose(back),
         )
+
+    def axes(self, given: str, x_ndim: int) -> EinsumAxes:
+        """Of the equation that a call gives. Raises `LoRAError` where LoRA cannot follow it."""
+        own, axes = einsum_axes(self.equation), einsum_axes(given, x_ndim)
+        if isinstance(axes, str):
+            raise LoRAError(f"it cannot follow the call: {axes}")
+        if isinstance(own, str) or axes.kernel_in != own.kernel_in:
+            raise LoRAError(
+                f"called with einsum_str={given!r}, which uses the kernel otherwise than its own {self.equation!r}: "
+                "LoRA cannot follow that"
+            )
+        return axes
 
 
 def einsum_spec(

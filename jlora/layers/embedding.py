@@ -11,11 +11,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
-from jlora.layers.linear import NO_LAYOUT, add_delta, first_input, parameters_of, slot_arrays
+from jlora.layers.linear import add_delta, first_input, parameters_of, slot_arrays
 from jlora.layers.mesh import across_mesh
-from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.scope import enter_site
-from jlora.layers.sharded import Held, add_lookup
+from jlora.layers.sharded import Held, add_lookup, parts_of
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import expand
@@ -35,9 +35,10 @@ def _lookup(cls: type, name: str) -> Callable[..., Any]:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]
         tokens = jnp.asarray(first_input(parameters, args, kwargs)[0])
-        if not isinstance(y, jax.Array) or y.shape != (*tokens.shape, spec.features):
+        features = spec.features // parts_of(site)[1]
+        if not isinstance(y, jax.Array) or y.shape != (*tokens.shape, features):
             raise LoRAError(
-                f"{site.path}: {cls.__name__}.{name} must return [..., {spec.features}] for token ids "
+                f"{site.path}: {cls.__name__}.{name} must return [..., {features}] for token ids "
                 f"{list(tokens.shape)}, as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
             )
         return _add_lookup(self, site, scope, spec, y, tokens)
@@ -58,9 +59,10 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
             return y
         head: LinearSpec = vars(self)["jlora_spec"].head
         query = jnp.asarray(first_input(parameters, args, kwargs)[0])
-        if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], head.out_features):
+        outputs = head.out_features // parts_of(site)[1]
+        if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], outputs):
             raise LoRAError(
-                f"{site.path}: {cls.__name__}.{name} must return [..., {head.out_features}] for {list(query.shape)}, "
+                f"{site.path}: {cls.__name__}.{name} must return [..., {outputs}] for {list(query.shape)}, "
                 f"as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
             )
         return add_delta(self, site, scope, y, query, head)

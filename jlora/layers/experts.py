@@ -17,7 +17,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.linear import add_delta, first_input, parameters_of
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import enter_site
-from jlora.layers.sharded import own_size
+from jlora.layers.sharded import parts_of
 from jlora.layers.site import Site
 from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
 
@@ -155,11 +155,8 @@ def _served(
     spec, gathers = experts.products[name], name in experts.gathers
     if not isinstance(row_map, RowMap) or row_map.expert is None:
         raise LoRAUsageError(f"{site.path}: rows of experts are said by a jlora.RowMap with `expert`, got {row_map!r}")
-    sizes = spec.in_features, spec.out_features
-    if (sharding := site.spec.sharding) is not None:
-        sizes = (
-            own_size(site.spec, size, axes) for size, axes in zip(sizes, (sharding.ins, sharding.outs), strict=True)
-        )
+    of_in, of_out = parts_of(site)
+    sizes = spec.in_features // of_in, spec.out_features // of_out
     for label, array, size in zip(("takes", "returned"), (x, y), sizes, strict=True):
         good = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)
         if not good or array.shape[-1:] != (size,):

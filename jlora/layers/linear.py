@@ -15,18 +15,17 @@ from jaxtyping import Float, Integer
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh
-from jlora.layers.observe import note_served, note_unserved
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.products import join, joins
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
-from jlora.layers.sharded import Held, add_rows
+from jlora.layers.sharded import Held, add_rows, parts_of
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 
 _Held: TypeAlias = tuple[Plan, Array, Array, Array]  # a plan, and the slot arrays that it is for
-NO_LAYOUT = "its rows fit no layout of the batch"
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
@@ -45,7 +44,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
         if scope is None:
             return y
         try:
-            x, base, restore = _rows(self, vars(self)["jlora_spec"], parameters, y, args, kwargs)
+            x, base, restore = _rows(self, site, vars(self)["jlora_spec"], parameters, y, args, kwargs)
         except Exception as error:
             if site.inferred is not None and not site.inferred.verified:
                 # A guess that does not hold serves no adapter, now and later, and is no reason to fail.
@@ -136,6 +135,7 @@ def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
 
 def _rows(
     layer: nnx.Module,
+    site: Site,
     spec: LinearSpec,
     parameters: Sequence[str],
     y: Any,
@@ -144,9 +144,11 @@ def _rows(
 ) -> tuple[Array, Array, Callable[[Array], Any]]:
     """x as [*lead, K], y as [*lead, N], and the way back to what the layer returned. Raises where that is not so."""
     x, args, kwargs = first_input(parameters, args, kwargs)
+    of_in, of_out = parts_of(site)
+    sizes = spec.in_features // of_in, spec.out_features // of_out
     pack: Callable[[Array], Any] = _unchanged
     pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
-    if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], spec, pair[0])):
+    if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], sizes[1], pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
     if not _is_array(x) or not _is_array(y) or not jnp.issubdtype(y.dtype, jnp.floating):
@@ -160,12 +162,9 @@ def _rows(
         flat, base, restore = x, y, _unchanged
     else:
         flat, base, restore = spec.rows(layer, x, y, *args, **kwargs)
-    if flat.shape[:-1] != base.shape[:-1] or (flat.shape[-1:], base.shape[-1:]) != (
-        (spec.in_features,),
-        (spec.out_features,),
-    ):
+    if flat.shape[:-1] != base.shape[:-1] or (*flat.shape[-1:], *base.shape[-1:]) != sizes:
         raise LoRAError(
-            f"its spec says rows of {spec.in_features} features in and {spec.out_features} out, and a call took "
+            f"its spec says rows of {sizes[0]} features in and {sizes[1]} out, and a call took "
             f"{_describe(x)} and returned {_describe(y)}; give the spec of its class `rows`, or leave it out with "
             "LoRAConfig.exclude_modules"
         )
@@ -200,8 +199,8 @@ def _is_array(value: Any) -> TypeGuard[Array]:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def _is_bias(value: Any, spec: LinearSpec, y: Array) -> bool:
-    return _is_array(value) and value.size == spec.out_features and value.ndim < y.ndim
+def _is_bias(value: Any, size: int, y: Array) -> bool:
+    return _is_array(value) and value.size == size and value.ndim < y.ndim
 
 
 def _describe(value: Any) -> str:

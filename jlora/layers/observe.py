@@ -9,6 +9,8 @@ import jax
 
 from jlora.layers.site import Site
 
+NO_LAYOUT = "its rows fit no layout of the batch"
+
 
 @dataclass
 class Observed:

@@ -9,22 +9,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from jlora.layers.einsum import EinsumAxes, einsum_axes
-from jlora.layers.observe import note_served
+from jlora._compat import promote_dtype
+from jlora.errors import LoRAError
+from jlora.layers.einsum import EinsumAxes, EinsumRows
+from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.sharded import Held, joined, reached
 from jlora.layers.site import Site
-from jlora.layers.specs import LinearSpec
+from jlora.layers.specs import LinearSpec, general_rows
 from jlora.sharding.rules import Names, partition, split_axis
 
 
 def joins(cls: type[nnx.Module], layer: nnx.Module, site: Site) -> bool:
     """Whether the product of a layer can be replaced: it is Flax's own, JAX's own computes it, and K is split."""
     sharding, own = site.spec.sharding, vars(layer)
-    if sharding is None or not sharding.ins or reached(sharding.ins):
+    if sharding is None or not sharding.ins or reached(site) or own.get("promote_dtype") is not promote_dtype:
         return False
+    rows = own["jlora_spec"].rows  # a user's own may say what the product does not show
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
-        return own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
-    return cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum
+        plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
+        return plain and rows in (None, general_rows)
+    return cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum and isinstance(rows, EinsumRows)
 
 
 def join(
@@ -41,12 +45,18 @@ def join(
     `slots` gives A, B and ranks. Rows that fit no layout of the batch get the base output.
     """
     spec: LinearSpec = vars(layer)["jlora_spec"]
+    # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
+    given = jnp.asarray(args[0] if args else kwargs["inputs"])
+    if not given.size:
+        return cls.__call__(layer, *args, **kwargs)
 
-    def serve(x: Array, kernel: Array, places: EinsumAxes, product: Callable[[Array, Array], Array]) -> Array | None:
+    def serve(cast: Array, kernel: Array, places: EinsumAxes, product: Callable[[Array, Array], Array]) -> Array | None:
+        x, dtype = given, cast.dtype
         lead_shape = tuple(x.shape[i] for i in places.x[: places.lead])
         flat = x.transpose(places.x).reshape(*lead_shape, -1)
-        plan = scope.plan(site, flat) if x.size else None
+        plan = scope.plan(site, flat)
         if plan is None:
+            note_unserved(site, NO_LAYOUT)
             return None
         note_served(site)
         lead = scope.lead(site, flat)
@@ -65,7 +75,7 @@ def join(
             of_x[places.x[i]] = of_y[places.y[i]] = names
 
         def rows(x: Array, kernel: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-            y = product(x, kernel)
+            y = product(x.astype(dtype), kernel)
             moved = y.transpose(places.y)
             shape = moved.shape[: places.lead]
             back = tuple(places.y.index(i) for i in range(y.ndim))
@@ -80,7 +90,9 @@ def join(
     twin = object.__new__(type(layer))
     vars(twin).update(vars(layer))
     if cls.__call__ is nnx.Einsum.__call__:
-        vars(twin)["einsum_op"] = functools.partial(_einsum, serve)
+        rows = spec.rows
+        assert isinstance(rows, EinsumRows)
+        vars(twin)["einsum_op"] = functools.partial(_einsum, serve, site, rows)
     else:
         vars(twin)["dot_general"] = functools.partial(_dot_general, serve)
     return cls.__call__(twin, *args, **kwargs)
@@ -106,6 +118,8 @@ def _dot_general(
 
 def _einsum(
     serve: Callable[..., Array | None],
+    site: Site,
+    rows: EinsumRows,
     equation: str,
     x: Array,
     kernel: Array,
@@ -113,8 +127,10 @@ def _einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> Array:
-    places = einsum_axes(equation, x.ndim)
-    assert not isinstance(places, str)
+    try:
+        places = rows.axes(equation, x.ndim)
+    except LoRAError as error:
+        raise LoRAError(f"{site.path}: {error}") from error
 
     def product(x: Array, kernel: Array) -> Array:
         return jnp.einsum(equation, x, kernel, **options)

@@ -20,7 +20,7 @@ from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.mesh import here
 from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.sharded import Lead, lead_of, plan_of_experts, plan_of_rows
+from jlora.layers.sharded import Lead, check_mesh, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
@@ -89,6 +89,8 @@ class _Scope:
         # layers' plans are the same).
         keep: bool = self.trace == jax.extend.core.get_opaque_trace_state()
         sharding = spec.sharding
+        if sharding is not None:
+            check_mesh(site)
         lead = None if sharding is None else self._lead(sharding, layout, base)
         shape = base.shape[:-1] if lead is not None and lead.split else None
         split = () if sharding is None else sharding.experts
@@ -160,7 +162,7 @@ class _Scope:
         operands = slots, index, jnp.asarray(row_map.expert)
         if site.spec.sharding is None:
             return make(*operands, site.spec.experts)
-        return plan_of_experts(site.spec, make, *operands)
+        return plan_of_experts(site, make, *operands)
 
     def counted(self, row_map: RowMap) -> int:
         """How many rows of the batch a map counts."""

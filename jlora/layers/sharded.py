@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Float, Int
 
+from jlora.errors import LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -58,6 +59,16 @@ def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int)
     return Lead(tuple(axes))
 
 
+def check_mesh(site: Site) -> None:
+    """Raises `LoRAError` where the mesh of the calling code is not that of the layer."""
+    context, mesh = jax.sharding.get_abstract_mesh(), _of(site).mesh
+    if not context.empty and any(context.shape.get(name) != size for name, size in mesh.shape.items()):
+        raise LoRAError(
+            f"{site.path}: the model lies on a mesh {dict(mesh.shape)}, and is called where jax.set_mesh or "
+            f"jax.shard_map gives {dict(context.shape)}; give the model's own, or none"
+        )
+
+
 def plan_of_rows(
     sharding: KernelSharding,
     lead: Lead,
@@ -84,13 +95,13 @@ def plan_of_rows(
 
 
 def plan_of_experts(
-    slots: SlotSpec, make: Callable[[Array, Array, Array, int], Plan], ids: Array, index: Array, expert: Array
+    site: Site, make: Callable[[Array, Array, Array, int], Plan], ids: Array, index: Array, expert: Array
 ) -> Plan:
     """The plans of the shards of experts, side by side; the code of a shard counts its own experts from 0."""
-    sharding = _split_of(slots)
-    assert slots.experts is not None
-    own = slots.experts // slots.expert_shards
-    if not sharding.experts or reached(sharding.experts):
+    sharding = _of(site)
+    assert site.spec.experts is not None
+    own = site.spec.experts // site.spec.expert_shards
+    if not sharding.experts or experts_reached(site):
         return make(ids, index, expert, own)
 
     def local(ids: Array, index: Array, expert: Array) -> Plan:
@@ -98,11 +109,6 @@ def plan_of_experts(
 
     whole = PartitionSpec()
     return _on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
-
-
-def own_size(slots: SlotSpec, size: int, axes: Names) -> int:
-    """Of features that are split over `axes`, how many the code that runs now has: all, or those of a shard."""
-    return size // _split_of(slots).size(axes) if reached(axes) else size
 
 
 class Held(NamedTuple):
@@ -132,8 +138,8 @@ def add_rows(
     a row is then taken from the shard that has its expert.
     """
     sharding = _of(site)
-    sums = () if reached(sharding.experts) else sharding.experts
-    complete = not reached(sharding.ins)
+    sums = () if experts_reached(site) else sharding.experts
+    complete = not reached(site)  # of the calling code: inside `local` it always is
 
     def local(
         base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Held]
@@ -200,6 +206,12 @@ def add_lookup(
     `ids` are slots along the first of the axes before the features.
     """
     sharding = _of(site)
+    if reached(site):
+        raise LoRAError(
+            f"{site.path}: a lookup in a table whose rows are split is not served inside a jax.shard_map over "
+            f"{' and '.join(map(repr, sharding.ins))}: only you know which tokens a shard looks up there. Call it "
+            "outside, or leave it out with LoRAConfig.exclude_modules"
+        )
 
     def local(base: Array, tokens: Array, ids: Array, held: Held) -> Array:
         a = held.a
@@ -268,7 +280,11 @@ def _merged(held: Held) -> Held:
     """Arrays of slots and experts by group."""
     if held.ranks.ndim == 2:
         return held
-    return Held(held.plan, *(array.reshape(-1, *array.shape[2:]) for array in held[1:]))
+
+    def by_group(array: Array) -> Array:
+        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])  # half of one may be empty
+
+    return Held(held.plan, *map(by_group, held[1:]))
 
 
 def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: Held, x_rows: Array | None) -> Array:
@@ -411,9 +427,37 @@ def _explicit(mesh: Any) -> frozenset[str]:
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
-def reached(axes: Names) -> bool:
-    """Whether the code that runs now is that of a shard along these axes: then an output is a part of a sum."""
-    return bool(axes) and set(axes) <= _manual(jax.sharding.get_abstract_mesh())
+def reached(site: Site) -> bool:
+    """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
+
+    Raises:
+      LoRAError: it is that of a shard along some of the axes that K is split over.
+    """
+    return _inside(site, _of(site).ins, "input features")
+
+
+def experts_reached(site: Site) -> bool:
+    """Whether the code that runs now is that of a shard of experts. Raises as `reached`."""
+    return _inside(site, _of(site).experts, "experts")
+
+
+def _inside(site: Site, axes: Names, what: str) -> bool:
+    inside = [name for name in axes if name in _manual(jax.sharding.get_abstract_mesh())]
+    if inside and len(inside) < len(axes):
+        raise LoRAError(
+            f"{site.path}: its {what} are split over {' and '.join(map(repr, axes))}, and it is called inside a "
+            f"jax.shard_map over {' and '.join(map(repr, inside))} alone; map all of these axes or none"
+        )
+    return bool(inside)
+
+
+def parts_of(site: Site) -> tuple[int, int]:
+    """Of how many parts the code that runs now has one, of the layer's K and of its N."""
+    if (sharding := site.spec.sharding) is None:
+        return 1, 1
+    manual = _manual(jax.sharding.get_abstract_mesh())
+    ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
+    return sharding.size(ins), sharding.size(outs)
 
 
 def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
@@ -445,7 +489,11 @@ def _on_mesh(
 
     def moved(*args: Any) -> Any:
         """Where axes are Explicit, operands are asked to lie as they will be used."""
-        return mapped(*(_resharded(spec, arg) for spec, arg in zip(in_specs, args, strict=True)))
+        of_explicit = [
+            jax.tree.map(functools.partial(_without, names=names - explicit), spec, is_leaf=_is_spec)
+            for spec in in_specs
+        ]
+        return mapped(*(_resharded(spec, arg) for spec, arg in zip(of_explicit, args, strict=True)))
 
     return moved
 

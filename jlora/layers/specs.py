@@ -324,11 +324,11 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
         math.prod(layer.out_features),
         in_axes=tuple(range(n_in)),
         out_axes=tuple(range(n_in, n_in + len(layer.out_features))),
-        rows=_general_rows,
+        rows=general_rows,
     )
 
 
-def _general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
+def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
     # Flax sorts the axes before it contracts them with the kernel's leading ones.
     axes = sorted(axis % x.ndim for axis in layer.axis)
     lead = [axis for axis in range(x.ndim) if axis not in axes]

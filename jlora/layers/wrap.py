@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
@@ -257,10 +257,9 @@ def _choose(
     no_head, heads = tied_heads(everything)
     selection = Selection(config)
     mesh = _mesh_of(everything)
-    if mesh is None and (config.fully_sharded or config.data_axes):
+    if mesh is None and (config.fully_sharded or config.data_axes) and not any(_named(everything)):
         raise LoRAUsageError(
-            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no kernel of this one lies on "
-            "several devices"
+            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no parameter of this one lies on one"
         )
     plans: list[tuple[Found, list[Site]]] = []
     others: list[str] = []
@@ -323,7 +322,7 @@ def _sites(
     packed: PackedModules,
     no_head: dict[int, str],
     heads: set[int],
-    mesh: Mesh | None,
+    mesh: Mesh | AbstractMesh | None,
 ) -> list[Site] | str:
     """The sites of one layer, or why it has none."""
     spec, aliases = found.spec, found.aliases
@@ -370,15 +369,21 @@ def _sharding_of(param: Any) -> Any:
     return getattr(param, "sharding", None)
 
 
-def _mesh_of(everything: Sequence[Found]) -> Mesh | None:
-    """The mesh that the model's parameters lie on; None if none lies on several devices."""
-    meshes: dict[Mesh, str] = {}
+def _named(everything: Sequence[Found]) -> Iterable[tuple[str, NamedSharding]]:
+    """(name, sharding) of the parameters that lie on a mesh, be it of one device."""
     for found in everything:
         for name, value in vars(found.module).items():
             sharding = _sharding_of(value.get_value()) if isinstance(value, nnx.Variable) else None
-            if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-                assert isinstance(sharding.mesh, Mesh)
-                meshes.setdefault(sharding.mesh, f"{found.aliases[0]}.{name}")
+            if isinstance(sharding, NamedSharding):
+                yield f"{found.aliases[0]}.{name}", sharding
+
+
+def _mesh_of(everything: Sequence[Found]) -> Mesh | AbstractMesh | None:
+    """The mesh that the model's parameters lie on; None if none lies on several devices."""
+    meshes: dict[Mesh | AbstractMesh, str] = {}
+    for name, sharding in _named(everything):
+        if sharding.mesh.size > 1:
+            meshes.setdefault(sharding.mesh, name)
     if len(meshes) > 1:
         (one, first), (other, second), *_ = meshes.items()
         raise LoRAError(
@@ -389,7 +394,7 @@ def _mesh_of(everything: Sequence[Found]) -> Mesh | None:
 
 
 def _on_mesh(
-    slots: SlotSpec, mesh: Mesh, path: str, name: str, param: Any, linear: LinearSpec, config: LoRAConfig
+    slots: SlotSpec, mesh: Mesh | AbstractMesh, path: str, name: str, param: Any, linear: LinearSpec, config: LoRAConfig
 ) -> SlotSpec:
     """The spec of a layer's slot arrays as they are split. Raises LoRAError where the kernel's split is not served."""
     where = f"{path}.{name}"
@@ -430,7 +435,7 @@ def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str]
 
 
 def _product_site(
-    found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank, mesh: Mesh | None
+    found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: MaxRank, mesh: Mesh | AbstractMesh | None
 ) -> Site | str:
     """The site of one grouped product of experts, or why it has none."""
     linear, names = spec.products[name], spec.names[name]

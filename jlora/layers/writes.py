@@ -76,19 +76,27 @@ def _own_ranks(
 
 
 def write_ranks(
-    specs: Sequence[SlotSpec], arrays: Sequence[Int[Array, "..."]], ranks: Int[Array, "ranks"], slot: Int[Array, ""]
+    specs: Sequence[SlotSpec],
+    arrays: Sequence[Int[Array, "..."]],
+    ranks: Int[Array, "ranks"],
+    slot: Int[Array, ""],
 ) -> tuple[Int[Array, "..."], ...]:
     """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other.
 
-    Sites that do not have this slot stay as they are.
+    Sites that do not have this slot stay as they are. An array of a shard of experts takes those of its own.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
         shape = (*spec.rows, spec.slices)
         size = int(np.prod(shape))
         block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
+        axis = len(spec.stack)
+        if spec.experts is not None and (count := array.shape[axis + 1]) < spec.experts:
+            assert spec.sharding is not None
+            first = lax.axis_index(spec.sharding.experts) * count
+            block = lax.dynamic_slice_in_dim(block, first, count, axis)
         own = slot - spec.first_slot
-        new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, own, axis=len(spec.stack)))
+        new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, own, axis=axis))
         written.append(jnp.where((own >= 0) & (own < spec.num_slots), new, array))
         start += size
     return tuple(written)

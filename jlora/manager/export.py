@@ -52,7 +52,7 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> tuple[np.ndarray, np.ndar
     a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in site.attributes[:2])
     rows = math.prod(spec.rows)
     return (
-        as_brought(a.reshape(rows, *a.shape[-3:]), spec.in_features, spec.in_runs),
+        as_brought(a.reshape(rows, *a.shape[-3:])[:, :, : spec.max_rank], spec.in_features, spec.in_runs),
         as_brought(b.reshape(rows, *b.shape[-2:]), spec.out_features, spec.out_runs),
     )
 

@@ -170,7 +170,7 @@ class Pool:
         """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = _where(found if foreign else known)
+        where = _as_said(self._lie[i], found if foreign else known)
         with within(jax.default_device(where if isinstance(where, Device) else None)):
             zeros = np.zeros(known.shape, known.dtype)
             fresh = jax.device_put(zeros) if isinstance(where, Device) else jax.device_put(zeros, where)
@@ -187,14 +187,20 @@ class Pool:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def move(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks on the device, in one call; as they are where they lie there already."""
+    def move(self, blocks: Sequence[Block], operands: Sequence[Any] = ()) -> tuple[tuple[Block, ...], list[jax.Array]]:
+        """The blocks on the device, as they are where they lie there already; and in the same call what every device
+        needs whole."""
         targets = [target for block in blocks for target in self._targets(block)]
         arrays = [array for block in blocks for array in (block.a, block.b)]
         if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
-            return tuple(blocks)
-        moved = _put(arrays, targets)
-        return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
+            arrays, targets = [], []
+        if not (arrays or operands):
+            return tuple(blocks), []
+        moved = _put([*arrays, *operands], [*targets, *[_whole(self._lie[-1])] * len(operands)])
+        count = len(arrays)
+        if count:
+            blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
+        return tuple(blocks), moved[count:]
 
     def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
@@ -211,12 +217,11 @@ class Pool:
 
     def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
-        ready = self.move(waves[0] if waves else [])
         # Most adapters of a deployment have the same ranks: then the slot has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
         operands = [np.int32(self._number + 1), *([content.ranks] if new_ranks else [])]
-        number, *ranks = _put(operands, [_whole(self._lie[-1])] * len(operands))
+        ready, (number, *ranks) = self.move(waves[0] if waves else [], operands)
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
@@ -233,7 +238,7 @@ class Pool:
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
             ready = block = ()  # lets go of this wave before the next is moved
-            ready = self.move(waves[wave + 1])
+            ready, _ = self.move(waves[wave + 1])
         if new_ranks:
             self._run(self._job(None), (*ranks, self._index(slot, 0, 0, 0), number), donate)
             self._ranks[slot] = content.ranks
@@ -315,7 +320,7 @@ class Pool:
         with self._compiling():
             if self._programs:
                 return
-            self._lie = list(map(_where, self.arrays()))  # the model may have been moved since it was wrapped
+            self._lie = list(map(_as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -347,6 +352,14 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 def _where(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
+
+
+def _as_said(before: Where, array: jax.Array) -> Where:
+    """Where an array lies, as it was said before if that is the same in other words."""
+    where = _where(array)
+    if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
+        return before
+    return where
 
 
 def _device(array: jax.Array) -> Device:
@@ -422,11 +435,7 @@ def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tup
     operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
     places = [*of_blocks, whole, whole]
     if sharded and spec.sharding is not None:
-        # Each shard writes what it has of the block: nothing is gathered.
-        kept = tuple(cast("NamedSharding", where).spec for where in lie)
-        given = tuple(cast("NamedSharding", where).spec for where in places)
-        mesh = spec.sharding.mesh
-        write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
+        write = _by_shard(write, spec.sharding.mesh, lie, places)
     return _compile(write, [*arrays, (stamps, "int32")], lie, operands, places)
 
 
@@ -437,10 +446,22 @@ def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: t
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
 
+    meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
+    if meshes and all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True)):
+        write = _by_shard(write, meshes.pop(), lie, [_whole(lie[0])] * 3)
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
     operands = [((total,), "int32"), ((4,), "int32"), ((), "int32")]
     return _compile(write, arrays, lie, operands, [_whole(lie[0])] * 3)
+
+
+def _by_shard(
+    write: Callable[..., Any], mesh: Any, lie: Sequence[Where], places: Sequence[Where]
+) -> Callable[..., Any]:
+    """Each shard writes what it has of the operands: nothing is gathered."""
+    kept = tuple(cast("NamedSharding", where).spec for where in lie)
+    given = tuple(cast("NamedSharding", where).spec for where in places)
+    return jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:

@@ -229,7 +229,7 @@ class Slots:
             self._ahead[content] = None
             while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
-        moved = self.pool.move(content.blocks)
+        moved, _ = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock():
             if content in self._ahead and content not in self.pool.table:

@@ -1,8 +1,9 @@
 """New weights for an adapter that is served: from host arrays, or from device arrays without a trip to the host."""
 
 import collections
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jlora.adapters.checkpoint import all_finite, sorted_keys
 from jlora.adapters.peft_config import scaling_of
@@ -294,7 +296,8 @@ def _assemble_on_device(
     operands = [
         tuple(arrays[key] for key in keys) if row is None else _fitted(old[row], tops[row]) for row, keys in plan.feed
     ]
-    made, finite = cast("tuple[Any, jax.Array]", _assemble(plan.shape, operands, plan.scales))
+    with _auto_axes():
+        made, finite = cast("tuple[Any, jax.Array]", _assemble(plan.shape, _off_explicit(operands), plan.scales))
     if not allow_nonfinite and not bool(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
@@ -305,6 +308,31 @@ def _assemble_on_device(
         for (chunk, i, starts), pairs in zip(plan.blocks, made, strict=True)
         for start, (a, b) in zip(starts, pairs, strict=True)
     )
+
+
+@contextlib.contextmanager
+def _auto_axes() -> Generator[None, None, None]:
+    """With the axes of the mesh that is set as Auto ones: the compiler finds where each value lies."""
+    mesh = jax.sharding.get_mesh()
+    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_auto(mesh)):
+        yield
+
+
+def _off_explicit(operands: Any) -> Any:
+    """The operands, on Auto axes where they lie on a mesh: nothing moves."""
+
+    def placed(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        mesh = leaf.sharding.mesh
+        assert isinstance(mesh, Mesh)
+        return jax.device_put(leaf, NamedSharding(_auto(mesh), leaf.sharding.spec))
+
+    return jax.tree.map(placed, operands)
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _part(new: _New) -> _Part:

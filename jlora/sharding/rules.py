@@ -12,12 +12,13 @@ axes of N, and N of B over those of K. Axes that sequences are sharded over spli
 may need any adapter. True ranks are split with their experts alone, and stamps are whole everywhere.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jlora.errors import LoRAError
 
@@ -29,14 +30,14 @@ class KernelSharding:
     """How a base kernel is split over a mesh, by the axes of the mesh.
 
     Attributes:
-      mesh: of whose devices.
+      mesh: of whose devices; of a model that is shapes alone, what is known of it.
       ins, outs: that its K and its N are split over.
       experts: that its experts are split over.
       data: that rows are split over; they split no weights of adapters.
       fully: whether A and B are split further (`LoRAConfig.fully_sharded`).
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     ins: Names = ()
     outs: Names = ()
     experts: Names = ()
@@ -56,6 +57,11 @@ class KernelSharding:
     def b(self) -> tuple[Names, Names, Names]:
         """Axes of B's experts, ranks and N."""
         return self.experts, (), (*self.outs, *self.ins) if self.fully else self.outs
+
+    @functools.cached_property
+    def whole(self) -> NamedSharding:
+        """Of an array that all devices have whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def named(self, *axes: Names) -> NamedSharding:
         """Of an array with these axes, one tuple of names each."""
@@ -93,7 +99,6 @@ def kernel_sharding(
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
     if missing := [name for name in data if name not in mesh.axis_names]:
         raise LoRAError(
             f"LoRAConfig.data_axes names {missing[0]!r}, which is no axis of the mesh of {where}: it has "

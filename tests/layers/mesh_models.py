@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
@@ -69,7 +69,7 @@ class Zoo(nnx.Module):
     def __init__(self, parts: int = 4):
         rngs = nnx.Rngs(0)
         self.column = nnx.Linear(K, 24, rngs=rngs)
-        self.row = nnx.Linear(K, 12, rngs=rngs)
+        self.row = nnx.Linear(K, 8, rngs=rngs)
         self.both = nnx.Linear(K, 16, rngs=rngs)
         self.whole = nnx.Linear(K, 10, rngs=rngs)
         self.fsdp = nnx.Linear(K, 8, rngs=rngs)
@@ -89,12 +89,12 @@ class Zoo(nnx.Module):
         same = np.array([source.index(feature) if feature >= 0 else i for i, feature in enumerate(source)])
         self.copied.kernel[...] = self.copied.kernel[...][:, same]  # copies are copies
         self.heads = nnx.LinearGeneral(K, (8, 3), rngs=rngs)
-        self.o_proj = nnx.LinearGeneral((8, 2), 12, axis=(-2, -1), rngs=rngs)
-        self.o_einsum = nnx.Einsum("BTNH,NHD->BTD", (8, 2, 12), (12,), rngs=rngs)
-        self.opaque = Opaque(K, 12, use_bias=False, rngs=rngs)
-        self.twice = Twice(K, 12, rngs=rngs)
+        self.o_proj = nnx.LinearGeneral((8, 2), 8, axis=(-2, -1), rngs=rngs)
+        self.o_einsum = nnx.Einsum("BTNH,NHD->BTD", (8, 2, 8), (8,), rngs=rngs)
+        self.opaque = Opaque(K, 8, use_bias=False, rngs=rngs)
+        self.twice = Twice(K, 8, rngs=rngs)
         self.split = Split(K, 8, rngs=rngs)
-        self.padded_in = PaddedIn(K, 12, rngs=rngs)
+        self.padded_in = PaddedIn(K, 8, rngs=rngs)
         self.padded_out = PaddedOut(K, K, rngs=rngs)
         self.vocab = nnx.Embed(24, K, rngs=rngs)
         self.vocab.real_vocab = 21
@@ -138,6 +138,45 @@ SPECS: Mapping[str, P] = {
     "vocab": P("t"),
     "wide": P(None, "t"),
 }
+
+
+# --- A small model, in which one layer feeds the next ---
+
+D, H, VOCAB, LENGTH = 8, 16, 12, 3
+SMALL_TARGETS = [
+    Target("embed", VOCAB, D, "embed.embedding", kind="embedding"),
+    Target("up", D, H, "up.kernel"),
+    Target("down", H, D, "down.kernel"),
+    Target("head", D, VOCAB, "head.kernel"),
+]
+ONE, TWO = make_adapter("one", SMALL_TARGETS, 3), make_adapter("two", SMALL_TARGETS[1:3], 2)
+SMALL = {"embed": P("t"), "up": P(None, "t"), "down": P("t"), "head": P(None, "t")}
+
+
+class Small(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
+        self.up = nnx.Linear(D, H, rngs=rngs)
+        self.down = nnx.Linear(H, D, rngs=rngs)
+        self.head = nnx.Linear(D, VOCAB, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(jnp.tanh(self.up(x))))
+
+
+def tokens_of(*shape):
+    return np.random.default_rng(1).integers(0, VOCAB, shape).astype(np.int32)
+
+
+# --- Meshes ---
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """Of the first devices: as many as the axes ask for."""
+    devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))]).reshape(*axes.values())
+    return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def placed(model: nnx.Module, mesh: Mesh, specs: Mapping[str, P] = SPECS) -> nnx.Module:
@@ -192,7 +231,7 @@ def source_of(blocks):
 def targets_of(zoo: Zoo) -> list[Target]:
     plain = ("column", "row", "both", "whole", "fsdp", "heads", "opaque", "twice", "split")
     found = [Target(name, K, getattr(zoo, name).kernel.size // K, f"{name}.kernel") for name in plain]
-    found += [Target(name, K, 12, f"{name}.kernel") for name in ("o_proj", "o_einsum")]
+    found += [Target(name, K, 8, f"{name}.kernel") for name in ("o_proj", "o_einsum")]
     found += [
         Target(name, K, n, "qkv.kernel", at=(slice(None), slice(start, start + n)))
         for name, start, n in (("q", 0, 16), ("k", 16, 12), ("v", 28, 4))
@@ -203,7 +242,7 @@ def targets_of(zoo: Zoo) -> list[Target]:
     ):
         source = source_of(getattr(zoo, layer).output_blocks)
         found += [Target(name, K, n, f"{layer}.kernel", into=columns_of(source, start, n)) for name, start, n in slices]
-    found.append(Target("padded_in", len(REAL), 12, "padded_in.kernel", into=rows_of(REAL)))
+    found.append(Target("padded_in", len(REAL), 8, "padded_in.kernel", into=rows_of(REAL)))
     source = [SHUFFLED.index(i) if i in SHUFFLED else -1 for i in range(K)]
     found.append(Target("padded_out", K, len(REAL), "padded_out.kernel", into=columns_of(source, 0, len(REAL))))
     return found

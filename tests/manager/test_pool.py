@@ -125,12 +125,12 @@ def spy_on_waves(monkeypatch, pool) -> list[int]:
     alive, seen = [], []
     move = pool.move
 
-    def spy(blocks):
+    def spy(blocks, operands=()):
         there = sum(n for n, ref in alive if ref() is not None)
         seen.append(there + sum(block.nbytes for block in blocks))
-        moved = move(blocks)
+        moved, others = move(blocks, operands)
         alive.extend((array.nbytes, weakref.ref(array)) for block in moved for array in (block.a, block.b))
-        return moved
+        return moved, others
 
     monkeypatch.setattr(pool, "move", spy)
     return seen

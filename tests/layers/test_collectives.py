@@ -1,0 +1,187 @@
+"""What devices say to each other, counted from compiled programs beside those of the unwrapped model."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import Target, make_adapter, make_manager
+from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Opaque, Small, mesh_of, placed, tokens_of
+
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
+RANK = 6  # four shards do not divide it
+ROWS = len(NAMES) * LENGTH
+
+
+def collectives(text: str) -> Counter[tuple[str, int]]:
+    """(kind, number of values that a device gets) of every array that the program sends around."""
+    found: Counter[tuple[str, int]] = Counter()
+    for shapes, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", text):
+        for dims in re.findall(r"\w+\[([\d,]*)\]", shapes):
+            found[kind, int(np.prod([int(n) for n in dims.split(",") if n]))] += 1
+    return found
+
+
+def test_collectives_are_found():
+    mesh = mesh_of(t=2)
+    x = jax.device_put(np.ones((4, 6), np.float32), jax.NamedSharding(mesh, P(None, "t")))
+    text = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().as_text()
+    assert sum(collectives(text).values()) >= 1
+
+
+def programs(make, mesh, specs, adapter, **config):
+    """The collectives of the unwrapped model's program and of the wrapped one's."""
+
+    def own(model, inputs):
+        return model(inputs)
+
+    def served(model, inputs, batch):
+        with jlora.use(batch):
+            return model(inputs)
+
+    inputs = jax.device_put(make.inputs(), jax.NamedSharding(mesh, P(*config.get("data_axes", ()))))
+    base = jax.jit(own).lower(placed(make(), mesh, specs), inputs).compile().as_text()
+    model = placed(make(), mesh, specs)
+    manager = make_manager(model, [adapter], max_lora_rank=RANK, **config)
+    with manager.prepare(["one" if name else None for name in NAMES]) as batch:
+        text = jax.jit(served).lower(model, inputs, batch).compile().as_text()
+        without = jax.jit(served).lower(model, inputs, None).compile().as_text()
+    assert collectives(without) == collectives(base)
+    return collectives(base), collectives(text)
+
+
+class Chain(Small):
+    """Flax's own layers, one into the next: heads and an einsum too."""
+
+    def __init__(self):
+        super().__init__()
+        rngs = nnx.Rngs(1)
+        self.heads = nnx.LinearGeneral(8, (4, 4), rngs=rngs)
+        self.o_proj = nnx.LinearGeneral((4, 4), 8, axis=(-2, -1), rngs=rngs)
+        self.out = nnx.Einsum("BTNH,NHD->BTD", (4, 4, 8), rngs=rngs)
+
+    @staticmethod
+    def inputs():
+        return np.ones((len(NAMES), LENGTH, 8), np.float32)
+
+    def __call__(self, x):
+        x = x + self.down(jnp.tanh(self.up(x)))
+        heads = self.heads(x)
+        return self.head(x + self.o_proj(heads) + self.out(jnp.tanh(heads)))
+
+
+CHAIN = SMALL | {"heads": P(None, "t"), "o_proj": P("t"), "out": P("t")}
+CHAIN_TARGETS = [
+    *(Target(name, 8, 16, "") for name in ("up", "heads")),
+    *(Target(name, 16, 8, "") for name in ("down", "o_proj", "out")),
+    Target("head", 8, 12, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "config"),
+    [({"t": 4}, {}), pytest.param({"data": 2, "t": 2}, {"data_axes": ["data"]}, marks=pytest.mark.slow)],
+)
+def test_projections_of_flax_take_no_collective_more(axes, config):
+    base, found = programs(Chain, mesh_of(**axes), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK), **config)
+    assert base
+    assert found == base
+
+
+def test_fully_sharded_takes_one_of_rank_size_for_each_projection():
+    """x A^T of column-parallel is gathered, that of row-parallel is summed: 3 each here."""
+    base, found = programs(Chain, mesh_of(t=4), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK), fully_sharded=True)
+    more = found - base
+    assert not base - found
+    assert more == Counter({("all-gather", ROWS * 8): 3, ("all-reduce", ROWS * RANK): 3})  # 6 ranks in 4 parts: 8
+
+
+class Hidden(nnx.Module):
+    """A row-parallel product that cannot be reached, and a lookup in a table that is split by rows."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(12, 16, rngs=rngs)
+        self.down = Opaque(16, 8, use_bias=False, rngs=rngs)
+
+    @staticmethod
+    def inputs():
+        return tokens_of(len(NAMES), LENGTH)
+
+    def __call__(self, tokens):
+        return self.down(jnp.tanh(self.embed(tokens)))
+
+
+def test_what_cannot_be_joined_takes_one_reduction_of_rank_size():
+    targets = [Target("embed", 12, 16, "", kind="embedding"), Target("down", 16, 8, "")]
+    specs = {"embed": P("t"), "down": P("t")}
+    base, found = programs(Hidden, mesh_of(t=4), specs, make_adapter("one", targets, RANK))
+    assert found - base == Counter({("all-reduce", ROWS * RANK): 2})
+    assert not base - found
+
+
+# --- Slot arrays ------------------------------------------------------------------------------------------------------
+
+# What a device has of A [S, n, R, K] and B [S, R, N] of each layer, on 4 shards: (R, K) and (R, N).
+LOCAL = {
+    False: {"embed": ((6, 3), (6, 8)), "up": ((6, 8), (6, 4)), "down": ((6, 4), (6, 8)), "head": ((6, 8), (6, 3))},
+    True: {"embed": ((6, 3), (6, 2)), "up": ((2, 8), (6, 4)), "down": ((6, 4), (6, 2)), "head": ((2, 8), (6, 3))},
+}
+
+
+@pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_no_slot_array_is_whole_on_a_device(fully):
+    """After the manager was made, a load, a swap, a step, an update; and nothing is sent around to write a slot."""
+    mesh = mesh_of(t=4)
+    model = placed(Small(), mesh, SMALL)
+    manager = make_manager(model, [ONE], max_lora_rank=RANK, max_loras=1, fully_sharded=fully)
+
+    def check():
+        for name, (of_a, of_b) in LOCAL[fully].items():
+            layer = getattr(model, name)
+            for attribute, local in (("jlora_a", (1, 1, *of_a)), ("jlora_b", (1, *of_b))):
+                shards = getattr(layer, attribute)[...].addressable_shards
+                assert len(shards) == 4
+                assert {shard.data.shape for shard in shards} == {local}, (name, attribute)
+
+    @jax.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    check()
+    with manager.prepare(["one"] * 4) as batch:
+        check()
+        step(model, tokens_of(4, LENGTH), batch)
+        check()
+    other = make_adapter("two", [Target("down", 16, 8, "")], 5)
+    manager.add_adapter(other)
+    with manager.prepare(["two"] * 4):
+        check()
+    manager.update_adapter("two", {"base_model.model.down.lora_A.weight": jnp.ones((5, 16))})
+    with manager.prepare(["two"] * 4):
+        check()
+    written = manager._pool._programs
+    assert len(written) > 3
+    for program in written.values():
+        assert not collectives(program.as_text())
+
+
+def test_blocks_go_to_the_shards():
+    """What is moved ahead lies on each device as far as its slots need it."""
+    mesh = mesh_of(t=4)
+    model = placed(Small(), mesh, SMALL)
+    manager = make_manager(model, [ONE], max_lora_rank=RANK)
+    content = manager._host.newest("one")
+    for block in manager._pool.move(content.blocks):
+        of_a, of_b = LOCAL[False][block.chunk.sites[block.row or 0].path]
+        assert {shard.data.shape[-1] for shard in block.a.addressable_shards} == {of_a[1]}
+        assert {shard.data.shape[-1] for shard in block.b.addressable_shards} == {of_b[1]}

@@ -1,0 +1,210 @@
+"""Adapters of experts on meshes of virtual devices: the reference decoder by both dispatches, and models of others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import LoRAError
+from jlora.models import Decoder, DecoderConfig
+from jlora.models.config import MoEConfig
+from jlora.models.expert_parallel import spread_over
+from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned, Seams
+from tests.manager.test_shared_experts import NAMES, World
+from tests.models.test_mesh import collectives, make_mesh
+
+EXPERTS, HIDDEN, INNER, LAYERS, LENGTH = 4, 16, 12, 2, 5
+BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
+
+
+def adapter(name, seed, rank, experts=range(EXPERTS)):
+    """LoRA of the router, of attention's queries, and of some of the experts, each apart."""
+    rng = np.random.default_rng(seed)
+
+    def pair(k, n):
+        return rng.normal(size=(rank, k)).astype(np.float32), 0.3 * rng.normal(size=(n, rank)).astype(np.float32)
+
+    arrays = {}
+    for layer in range(LAYERS):
+        block = f"model.layers.{layer}"
+        arrays[f"{block}.self_attn.q_proj"] = pair(HIDDEN, HIDDEN)
+        arrays[f"{block}.mlp.gate"] = pair(HIDDEN, EXPERTS)
+        for e in experts:
+            arrays[f"{block}.mlp.experts.{e}.gate_proj"] = pair(HIDDEN, INNER)
+            arrays[f"{block}.mlp.experts.{e}.up_proj"] = pair(HIDDEN, INNER)
+            arrays[f"{block}.mlp.experts.{e}.down_proj"] = pair(INNER, HIDDEN)
+    return jlora.Adapter.from_arrays(name, arrays, alpha=2.0 * rank)
+
+
+ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(1, 3)), adapter("d", 4, 1)]
+
+
+class Served:
+    """A decoder with two layers of experts, and its answers to three batches that swap adapters."""
+
+    def __init__(self, axes=None, dispatch="all_gather", *, moe=None, **config):
+        shape = DecoderConfig(
+            vocab_size=32, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=8,
+            moe=moe or MoEConfig(
+                num_experts=EXPERTS, experts_per_token=2, intermediate_size=INNER, layers=(True,) * LAYERS
+            ),
+        )  # fmt: skip
+        mesh = None if axes is None else make_mesh(axes)
+        self.model = Decoder(shape, dtype=jnp.float32, rngs=nnx.Rngs(0), mesh=mesh, dispatch=dispatch)
+        self.tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, LENGTH)))
+        self.base = None if mesh is None else collectives(jax.jit(_logits).lower(self.model, self.tokens).compile())
+        data = [name for name in spread_over(dispatch) if name in (axes or {})]
+        sizes = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 6, "data_axes": data} | config
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**sizes))
+        for one in ADAPTERS:
+            self.manager.add_adapter(one)
+
+        self.traces = 0  # chex counts those of all functions of one name in a test
+
+        @jax.jit
+        def forward(model, tokens, batch):
+            self.traces += 1
+            with jlora.use(batch):
+                return model(tokens)
+
+        self.forward = forward
+
+    def serve(self, names):
+        with self.manager.prepare(names) as batch:
+            return np.asarray(self.forward(self.model, self.tokens, batch))
+
+    def answers(self):
+        return np.stack([self.serve(names) for names in BATCHES])
+
+    def collectives(self):
+        with self.manager.prepare(BATCHES[0]) as batch:
+            return collectives(self.forward.lower(self.model, self.tokens, batch).compile())
+
+    def sites(self):
+        return {site: layer for site, layer in self.manager._wrapped.modules.items() if site.spec.experts}
+
+
+def _logits(model, tokens):
+    return model(tokens)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return Served().answers()
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+slow = pytest.mark.slow
+CASES = [
+    ({"expert": 4}, "all_gather", {}),
+    ({"expert": 2, "tensor": 2}, "all_to_all", {"max_staging_bytes": 1024}),
+    pytest.param({"data": 2, "expert": 2, "tensor": 2}, "all_gather", {}, marks=slow),
+    pytest.param({"expert": 2, "tensor": 2}, "all_gather", {"fully_sharded": True}, marks=slow),
+    pytest.param({"expert": 2, "tensor": 4}, "all_to_all", {"fully_sharded": True, "max_lora_rank": 6}, marks=slow),
+    pytest.param({"data": 2, "expert": 4}, "all_to_all", {}, marks=slow),
+    pytest.param({"tensor": 4}, "all_gather", {}, marks=slow),
+    pytest.param({"data": 4}, "all_gather", {}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "dispatch", "config"), CASES, ids=str)
+def test_answers_equal_one_device(expected, axes, dispatch, config):
+    served = Served(axes, dispatch, **config)
+    close(served.answers(), expected)
+    assert served.traces == served.manager.stats().compilations == 1
+    for site, layer in served.sites().items():
+        a, b, ranks = (vars(layer)[name].get_value() for name in site.attributes)
+        experts, tensor = axes.get("expert", 1), axes.get("tensor", 1)
+        fully = tensor if config.get("fully_sharded") else 1
+        for array, split in ((a, experts * (fully if "gate" in site.path else tensor)),
+                             (b, experts * (tensor if "gate" in site.path else fully)), (ranks, experts)):  # fmt: skip
+            assert {shard.data.size * split for shard in array.addressable_shards} == {array.size}, site.path
+    for one in (ADAPTERS[i] for i in (2, 3)):  # those that the last batch left in slots
+        found = served.manager.export_adapter(one.name)
+        assert found.modules.keys() == one.modules.keys()
+        for name, module in one.modules.items():
+            np.testing.assert_array_equal(found.modules[name].a, module.a)
+            np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
+    if not config.get("fully_sharded"):
+        assert served.collectives() == served.base
+
+
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=slow)], ids=["host", "device"])
+def test_one_expert_is_updated_in_the_shard_that_has_it(expected, on_device):
+    served, one = Served({"expert": 4}), Served()
+    other = adapter("c", 9, 3, experts=(3,))
+    arrays = {}
+    for name, module in other.modules.items():
+        if ".experts.3." in name:
+            arrays |= {f"{name}.lora_A.weight": module.a, f"{name}.lora_B.weight": module.b}
+    if on_device:
+        arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    for world in (served, one):
+        world.serve(["c", None, "a", "c"])
+        world.manager.update_adapter("c", arrays)
+    answers = one.answers()
+    assert np.abs(answers - expected)[0, 3].max() > 1e-3
+    close(served.answers(), answers)
+
+
+def test_slot_writes_need_no_collective():
+    served = Served({"expert": 2, "tensor": 2}, fully_sharded=True)
+    served.serve(["a", None, "c", None])
+    programs = served.manager._pool._programs.values()
+    assert len(programs) > 3
+    for program in programs:
+        assert not collectives(program)
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+def test_a_copy_of_what_a_shard_is_given_is_not_taken_for_the_batch():
+    """Rows of a shard are of tokens of others too: `taken` says where they lie, `source` whose they are."""
+    with pytest.raises(LoRAError, match=r"RowMap.taken must be integers \[3\]"):
+        jlora.RowMap(jnp.arange(3), of="tokens", length=1, expert=jnp.arange(3), taken=jnp.arange(2))
+
+
+def test_gate_and_up_that_alternate_are_refused_where_their_columns_are_split():
+    moe = MoEConfig(
+        num_experts=EXPERTS, experts_per_token=2, intermediate_size=256, layers=(True,) * LAYERS, interleaved=True
+    )
+    with pytest.raises(LoRAError, match=r"gate_up_proj.*pieces of 1"):
+        Served({"tensor": 2}, moe=moe)
+
+
+def on_mesh(model, axes, split):
+    """The model with the kernels of its experts split over "expert", or over "tensor" along one axis of them."""
+    mesh = make_mesh(axes)
+    for path, param in nnx.iter_graph(model):
+        if not isinstance(param, nnx.Param):
+            continue
+        value = param.get_value()
+        spec = split if "experts" in path else ()
+        lead = (None,) * (value.ndim - len(spec))
+        param.set_value(jax.device_put(value, NamedSharding(mesh, P(*lead, *spec))))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "axes", "split"),
+    [
+        (lambda: Model(Gathering, nnx.Rngs(0)), {"expert": 5}, ("expert", None, None)),
+        pytest.param(lambda: Model(Seams, nnx.Rngs(0)), {"tensor": 2}, (None, "tensor", None), marks=slow),
+        pytest.param(lambda: Model(Seams, nnx.Rngs(0)), {"tensor": 2}, (None, None, "tensor"), marks=slow),
+        pytest.param(lambda: Scanned(Ragged, nnx.Rngs(0)), {"expert": 5}, ("expert", None, None), marks=slow),
+        pytest.param(lambda: Model(Roomy, nnx.Rngs(0)), {"expert": 5}, ("expert", None, None), marks=slow),
+    ],
+    ids=["methods", "methods, K", "methods, N", "scanned", "one-hot"],
+)
+def test_models_that_leave_it_to_the_compiler(make, axes, split):
+    """Rows of all experts in one array, which the compiler lays out: against experts one by one in float64."""
+    world = World(on_mesh(make(), axes, split))
+    world.fill().check()
+    world.check([*reversed(NAMES)])

@@ -1,0 +1,160 @@
+"""Dtypes on a mesh: a layer there computes what the same layer, wrapped, computes on one device."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal, run, serve
+from tests.layers.mesh_models import NAMES, mesh_of, placed
+
+MESH = mesh_of(t=4)
+TARGETS = [Target("column", 16, 8, "column.kernel"), Target("row", 16, 8, "row.kernel")]
+ADAPTERS = [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)]
+SPECS = {"column": P(None, "t"), "row": P("t")}
+
+
+class Pair(nnx.Module):
+    def __init__(self, **options):
+        rngs = nnx.Rngs(0)
+        self.column = nnx.Linear(16, 8, rngs=rngs, **options)
+        self.row = nnx.Linear(16, 8, rngs=rngs, **options)
+
+    def __call__(self, x):
+        return {"column": self.column(x), "row": self.row(x)}
+
+
+def both(x, config, **options):
+    """What the mesh computes, and what one device computes."""
+    found = []
+    for where in (lambda model: placed(model, MESH, SPECS), lambda model: model):
+        model = where(Pair(**options))
+        with make_manager(model, ADAPTERS, **config).prepare(NAMES) as batch:
+            found.append(serve(model, x, batch))
+    return found
+
+
+def compare(x, tolerance, config=None, **options):
+    mesh, single = both(x, config or {}, **options)
+    for name in single:
+        assert mesh[name].dtype == single[name].dtype
+        assert_close(mesh[name], single[name], tolerance)
+
+
+@pytest.mark.slow
+def test_half_precision_with_sums_in_float32():
+    """The base product sums in float32; LoRA's inputs are the same bits."""
+    options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
+    compare(jnp.asarray(normal(4, 2, 16), jnp.bfloat16), 1e-5, use_bias=False, **options)
+
+
+def test_input_of_more_precision_than_the_layer_computes_in():
+    """LoRA reads what the layer was given, as PEFT does, and not what it rounds that to."""
+    options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32, "use_bias": False}
+    compare(normal(4, 2, 16), 1e-5, {"dtype": np.float32}, **options)
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    """Each shard's part of the sum is rounded, as that of the base model is: a few parts in 2**8."""
+    options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+    compare(jnp.asarray(normal(4, 2, 16), jnp.bfloat16), 2e-2, **options)
+
+
+def halved(*args, **kwargs):
+    """A product of the user's own."""
+    return lax.dot_general(*args, **kwargs) / 2
+
+
+def scaled(arrays, *, dtype):
+    """A promotion of the user's own, which scales its input: LoRA's is the layer's."""
+    x, *rest = arrays
+    return (2 * x, *rest)
+
+
+@pytest.mark.parametrize("options", [{"dot_general": halved}, {"promote_dtype": scaled}])
+def test_products_that_are_not_plain_are_left_alone(options):
+    """They are not made anew: LoRA is added to what they give."""
+    compare(normal(4, 2, 16), 1e-5, **options)
+
+
+class Own:
+    """What `dot_general_cls` makes."""
+
+    def __call__(self, *args, **kwargs):
+        return lax.dot_general(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dot_general_cls": Own},
+        *(pytest.param({"dot_general": own}, marks=pytest.mark.slow) for own in (lax.dot_general, halved)),
+    ],
+)
+def test_products_of_general_layers(options):
+    """One that a class makes is not the attribute that could be replaced: LoRA must not be lost there."""
+
+    class General(nnx.Module):
+        def __init__(self):
+            self.row = nnx.LinearGeneral((4, 4), 8, axis=(-2, -1), rngs=nnx.Rngs(0), **options)
+
+        def __call__(self, x):
+            return self.row(x)
+
+    found = []
+    for where in (lambda model: placed(model, MESH, SPECS), lambda model: model):
+        model = where(General())
+        adapter = make_adapter("one", TARGETS[1:], 3)
+        with make_manager(model, [adapter]).prepare(["one", None]) as batch:
+            found.append(np.asarray(serve(model, np.stack([normal(2, 4, 4)] * 2), batch)))
+    assert_close(found[0], found[1], 1e-5)
+    assert np.abs(found[1][0] - found[1][1]).max() > 1
+
+
+class Masked(nnx.Linear):
+    """Takes no notice of every fourth input, which is padding and may hold anything."""
+
+    def __call__(self, x):
+        return super().__call__(jnp.where(np.arange(16)[None, None] % 4 != 3, x, 0))
+
+
+jlora.register_layer(Masked, lambda layer: jlora.LinearSpec(16, 8, in_index=[i for i in range(16) if i % 4 != 3]))
+
+
+def test_padding_of_inputs_may_hold_anything():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.row = Masked(16, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.row(x)
+
+    x = normal(2, 2, 16)
+    adapter, clean = make_adapter("one", [Target("row", 12, 8, "")], 3), x.copy()
+    x[..., 3::4] = np.nan
+    found = []
+    for model, inputs in ((placed(Model(), MESH, SPECS), x), (Model(), clean)):
+        with make_manager(model, [adapter]).prepare(["one", None]) as batch:
+            found.append(np.asarray(serve(model, inputs, batch)))
+    assert_close(found[0], found[1], 1e-5)
+
+
+def test_ranks_of_several_blocks_in_several_shards():
+    """Ranks come in blocks of 16, the last of which overlaps; 42 ranks in 4 parts are 11 each, and 2 of padding."""
+    model = placed(Pair(), MESH, SPECS)
+    adapters = [make_adapter(f"of {rank}", TARGETS, rank) for rank in (42, 23, 16, 3, 33)]
+    manager = make_manager(model, adapters, max_loras=1, max_lora_rank=42, fully_sharded=True)
+    x = normal(2, 2, 16)
+    for adapter in adapters:
+        with manager.prepare([adapter.name, None]) as batch:
+            found = serve(model, x, batch)
+        twin = merge(Pair(), TARGETS, adapter)
+        for name, want in run(twin, x).items():
+            assert_close(found[name][0], want[0], 1e-5)
+        for name, module in manager.export_adapter(adapter.name).modules.items():
+            assert module.a.tobytes() == adapter.modules[name].a.tobytes()

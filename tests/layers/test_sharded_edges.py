@@ -1,0 +1,244 @@
+"""Models on a mesh as people bring them: shardings from metadata, odd meshes, calls that LoRA cannot follow."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import LoRAError
+from jlora.layers.site import SlotRanks
+from jlora.layers.wrap import survey
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+from tests.layers.mesh_models import (
+    LENGTH,
+    NAMES,
+    ONE,
+    SMALL,
+    SMALL_TARGETS,
+    TWO,
+    VOCAB,
+    D,
+    H,
+    Small,
+    mesh_of,
+    placed,
+    tokens_of,
+)
+
+MESH = mesh_of(data=2, t=2)
+TOKENS = tokens_of(4, LENGTH)
+
+
+@jax.jit
+def step(model, tokens, batch):
+    with jlora.use(batch):
+        return model(tokens)
+
+
+def twins_of(model):
+    return {"one": merge(model, SMALL_TARGETS, ONE), "two": merge(model, SMALL_TARGETS, TWO), None: nnx.clone(model)}
+
+
+@pytest.fixture(scope="module")
+def twins():
+    return twins_of(Small())
+
+
+def serving(mesh=MESH, cls=Small, specs=SMALL, **config):
+    model = placed(cls(), mesh, specs)
+    return model, make_manager(model, [ONE, TWO], max_lora_rank=3, **{"data_axes": ["data"], **config})
+
+
+def check(model, manager, twins, names=NAMES, tokens=TOKENS):
+    with manager.prepare(names) as batch:
+        assert_close(step(model, tokens, batch), expected_rows(twins, names, TOKENS))
+
+
+def test_shardings_from_metadata():
+    """Of `nnx.with_partitioning`, under a mesh that is set; and of the shapes alone, before there are arrays."""
+
+    class Annotated(Small):
+        def __init__(self):
+            super().__init__()
+            rngs, init = nnx.Rngs(0), nnx.initializers.lecun_normal()
+            self.up = nnx.Linear(D, H, rngs=rngs, kernel_init=nnx.with_partitioning(init, (None, "t")))
+            self.down = nnx.Linear(H, D, rngs=rngs, kernel_init=nnx.with_partitioning(init, ("t", None)))
+
+    with jax.set_mesh(MESH):
+        model = Annotated()
+        twins = twins_of(model)
+        manager = make_manager(model, [ONE, TWO], max_lora_rank=3)
+        assert model.up.jlora_b[...].sharding.spec == P(None, None, "t")
+        assert model.down.jlora_a[...].sharding.spec == P(None, None, None, "t")
+        check(model, manager, twins)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, data=2, t=2)):
+        found = survey(nnx.eval_shape(Annotated), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    spec = next(site.spec for site in found.modules if site.path == "up")
+    assert spec.shardings[1].spec == P(None, None, "t")
+
+
+def test_devices_that_are_not_the_default_ones(twins):
+    mesh = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "t"))
+    model, manager = serving(mesh)
+    check(model, manager, twins)
+    manager.update_adapter("two", {"base_model.model.up.lora_A.weight": jnp.asarray(TWO.modules["up"].a)})
+    check(model, manager, twins, ["two", "one", None, "two"])
+
+
+def test_a_mesh_of_one_device(twins):
+    """What was written for many devices runs on one."""
+    model, manager = serving(mesh_of(data=1, t=1), fully_sharded=True)
+    check(model, manager, twins)
+
+
+@pytest.mark.slow
+def test_kernels_that_are_split_over_sequences_too(twins):
+    model, manager = serving(specs=SMALL | {"down": P(("data", "t")), "up": P("data", "t")})
+    check(model, manager, twins)
+
+
+@pytest.mark.slow
+def test_a_batch_that_the_user_splits(twins):
+    model, manager = serving()
+    with manager.prepare(NAMES) as batch:
+        found = step(model, TOKENS, jax.device_put(batch, NamedSharding(MESH, P("data"))))
+    assert_close(found, expected_rows(twins, NAMES, TOKENS))
+
+
+def test_no_rows():
+    model, manager = serving()
+    with manager.prepare(NAMES) as batch:
+        assert step(model, np.zeros((4, 0), np.int32), batch).shape == (4, 0, VOCAB)
+
+
+def test_rows_that_fit_no_layout():
+    model, manager = serving()
+    with (
+        manager.prepare(NAMES) as batch,
+        pytest.raises(LoRAError, match=r"brings weights for '.*rows of shape \(7,\) fit no layout"),
+    ):
+        step(model, tokens_of(7), batch)
+
+
+@pytest.mark.slow
+def test_a_loop_that_decodes(twins):
+    model, manager = serving()
+
+    @jax.jit
+    def generate(model, tokens, batch):
+        def body(tokens, _):
+            logits = model(tokens)
+            return logits.argmax(-1).astype(np.int32), logits
+
+        with jlora.use(batch):
+            return jax.lax.scan(body, tokens, None, length=3)[1]
+
+    tokens = TOKENS[:, :1]
+    with manager.prepare(NAMES) as batch:
+        found = np.asarray(generate(model, tokens, batch))
+    for logits in found:
+        assert_close(logits, expected_rows(twins, NAMES, tokens))
+        tokens = logits.argmax(-1).astype(np.int32)
+
+
+def test_trained_slots_keep_their_layout(twins):
+    """What a step of training gives back lies as it did, be it said in other words; the next write compiles nothing."""
+    model, manager = serving(max_loras=1)
+    with manager.prepare(["one"] * 4):
+        _, _, slots, _ = nnx.split(model, SlotRanks, jlora.SlotParam, ...)
+        nnx.update(model, jax.jit(lambda slots: jax.tree.map(lambda array: 2 * array, slots))(slots))
+        found = manager.export_adapter("one")
+    for name, module in ONE.modules.items():
+        np.testing.assert_array_equal(found.modules[name].a, 2 * module.a)
+    before = manager.stats().compilations
+    check(model, manager, twins, ["two"] * 4)
+    assert manager.stats().compilations == before
+    assert {shard.data.shape for shard in model.up.jlora_b[...].addressable_shards} == {(1, 3, H // 2)}
+
+
+# --- Axes of several types --------------------------------------------------------------------------------------------
+
+
+class Written(Small):
+    """With the sharding of sequences written out."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens, out_sharding=P("data", *(None,) * tokens.ndim))
+        return self.head(x + self.down(jnp.tanh(self.up(x))))
+
+
+def test_explicit_sequences_and_auto_features(twins):
+    mesh = Mesh(MESH.devices, ("data", "t"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    model, manager = serving(mesh, Written, SMALL | {"embed": P()})
+    with jax.set_mesh(mesh):
+        check(model, manager, twins, tokens=jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
+
+
+def test_updates_from_explicit_arrays():
+    mesh = mesh_of(AxisType.Explicit, data=2, t=2)
+    _, manager = serving(mesh, Written, SMALL | {"embed": P()})
+    new = {"base_model.model.up.lora_A.weight": jax.device_put(jnp.ones((2, D)), NamedSharding(mesh, P(None, "t")))}
+    for context in (jax.set_mesh(mesh), contextlib.nullcontext()):
+        with context:
+            manager.activate_adapter("two")
+            manager.update_adapter("two", new)
+            manager.activate_adapter("two")
+            assert (manager.export_adapter("two").modules["up"].a == 1).all()
+
+
+# --- What LoRA cannot follow ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("equation", ["BTN,KN->BTK", "BTK,KN->BT"])
+def test_an_equation_that_uses_the_kernel_otherwise(equation):
+    class Turned(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Einsum("BTK,KN->BTN", (8, 8), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x, equation)
+
+    model = placed(Turned(), MESH, {"proj": P("t")})
+    manager = make_manager(model, [make_adapter("one", [Target("proj", 8, 8, "")], 2)])
+    with manager.prepare(["one"] * 4) as batch, pytest.raises(LoRAError, match=r"^proj: "):
+        step(model, normal(4, 2, 8), batch)
+
+
+def mapped(model, local, axes, specs, out):
+    graphdef, _ = nnx.split(model)
+
+    def on_shard(state, tokens, batch):
+        with jlora.use(batch, partial=True):
+            return local(nnx.merge(graphdef, state), tokens)
+
+    return jax.jit(
+        jax.shard_map(
+            on_shard,
+            mesh=model.up.kernel[...].sharding.mesh,
+            in_specs=(specs, P("data"), P("data")),
+            out_specs=out,
+            check_vma=False,
+            axis_names=axes,
+        )
+    )
+
+
+def test_a_lookup_inside_a_shard_map_over_the_vocabulary():
+    model, manager = serving()
+    specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
+    lookup = mapped(model, lambda model, tokens: model.embed(tokens), {"data", "t"}, specs, P("data"))
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match="embed: a lookup in a table whose rows are"):
+        lookup(nnx.state(model), TOKENS, batch)
+
+
+def test_a_shard_map_over_some_of_the_axes_of_a_kernel():
+    model, manager = serving(mesh_of(data=2, u=2, t=2), specs=SMALL | {"down": P(("u", "t"))})
+    whole = mapped(model, lambda model, tokens: model(tokens), {"data", "u"}, P(), P("data"))
+    with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"down: .* 'u' and 't', .* over 'u' alone"):
+        whole(nnx.state(model), TOKENS, batch)

@@ -1,0 +1,366 @@
+"""Rows of every layout on a mesh, and transformations of JAX and Flax around layers there, against merged weights."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import LoRAError
+from jlora.layers.site import SlotParam, SlotRanks
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, run
+from tests.layers.mesh_models import (
+    LENGTH,
+    NAMES,
+    ONE,
+    SMALL,
+    SMALL_TARGETS,
+    TWO,
+    VOCAB,
+    D,
+    Small,
+    mesh_of,
+    placed,
+    tokens_of,
+)
+
+MESH = mesh_of(data=2, t=2)
+TOKENS = tokens_of(4, LENGTH)
+
+
+def forward(model, tokens, batch):
+    with jlora.use(batch):
+        return model(tokens)
+
+
+step = jax.jit(forward)
+
+
+@pytest.fixture(scope="module")
+def twins():
+    model = Small()
+    return {"one": merge(model, SMALL_TARGETS, ONE), "two": merge(model, SMALL_TARGETS, TWO), None: model}
+
+
+@pytest.fixture(scope="module")
+def want(twins):
+    return expected_rows(twins, NAMES, TOKENS)
+
+
+def serving(mesh=MESH, adapters=(ONE, TWO), **config):
+    model = placed(Small(), mesh, SMALL)
+    return model, make_manager(model, adapters, max_lora_rank=3, **{"data_axes": ["data"], **config})
+
+
+@pytest.fixture(scope="module")
+def served():
+    return serving()
+
+
+# --- Layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [
+        (NAMES, True),
+        (["two", "one", None], False),  # the data axis does not divide them
+        pytest.param(NAMES, False, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences(served, twins, names, split):
+    model, manager = served
+    tokens = TOKENS[: len(names)]
+    placed_tokens = jax.device_put(tokens, NamedSharding(MESH, P("data"))) if split else tokens
+    with manager.prepare(names) as batch:
+        assert_close(step(model, placed_tokens, batch), expected_rows(twins, names, tokens))
+
+
+@pytest.mark.parametrize(
+    ("single", "pad_to"),  # the data axis does not divide 9
+    [(True, 10), (False, 9), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 10), (True, 9)))],
+)
+def test_packed_rows(served, want, single, pad_to):
+    model, manager = served
+    counts = [3, 0, 2, 3]
+    rows = np.zeros(pad_to, np.int32)
+    rows[:8] = np.concatenate([TOKENS[i, :n] for i, n in enumerate(counts)])
+    with manager.prepare(NAMES, counts, pad_to) as batch:
+        found = np.asarray(step(model, rows[None] if single else rows, batch))
+    found = found[0] if single else found
+    assert_close(found[:8], np.concatenate([want[i, :n] for i, n in enumerate(counts)]))
+    assert_close(found[8:], np.asarray(run(Small(), rows[8:])))
+
+
+def test_one_row_a_sequence(served, want):
+    model, manager = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(step(model, TOKENS[:, 0], batch), want[:, 0])
+
+
+def test_flattened_rows(served, want):
+    model, manager = served
+    with manager.prepare(NAMES, length=LENGTH) as batch:
+        assert_close(step(model, TOKENS.reshape(-1), batch), want.reshape(-1, VOCAB))
+
+
+def test_rows_of_a_map(served, want):
+    model, manager = served
+    source = np.array([3, 0, 2, 2, 0, 1, -1], np.int32)
+
+    @jax.jit
+    def mapped(model, tokens, source, batch):
+        with jlora.use(batch), jlora.rows(jlora.RowMap(source)):
+            return model(tokens)
+
+    with manager.prepare(NAMES) as batch:
+        found = mapped(model, TOKENS[source, 0], source, batch)
+    assert_close(found[:-1], want[source[:-1], 0])
+    assert_close(found[-1], np.asarray(run(Small(), TOKENS[-1:, :1]))[0, 0])
+
+
+def test_rows_without_an_adapter_are_the_base(served):
+    """To the bit, where the product is not made anew; and `use(None)` everywhere."""
+    model, manager = served
+    bare = placed(Small(), MESH, SMALL)
+
+    @jax.jit
+    def columns(model, tokens):
+        return model.up(model.embed(tokens))
+
+    @jax.jit
+    def served_columns(model, tokens, batch):
+        with jlora.use(batch, partial=True):
+            return model.up(model.embed(tokens))
+
+    with manager.prepare(NAMES) as batch:
+        found = np.asarray(served_columns(model, TOKENS, batch))
+    base = np.asarray(columns(bare, TOKENS))
+    assert found[1].tobytes() == base[1].tobytes()
+    assert found[0].tobytes() != base[0].tobytes()
+    assert np.asarray(step(model, TOKENS, None)).tobytes() == np.asarray(run(bare, TOKENS)).tobytes()
+
+
+# --- The user's own shard_map -----------------------------------------------------------------------------------------
+
+
+def test_inside_a_shard_map_over_the_sequences(served, want):
+    """Its mesh has an axis more, along which the code is not a shard's: the layers map that."""
+    model, manager = served
+    mapped = jax.jit(
+        jax.shard_map(
+            forward,
+            mesh=MESH,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )
+    )
+    with manager.prepare(NAMES) as batch:
+        assert_close(mapped(model, TOKENS, batch), want)
+
+
+@pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_inside_a_shard_map_over_everything(twins, fully):
+    """There the user sums what row-parallel layers give, and LoRA is in the parts of that sum."""
+    model, manager = serving(adapters=[TWO], fully_sharded=fully, exclude_modules=["embed"])
+    model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(MESH, P("t"))))
+    specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
+    graphdef, _ = nnx.split(model)
+
+    def local(state, x, batch):
+        model = nnx.merge(graphdef, state)
+        bias, model.down.bias[...] = model.down.bias[...], jnp.zeros_like(model.down.bias[...])
+        with jlora.use(batch):
+            x = x + jax.lax.psum(model.down(jnp.tanh(model.up(x))), "t") + bias[None, None]
+            return model.head(x)
+
+    mapped = jax.shard_map(
+        local, mesh=MESH, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "t"), check_vma=False
+    )
+    x = np.asarray(Small().embed(TOKENS))
+    names = ["two", None, "two", "two"]
+
+    @jax.jit
+    def plain(model, x):
+        return model.head(x + model.down(jnp.tanh(model.up(x))))
+
+    with manager.prepare(names) as batch:
+        found = jax.jit(mapped)(nnx.state(model), x, batch)
+    assert_close(found, expected_rows(twins, names, x, plain))
+
+
+# --- Transformations --------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_one_device(served):
+    """Of every slot array, through `nnx.split`: A and B, split or not."""
+    single = Small()
+    adapters = {"mesh": served, "single": (single, make_manager(single, [ONE, TWO], max_lora_rank=3))}
+    grads = {}
+    for where, (model, manager) in adapters.items():
+        graphdef, ranks, slots, rest = nnx.split(model, SlotRanks, SlotParam, ...)
+
+        @jax.jit
+        def gradient(slots, ranks, rest, batch, graphdef=graphdef):
+            def loss(slots):
+                return (forward(nnx.merge(graphdef, ranks, slots, rest), TOKENS, batch) ** 2).sum()
+
+            return jax.grad(loss)(slots)
+
+        with manager.prepare(NAMES) as batch:
+            places = {name: slot for slot, name in enumerate(manager.slot_names)}
+            _, ranks, slots, rest = nnx.split(model, SlotRanks, SlotParam, ...)
+            found = nnx.to_flat_state(gradient(slots, ranks, rest, batch))
+        order = [places["one"], places["two"]]
+        grads[where] = {path: np.asarray(value[...])[order] for path, value in found}
+    assert grads["mesh"].keys() == grads["single"].keys()
+    for path, value in grads["single"].items():
+        assert np.abs(value).max() > 0 or "jlora_attend" in str(path)  # nobody calls that
+        assert_close(grads["mesh"][path], value, 1e-5)
+
+
+def test_mapped_over_its_sequences(served, want):
+    model, manager = served
+    mapped = jax.jit(jax.vmap(forward, in_axes=(None, 0, 0)))
+    with manager.prepare(NAMES) as batch:
+        assert_close(mapped(model, TOKENS, batch), want)
+
+
+@pytest.mark.slow
+def test_recomputed(served, want):
+    model, manager = served
+
+    @jax.jit
+    def loss(x, model, batch):
+        def body(x):
+            with jlora.use(batch, partial=True):
+                return model.head(x + model.down(jnp.tanh(model.up(x))))
+
+        return (jax.checkpoint(body)(x) ** 2).sum()
+
+    x = np.asarray(Small().embed(TOKENS))
+    with manager.prepare(NAMES) as batch:
+        found = jax.grad(loss)(x, model, batch)
+    single = Small()
+    with make_manager(single, [ONE, TWO], max_lora_rank=3).prepare(NAMES) as batch:
+        assert_close(found, np.asarray(jax.grad(loss)(x, single, batch)))
+
+
+def test_flax_jit_split_models_and_one_trace(twins):
+    model, manager = serving(max_loras=1)
+    graphdef, _, rest = nnx.split(model, SlotParam, ...)
+
+    @nnx.jit
+    @chex.assert_max_traces(n=1)
+    def whole(model, tokens, batch):
+        return forward(model, tokens, batch)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def merged(slots, rest, tokens, batch):
+        return forward(nnx.merge(graphdef, slots, rest), tokens, batch)
+
+    for name in ("one", "two", "one"):
+        names = [name, None, name, name]
+        with manager.prepare(names) as batch:
+            assert_close(whole(model, TOKENS, batch), expected_rows(twins, names, TOKENS))
+            assert_close(merged(manager.slots, rest, TOKENS, batch), expected_rows(twins, names, TOKENS))
+
+
+@pytest.mark.slow  # JAX compiles every small step of it
+def test_called_without_jit(served, want):
+    model, manager = served
+    with manager.prepare(NAMES) as batch:
+        assert_close(forward(model, TOKENS, batch), want)
+
+
+class Stack(nnx.Module):
+    """Layers as one, for `nnx.scan`."""
+
+    def __init__(self, layers=3):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs))(nnx.Rngs(0).split(layers))
+
+    def __call__(self, x):
+        @nnx.scan
+        def body(x, layer):
+            return x + jnp.tanh(layer(x)), None
+
+        return body(x, self.layers)[0]
+
+
+COLUMNS, ROWS = P(None, None, "t"), P(None, "t")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fully"),
+    [
+        (COLUMNS, True),
+        (ROWS, False),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((COLUMNS, False), (ROWS, True))),
+    ],
+)
+def test_a_stack_of_layers(spec, fully):
+    targets = [Target(f"layers.{i}", D, D, "layers.kernel", at=(i,)) for i in range(3)]
+    adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:2], 2)]
+    twins = {a.name: merge(Stack(), targets, a) for a in adapters} | {None: Stack()}
+    model = placed(Stack(), MESH, {"layers": spec})
+    manager = make_manager(model, adapters, max_lora_rank=3, data_axes=["data"], fully_sharded=fully)
+    x = np.random.default_rng(0).normal(size=(4, 2, D)).astype(np.float32)
+    with manager.prepare(NAMES) as batch:
+        assert_close(step(model, x, batch), expected_rows(twins, NAMES, x))
+    assert_close(manager.export_adapter("one").modules["layers.2"].b, adapters[0].modules["layers.2"].b, 1e-6)
+
+
+def test_a_stack_that_is_split_is_refused():
+    with pytest.raises(LoRAError, match=r"layers\.kernel is a stack of layers that is split over 't'"):
+        make_manager(placed(Stack(2), MESH, {"layers": P("t")}))
+
+
+# --- Explicit axes ----------------------------------------------------------------------------------------------------
+
+
+class Written(Small):
+    """With every sharding written out, as Explicit axes ask for it."""
+
+    def __call__(self, tokens):
+        lead = ("data",) if tokens.ndim > 1 else (None,)
+        rest = (None,) * (tokens.ndim - 1)
+        x = self.embed(tokens, out_sharding=P(*lead, *rest, None))
+        hidden = jnp.tanh(self.up(x, out_sharding=P(*lead, *rest, "t")))
+        x = x + self.down(hidden, out_sharding=P(*lead, *rest, None))
+        return self.head(x, out_sharding=P(*lead, *rest, "t"))
+
+
+@pytest.mark.parametrize(
+    ("fully", "inside"),  # the model wrapped under the mesh that is set
+    [(True, True), (False, False), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((True, False), (False, True)))],
+)
+def test_explicit_axes(want, fully, inside):
+    mesh = mesh_of(AxisType.Explicit, data=2, t=2)
+    with jax.set_mesh(mesh):
+        model = placed(Written(), mesh, SMALL | {"embed": P()})
+    config = {"data_axes": ["data"], "fully_sharded": fully, "max_lora_rank": 3}
+    if inside:
+        with jax.set_mesh(mesh):
+            manager = make_manager(model, [ONE, TWO], **config)
+    else:
+        manager = make_manager(model, [ONE, TWO], **config)
+    tokens = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh), manager.prepare(NAMES) as batch:
+        assert_close(step(model, tokens, batch), want)
+    found = manager.export_adapter("one")
+    for name, module in ONE.modules.items():
+        assert_close(found.modules[name].a, module.a, 1e-6)
+        assert_close(found.modules[name].b, module.b, 1e-6)
+
+
+def test_auto_axes_of_a_mesh_that_is_set(served, want):
+    model, manager = served
+    with jax.set_mesh(MESH), manager.prepare(NAMES) as batch:
+        assert_close(step(model, TOKENS, batch), want)

@@ -1,0 +1,356 @@
+"""The manager with a model on a mesh: everything that it does elsewhere, and what it refuses."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import LoRAError, LoRAUsageError
+from tests.layers.merging import (
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    make_module,
+    merge,
+    run,
+)
+from tests.layers.mesh_models import (
+    LENGTH,
+    ONE,
+    SMALL,
+    SMALL_TARGETS,
+    TWO,
+    VOCAB,
+    D,
+    PaddedIn,
+    PaddedOut,
+    Small,
+    mesh_of,
+    placed,
+    tokens_of,
+)
+
+MESH = mesh_of(data=2, t=2)
+TOKENS = tokens_of(4, LENGTH)
+THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
+ADAPTERS = [ONE, TWO, THREE, FOUR]
+
+
+@pytest.fixture(scope="module")
+def twins():
+    return {None: Small()} | {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
+
+
+class World:
+    def __init__(self, **config):
+        self.model = placed(Small(), MESH, SMALL)
+        self.manager = make_manager(
+            self.model, ADAPTERS, **{"max_lora_rank": 3, "max_loras": 2, "data_axes": ["data"], **config}
+        )
+
+        @jax.jit
+        @chex.assert_max_traces(n=1)
+        def step(model, tokens, batch):
+            with jlora.use(batch):
+                return model(tokens)
+
+        self.step = step
+
+    def serve(self, names):
+        with self.manager.prepare(names) as batch:
+            return np.asarray(self.step(self.model, TOKENS, batch))
+
+    def compiled(self):
+        return self.step._cache_size(), self.manager.stats().compilations
+
+
+MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
+
+
+@pytest.mark.parametrize("config", [{}, {"fully_sharded": True, "max_staging_bytes": 64}])
+def test_swaps_through_one_program(twins, config):
+    world = World(**config)
+    for names in MIXES:
+        assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
+    assert world.compiled() == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(fully_sharded=True)
+
+
+def equal(found: jlora.Adapter, want: jlora.Adapter):
+    """Bitwise: the scaling of these adapters, 0.75, is undone by a division that rounds; A's bits come back."""
+    assert found.modules.keys() == want.modules.keys()
+    for name, module in want.modules.items():
+        assert found.modules[name].a.tobytes() == module.a.tobytes()
+        np.testing.assert_allclose(found.modules[name].b, module.b, rtol=2e-7)
+
+
+def test_what_is_in_a_slot_is_read_back(world):
+    for adapter in ADAPTERS:
+        world.manager.activate_adapter(adapter.name)
+        equal(world.manager.export_adapter(adapter.name), adapter)
+
+
+def test_arrays_read_back_are_the_bits_that_one_device_holds():
+    """B is stored with its scaling: a mesh stores what one device stores."""
+    world, single = World(), Small()
+    manager = make_manager(single, ADAPTERS, max_lora_rank=3, max_loras=2)
+    for found in (world.manager, manager):
+        found.activate_adapter("one")
+    slot = world.manager.slot_names.index("one"), manager.slot_names.index("one")
+    for name in ("embed", "up", "down", "head"):
+        for half in ("jlora_a", "jlora_b"):
+            mine, theirs = (getattr(getattr(m, name), half)[...] for m in (world.model, single))
+            assert np.asarray(mine)[slot[0]].tobytes() == np.asarray(theirs)[slot[1]].tobytes()
+
+
+def arrays_of(adapter, scale=1.0):
+    found = {}
+    for name, module in adapter.modules.items():
+        halves = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A.weight", "B.weight")
+        for half, value in zip(halves, (module.a, module.b), strict=True):
+            found[f"base_model.model.{name}.lora_{half}"] = np.float32(scale) * value
+    return found
+
+
+PLACES = {
+    "host": lambda array: array,
+    "default device": jnp.asarray,
+    "whole on the mesh": lambda array: jax.device_put(array, NamedSharding(MESH, P())),
+    "split": lambda array: jax.device_put(array, NamedSharding(MESH, P(None, "t") if array.shape[1] % 2 == 0 else P())),
+    "one device": lambda array: jax.device_put(array, jax.devices()[1]),
+}
+
+
+SLOW = pytest.mark.slow
+CASES = [("host", False), ("split", True), *(pytest.param(p, h, marks=SLOW) for p in PLACES for h in (False, True))]
+
+
+@pytest.mark.parametrize(("place", "half"), CASES)
+def test_updates(twins, place, half):
+    """New weights from wherever they are, all of them or B alone; twice, for the second takes another way."""
+    world = World(fully_sharded=True)
+    world.serve(["four", None, None, "four"])
+    for scale in (2.0, 0.5):
+        new = {k: PLACES[place](v) for k, v in arrays_of(FOUR, scale).items() if not half or "_B" in k}
+        world.manager.update_adapter("four", new)
+        modules = {
+            name: dataclasses.replace(m, a=m.a if half else np.float32(scale) * m.a, b=np.float32(scale) * m.b)
+            for name, m in FOUR.modules.items()
+        }
+        twin = merge(Small(), SMALL_TARGETS, jlora.Adapter(name="four", modules=modules))
+        names = ["four", None, "one", "four"]
+        assert_close(world.serve(names), expected_rows({**twins, "four": twin}, names, TOKENS))
+    assert world.compiled() == (1, 1)
+
+
+def test_arrays_that_were_lost_are_written_again(world, twins):
+    names = MIXES[0]
+    world.serve(names)
+    before = world.compiled()
+    for array in jax.tree.leaves(nnx.state(world.model, jlora.SlotParam)):
+        array.delete()
+    assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
+    assert world.compiled() == before
+
+
+@pytest.mark.slow
+def test_arrays_that_were_laid_out_otherwise_are_served(twins):
+    """Somebody moved the slot arrays whole onto the mesh: slower, and right."""
+    world = World()
+    world.serve(MIXES[0])
+    nnx.update(world.model, jax.device_put(nnx.state(world.model, jlora.SlotParam), NamedSharding(MESH, P())))
+    with world.manager.prepare(MIXES[1]) as batch:
+        found = jax.jit(lambda model, batch: served(model, TOKENS, batch))(world.model, batch)
+    assert_close(found, expected_rows(twins, MIXES[1], TOKENS))
+
+
+def served(model, tokens, batch):
+    with jlora.use(batch):
+        return model(tokens)
+
+
+def test_loads_in_place_and_ahead(world, twins):
+    modules = {name: dataclasses.replace(module, a=2 * module.a) for name, module in TWO.modules.items()}
+    doubled = jlora.Adapter(name="two", modules=modules)
+    names = ["two", None, "one", "two"]
+    with world.manager.hold("two"):
+        world.manager.add_adapter(doubled, load_inplace=True)
+        twin = merge(Small(), SMALL_TARGETS, doubled)
+        assert_close(world.serve(names), expected_rows({**twins, "two": twin}, names, TOKENS))
+    world.manager.add_adapter(TWO, load_inplace=True)
+    assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
+
+
+def test_files_and_prefetch(tmp_path, twins):
+    world = World()
+    FOUR.save_pretrained(tmp_path / "four")
+    world.manager.remove_adapter("four")
+    world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
+    content = world.manager._host.newest("four")
+    assert content.ahead is not None
+    for block in content.ahead:
+        for array, want in zip((block.a, block.b), block.chunk.spec.block_shardings, strict=True):
+            assert array.sharding == want
+    assert_close(world.serve(MIXES[1]), expected_rows(twins, MIXES[1], TOKENS))
+
+
+@pytest.mark.slow
+def test_warmup_and_stats(twins):
+    world = World()
+    world.manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), num_sequences=4)
+    for names in MIXES:
+        assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
+    assert world.compiled() == (1, 1)
+
+
+def test_unwrap_gives_the_model_back():
+    world = World()
+    world.serve(MIXES[0])
+    bare = np.asarray(run(placed(Small(), MESH, SMALL), TOKENS))
+    model = world.manager.unwrap()
+    assert np.asarray(run(model, TOKENS)).tobytes() == bare.tobytes()
+    assert not jax.tree.leaves(nnx.state(model, jlora.SlotParam))
+
+
+@pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_verify(fully):
+    """Padded heads and copies lie otherwise in split slots than in an adapter."""
+
+    class Padded(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
+            self.embed.real_vocab = VOCAB - 1
+            self.out = PaddedOut(16, 16, rngs=rngs)
+            self.copied = nnx.Linear(16, 16, rngs=rngs)
+            self.copied.output_blocks = ((0, 4), (8, 4), (4, 4), (8, 4))
+            self.into = PaddedIn(16, 16, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.embed.attend(self.into(self.copied(jnp.tanh(self.out(self.embed(tokens))))))
+
+    columns = P(None, "t")
+    model = placed(Padded(), MESH, {"embed": P("t"), "out": columns, "copied": columns, "into": P("t")})
+    manager = make_manager(model, data_axes=["data"], fully_sharded=fully)
+    report = manager.verify(jax.jit(served), np.minimum(TOKENS, VOCAB - 2))
+    assert set(report.checked) == {"embed", "embed.attend", "out", "copied", "into"}
+    assert report.error < 1e-5
+
+
+def test_padded_features_are_read_back_and_updated():
+    """Slots hold them as the layer has them; adapters as the checkpoint does."""
+
+    class Padded(nnx.Module):
+        def __init__(self):
+            self.out, self.into = PaddedOut(16, 16, rngs=nnx.Rngs(0)), PaddedIn(16, 16, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.into(jnp.tanh(self.out(x)))
+
+    rng = np.random.default_rng(0)
+    adapter = jlora.Adapter(
+        name="one", modules={"out": make_module(rng, 16, 12, 3), "into": make_module(rng, 12, 16, 2)}
+    )
+    manager = make_manager(placed(Padded(), MESH, {"out": P(None, "t"), "into": P("t")}), [adapter], max_lora_rank=3)
+    manager.activate_adapter("one")
+    equal(manager.export_adapter("one"), adapter)
+    for place in (np.asarray, jnp.asarray):
+        b = rng.normal(size=(12, 3)).astype(np.float32)
+        manager.update_adapter("one", {"base_model.model.out.lora_B.weight": place(b)})
+        manager.activate_adapter("one")
+        found = manager.export_adapter("one").modules
+        np.testing.assert_allclose(found["out"].b, b, rtol=2e-7)
+        assert found["into"].a.tobytes() == adapter.modules["into"].a.tobytes()
+        assert found["out"].a.tobytes() == adapter.modules["out"].a.tobytes()
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_two_meshes():
+    model = placed(Small(), MESH, SMALL)
+    other = mesh_of(x=8)
+    model.head.kernel.set_value(jax.device_put(model.head.kernel[...], NamedSharding(other, P("x"))))
+    with pytest.raises(
+        LoRAError, match=r"different meshes, .* on \{'data': 2, 't': 2\} and head\.kernel on \{'x': 8\}"
+    ):
+        make_manager(model)
+    assert type(model.up) is nnx.Linear
+
+
+def test_axes_that_the_mesh_lacks():
+    model = placed(Small(), MESH, SMALL)
+    with pytest.raises(LoRAError, match=r"data_axes names 'batch', which is no axis of the mesh of embed\.embedding"):
+        make_manager(model, data_axes=["batch"])
+    assert type(model.up) is nnx.Linear
+
+
+@pytest.mark.parametrize("options", [{"fully_sharded": True}, {"data_axes": ["data"]}])
+def test_options_of_meshes_off_a_mesh(options):
+    with pytest.raises(LoRAUsageError, match="on a mesh"):
+        make_manager(Small(), **options)
+
+
+@pytest.mark.parametrize("axes", ["data", [1], {"data": 1}, 3, None])
+def test_data_axes_that_are_no_names(axes):
+    with pytest.raises(LoRAUsageError, match="data_axes must be a list of names"):
+        jlora.LoRAConfig(max_loras=1, max_lora_rank=1, data_axes=axes)
+
+
+def test_a_kernel_that_is_split_in_the_middle_of_its_features():
+    class Heads(nnx.Module):
+        def __init__(self):
+            self.heads = nnx.LinearGeneral(D, (2, 4), rngs=nnx.Rngs(0))
+
+    with pytest.raises(LoRAError, match=r"heads\.kernel .* over 't' along axis 2, in the middle of the features"):
+        make_manager(placed(Heads(), MESH, {"heads": P(None, None, "t")}))
+
+
+def test_outputs_that_no_padding_helps():
+    class Odd(nnx.Module):
+        def __init__(self):
+            self.down = nnx.Linear(D, 5, rngs=nnx.Rngs(0))
+
+    with pytest.raises(LoRAError, match=r"down\.kernel: .*fully_sharded splits its 5 outputs .* 't'.*exclude_modules"):
+        make_manager(placed(Odd(), MESH, {"down": P("t")}), fully_sharded=True)
+
+
+def test_slices_in_too_many_pieces():
+    class Merged(nnx.Module):
+        packed_modules = {"qkv": {"q": 63, "k": 130, "v": 127}}
+
+        def __init__(self):
+            self.qkv = nnx.Linear(D, 320, rngs=nnx.Rngs(0))
+
+    with pytest.raises(LoRAError, match=r"qkv\.kernel: .* pieces of 1; at most 64 are served.*out_blocks"):
+        make_manager(placed(Merged(), MESH, {"qkv": P(None, "t")}))
+
+
+def test_a_batch_of_another_manager(world):
+    other = World()
+    with (
+        other.manager.prepare([None] * 4) as batch,
+        pytest.raises(LoRAError, match="prepared by the manager of another model"),
+    ):
+        jax.jit(served)(world.model, TOKENS, batch)
+
+
+def test_a_set_mesh_that_is_not_the_models(world):
+    with (
+        world.manager.prepare(MIXES[0]) as batch,
+        jax.set_mesh(mesh_of(x=4)),
+        pytest.raises(LoRAError, match=r"embed: the model lies on a mesh \{'data': 2, 't': 2\}.* \{'x': 4\}"),
+    ):
+        jax.jit(lambda model, batch: served(model, TOKENS, batch))(world.model, batch)

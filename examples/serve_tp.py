@@ -57,7 +57,7 @@ def main() -> None:
         max_loras=2,
         max_lora_rank=32,
         max_cpu_loras=4,
-        data_axes=["data"] if mesh.shape["data"] > 1 else [],  # what the sequences of a batch are split over
+        data_axes=["data"],  # what the sequences of a batch are split over
     )
     manager = jlora.LoRAManager(model, config)
     for folder in sorted((DEMO / "adapters").iterdir()):

@@ -1,12 +1,15 @@
-"""What a wrapped layer computes on a mesh whose axes are Explicit."""
+"""The mesh that the calling code runs on: axes that are Explicit, axes of which it is one shard, and the one map."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
+
+from jlora.sharding.rules import KernelSharding, names_of, partition
 
 
 def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
@@ -16,7 +19,7 @@ def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array
     compiler is asked to find them, as it does everywhere else.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is_explicit(kind))
+    explicit = tuple(name for name in mesh.axis_names if name in explicit_axes(mesh))
     if not explicit:
         return compute(base, *args)
     auto = cast(
@@ -32,5 +35,61 @@ def here(array: Array) -> Array:
     return jnp.copy(array) if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types else array
 
 
-def _is_explicit(kind: AxisType) -> bool:
-    return kind == AxisType.Explicit
+def manual_axes(mesh: Any) -> frozenset[str]:
+    """Axes of a mesh along which the code that runs now is that of a shard."""
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
+
+
+def explicit_axes(mesh: Any) -> frozenset[str]:
+    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    return partition(*(tuple(name for name in names_of(entry) if name not in names) for entry in spec))
+
+
+def on_mesh(
+    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
+) -> Callable[..., Any]:
+    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = manual_axes(context)
+    names = frozenset(sharding.mesh.axis_names) - manual
+    if not names:
+        return local
+    in_specs = [jax.tree.map(functools.partial(_without, names=manual), spec, is_leaf=_is_spec) for spec in in_specs]
+    out_specs = _without(out_specs, manual)
+    mapped = jax.shard_map(
+        local,
+        mesh=sharding.mesh if context.empty else None,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=set(names),
+        check_vma=False,  # kernels do not say along which axes their results vary
+    )
+    explicit = explicit_axes(context)
+    if not explicit:
+        return mapped
+
+    def moved(*args: Any) -> Any:
+        """Where axes are Explicit, operands are asked to lie as they will be used."""
+        of_explicit = [
+            jax.tree.map(functools.partial(_without, names=names - explicit), spec, is_leaf=_is_spec)
+            for spec in in_specs
+        ]
+        return mapped(*(_resharded(spec, arg) for spec, arg in zip(of_explicit, args, strict=True)))
+
+    return moved
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def _resharded(specs: Any, operands: Any) -> Any:
+    """Operands moved to where their specs say; a spec may stand for a whole tree."""
+
+    def move(spec: PartitionSpec, operand: Any) -> Any:
+        return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
+
+    return jax.tree.map(move, specs, operands, is_leaf=_is_spec)

@@ -11,7 +11,6 @@ Rows that are split (over data) have plans of their own shard. Inside a `jax.sha
 a shard already, and what is computed is the same without another one.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,17 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
+from jlora.layers.mesh import explicit_axes, manual_axes, on_mesh
+from jlora.layers.pieces import pieces_of
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 from jlora.sharding.rules import KernelSharding, Names, names_of, partition
-
-MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int)
     (or packed rows), of which there are `count`, is split over the data axes if they divide it."""
     lead = base.ndim - 1
     mesh = jax.sharding.get_abstract_mesh()
-    if _explicit(mesh):
+    if explicit_axes(mesh):
         spec = (*jax.typeof(base).sharding.spec, *[None] * base.ndim)
         return Lead(tuple(names_of(entry) for entry in spec[:lead]))
-    data = tuple(name for name in sharding.data if name not in _manual(mesh))
+    data = tuple(name for name in sharding.data if name not in manual_axes(mesh))
     axes: list[Names] = [()] * lead
     if axis is not None and data and count % sharding.size(data) == 0:
         axes[axis] = data
@@ -91,7 +90,7 @@ def plan_of_rows(
         return make(ids.reshape(-1), rows // max(1, ids.size))
 
     every = tuple(name for names in lead.axes for name in names)
-    return _on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
+    return on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
 
 
 def plan_of_experts(
@@ -108,7 +107,7 @@ def plan_of_experts(
         return make(ids, index, expert - _index(sharding.experts) * own, own)
 
     whole = PartitionSpec()
-    return _on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
+    return on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
 
 
 class Held(NamedTuple):
@@ -158,7 +157,7 @@ def add_rows(
     of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
     of_held = _of_held(site.spec, lead, sums)
     of_shared = [_of_held(half.spec, lead, sums) for half in site.shared]
-    mapped = _on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
+    mapped = on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
     return mapped(base, x, held, expert, x_rows, list(shared))
 
 
@@ -189,7 +188,7 @@ def joined(
         return _sum(restore(_delta(site, spec, base, flat, held, complete=False)), sharding.ins)
 
     of_held = _of_held(site.spec, lead)
-    return _on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
+    return on_mesh(sharding, local, (of_x, of_kernel, of_held), of_y)(x, kernel, held)
 
 
 def add_lookup(
@@ -231,7 +230,7 @@ def add_lookup(
     of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
     of_ids = partition(*lead.axes[: ids.ndim])
     of_held = _of_held(site.spec, lead)
-    return _on_mesh(sharding, local, (of_base, of_rows, of_ids, of_held), of_base)(base, tokens, ids, held)
+    return on_mesh(sharding, local, (of_base, of_rows, of_ids, of_held), of_base)(base, tokens, ids, held)
 
 
 # --- what a shard computes --------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ def _delta(
         x = spec.columns_in.take(x)
     columns = None if sharding.outs else spec.columns_out
     rows = rows if columns is None else columns.take(rows)
-    pieces = _pieces(site.spec)
+    pieces = pieces_of(site.spec)
     by_itself = not sharding.ins or not complete
     if by_itself and pieces.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
         plan, a, b, ranks = held
@@ -305,19 +304,19 @@ def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: He
     if sharding.ins and (complete or further):
         h = _sum(h, sharding.ins)
     if not further:
-        return _expand_pieces(slots, backend, rows, h, held)
+        return _expandpieces_of(slots, backend, rows, h, held)
     own = held.b.shape[-1]
     start = _index(further) * own
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
-    part = _expand_pieces(slots, backend, part, h, held)
+    part = _expandpieces_of(slots, backend, part, h, held)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held) -> Array:
+def _expandpieces_of(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held) -> Array:
     """`expand` over the columns that a shard has of the output slices."""
-    pieces, (plan, _, b, ranks) = _pieces(slots), held
+    pieces, (plan, _, b, ranks) = pieces_of(slots), held
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
@@ -337,52 +336,6 @@ def _without_padding(slots: SlotSpec, x: Array) -> Array:
     real = np.concatenate([np.full(count, first >= 0) for first, count in slots.in_blocks])
     own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[_index(sharding.ins)]
     return jnp.where(own[None, :], x, 0)
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """The columns of a shard, by output slice.
-
-    Attributes:
-      sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
-      size: else, of pieces that are of one slice each.
-      table: for each shard the slices of its pieces; the number of slices for padding.
-    """
-
-    sizes: tuple[int, ...] | None
-    size: int
-    table: tuple[tuple[int, ...], ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def _pieces(held: SlotSpec) -> _Pieces:
-    sharding = held.sharding
-    assert sharding is not None
-    slices = np.full(held.stored_out, held.slices, np.int64)
-    of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
-    for features, stored in held.out_runs:
-        slices[stored] = of_feature[features]
-    shards = slices.reshape(sharding.size(sharding.b[2]), -1)
-    if (shards == shards[0]).all():
-        starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
-        if np.array_equal(shards[0][starts], np.arange(held.slices)):
-            return _Pieces(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
-        shards = shards[:1]
-    changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
-    size = int(np.gcd.reduce(np.concatenate([*changes, np.array([shards.shape[1]])])))
-    return _Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
-
-
-def too_many_pieces(held: SlotSpec) -> str | None:
-    """Why the output slices of a layer cannot be served as its columns are split, or None."""
-    pieces = _pieces(held)
-    if not pieces.table or len(pieces.table[0]) <= MOST_PIECES:
-        return None
-    return (
-        f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
-        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
-        "or out_blocks how each shard has a part of every slice"
-    )
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -418,15 +371,6 @@ def _gathered(array: Array, axes: Names, axis: int) -> Array:
     return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))
 
 
-def _manual(mesh: Any) -> frozenset[str]:
-    """Axes of a mesh along which the code that runs now is that of a shard."""
-    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
-
-
-def _explicit(mesh: Any) -> frozenset[str]:
-    return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-
-
 def reached(site: Site) -> bool:
     """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
 
@@ -442,7 +386,7 @@ def experts_reached(site: Site) -> bool:
 
 
 def _inside(site: Site, axes: Names, what: str) -> bool:
-    inside = [name for name in axes if name in _manual(jax.sharding.get_abstract_mesh())]
+    inside = [name for name in axes if name in manual_axes(jax.sharding.get_abstract_mesh())]
     if inside and len(inside) < len(axes):
         raise LoRAError(
             f"{site.path}: its {what} are split over {' and '.join(map(repr, axes))}, and it is called inside a "
@@ -455,57 +399,6 @@ def parts_of(site: Site) -> tuple[int, int]:
     """Of how many parts the code that runs now has one, of the layer's K and of its N."""
     if (sharding := site.spec.sharding) is None:
         return 1, 1
-    manual = _manual(jax.sharding.get_abstract_mesh())
+    manual = manual_axes(jax.sharding.get_abstract_mesh())
     ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
     return sharding.size(ins), sharding.size(outs)
-
-
-def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    return partition(*(tuple(name for name in names_of(entry) if name not in names) for entry in spec))
-
-
-def _on_mesh(
-    sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
-) -> Callable[..., Any]:
-    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
-    context = jax.sharding.get_abstract_mesh()
-    manual = _manual(context)
-    names = frozenset(sharding.mesh.axis_names) - manual
-    if not names:
-        return local
-    in_specs = [jax.tree.map(functools.partial(_without, names=manual), spec, is_leaf=_is_spec) for spec in in_specs]
-    out_specs = _without(out_specs, manual)
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh if context.empty else None,
-        in_specs=tuple(in_specs),
-        out_specs=out_specs,
-        axis_names=set(names),
-        check_vma=False,  # kernels do not say along which axes their results vary
-    )
-    explicit = _explicit(context)
-    if not explicit:
-        return mapped
-
-    def moved(*args: Any) -> Any:
-        """Where axes are Explicit, operands are asked to lie as they will be used."""
-        of_explicit = [
-            jax.tree.map(functools.partial(_without, names=names - explicit), spec, is_leaf=_is_spec)
-            for spec in in_specs
-        ]
-        return mapped(*(_resharded(spec, arg) for spec, arg in zip(of_explicit, args, strict=True)))
-
-    return moved
-
-
-def _is_spec(value: object) -> bool:
-    return isinstance(value, PartitionSpec)
-
-
-def _resharded(specs: Any, operands: Any) -> Any:
-    """Operands moved to where their specs say; a spec may stand for a whole tree."""
-
-    def move(spec: PartitionSpec, operand: Any) -> Any:
-        return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
-
-    return jax.tree.map(move, specs, operands, is_leaf=_is_spec)

@@ -19,8 +19,8 @@ from jlora.layers.discover import Found, discover
 from jlora.layers.embedding import embed_methods
 from jlora.layers.experts import experts_methods, prefix_of, product_of, shared_sites
 from jlora.layers.linear import linear_methods
+from jlora.layers.pieces import too_many_pieces
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
-from jlora.layers.sharded import too_many_pieces
 from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.rules import KernelSharding, kernel_sharding

@@ -1,0 +1,56 @@
+"""Which output slices the columns of a shard are of, where a merged projection is split over a mesh."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from jlora.layers.site import SlotSpec
+
+MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The columns of a shard, by output slice.
+
+    Attributes:
+      sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
+      size: else, of pieces that are of one slice each.
+      table: for each shard the slices of its pieces; the number of slices for padding.
+    """
+
+    sizes: tuple[int, ...] | None
+    size: int
+    table: tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces_of(held: SlotSpec) -> Pieces:
+    sharding = held.sharding
+    assert sharding is not None
+    slices = np.full(held.stored_out, held.slices, np.int64)
+    of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
+    for features, stored in held.out_runs:
+        slices[stored] = of_feature[features]
+    shards = slices.reshape(sharding.size(sharding.b[2]), -1)
+    if (shards == shards[0]).all():
+        starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
+        if np.array_equal(shards[0][starts], np.arange(held.slices)):
+            return Pieces(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
+        shards = shards[:1]
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
+    size = int(np.gcd.reduce(np.concatenate([*changes, np.array([shards.shape[1]])])))
+    return Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
+
+
+def too_many_pieces(held: SlotSpec) -> str | None:
+    """Why the output slices of a layer cannot be served as its columns are split, or None."""
+    pieces = pieces_of(held)
+    if not pieces.table or len(pieces.table[0]) <= MOST_PIECES:
+        return None
+    return (
+        f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
+        "or out_blocks how each shard has a part of every slice"
+    )

@@ -167,11 +167,16 @@ def wrap_model(
     Raises:
       LoRAUsageError: a target that matches nothing or a layer that cannot be wrapped; a registered spec that its layer
         contradicts; a `skip` that is no list of regular expressions.
-      LoRAError: the model is wrapped already; the slots do not fit in memory. Whatever is raised, the model is as it
-        was.
+      LoRAError: the model is wrapped already, or lies on devices of several processes; the slots do not fit in memory.
+        Whatever is raised, the model is as it was.
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
+    if any(_of_several_processes(site) for _, sites in plans for site in sites):
+        raise LoRAError(
+            "the model lies on devices of several processes, which is not served yet: nothing would keep the adapters "
+            "of their slots the same. Give each process a model on devices of its own"
+        )
     arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)])}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
@@ -362,6 +367,11 @@ def _sites(
         slots = slot_spec(spec.head, (spec.rows,), parts)
         sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
+
+
+def _of_several_processes(site: Site) -> bool:
+    sharding = site.spec.sharding
+    return sharding is not None and isinstance(sharding.mesh, Mesh) and sharding.mesh.is_multi_process
 
 
 def _sharding_of(param: Any) -> Any:

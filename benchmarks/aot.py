@@ -219,10 +219,18 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
 
 
 def collectives_of(text: str) -> collections.Counter[tuple[str, str, int]]:
-    """Those in the text of a program, where an asynchronous one starts."""
+    """Those in the text of a program.
+
+    An asynchronous one counts where it starts; one that overlaps a product is in three fusions, of the same chain.
+    """
     found: collections.Counter[tuple[str, str, int]] = collections.Counter()
-    for result, kind, start in re.findall(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(", text):
+    seen: set[Any] = set()
+    for result, kind, start, rest in re.findall(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\((.*)", text):
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+        if (chain := re.search(r'chain_id="(\d+)"', rest)) is not None:
+            if (one := (chain[1], kind, *shapes)) in seen:
+                continue
+            seen.add(one)
         if start and result.startswith("("):
             shapes = shapes[len(shapes) // 2 :]  # its operands come first
         found[kind, shapes[0][0], sum(math.prod(map(int, filter(None, dims.split(",")))) for _, dims in shapes)] += 1

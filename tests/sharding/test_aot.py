@@ -102,10 +102,14 @@ def test_collectives_are_found_in_every_form():
   %d = f32[4,8]{1,0} all-gather-done(%c)
   %e = f32[] all-reduce(%all-reduce.7), channel_id=1
   %f = f32[8] fusion(%all-reduce.7), kind=kLoop
+  %g = f32[3,64,16]{1,0,2:T(4,128)} all-gather(%p.1), channel_id=1, frontend_attributes={chain_id="0"}
+  %h = f32[3,64,16]{1,0,2:T(4,128)S(1)} all-gather(%p.2), channel_id=1, frontend_attributes={chain_id="0"}
+  %i = f32[3,64,16]{1,0,2:T(4,128)} all-gather(%p.3), channel_id=1, frontend_attributes={chain_id="1"}
 """
     assert aot.collectives_of(text) == {
         ("all-reduce", "bf16", 64 * 4096): 1,
         ("all-reduce", "f32", 10): 1,
         ("all-gather", "f32", 32): 1,
         ("all-reduce", "f32", 1): 1,
+        ("all-gather", "f32", 3 * 64 * 16): 2,
     }

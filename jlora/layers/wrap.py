@@ -21,7 +21,7 @@ from jlora.layers.experts import experts_methods, prefix_of, product_of, shared_
 from jlora.layers.linear import linear_methods
 from jlora.layers.pieces import too_many_pieces
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
-from jlora.layers.site import Site, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
+from jlora.layers.site import Site, SlotParam, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
@@ -154,6 +154,7 @@ def wrap_model(
     config: LoRAConfig,
     packed_modules: PackedModules | None = None,
     skip: Sequence[str] = (),
+    make: Callable[[Site], dict[str, SlotParam]] = allocate,
 ) -> WrappedModel:
     """Wrap the eligible layers of `model` in place and give them zero slots.
 
@@ -163,6 +164,7 @@ def wrap_model(
       packed_modules: which checkpoint names make up a merged projection; None reads the model's own
         `packed_modules` attribute if it has one.
       skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
+      make: makes the slot arrays of a site; for a model of shapes alone, shapes.
 
     Raises:
       LoRAUsageError: a target that matches nothing or a layer that cannot be wrapped; a registered spec that its layer
@@ -172,12 +174,13 @@ def wrap_model(
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
-    if any(_of_several_processes(site) for _, sites in plans for site in sites):
+    # Shapes alone may be of any topology.
+    if make is allocate and any(_of_several_processes(site) for _, sites in plans for site in sites):
         raise LoRAError(
             "the model lies on devices of several processes, which is not served yet: nothing would keep the adapters "
             "of their slots the same. Give each process a model on devices of its own"
         )
-    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)])}
+    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)], make)}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -470,10 +473,12 @@ def _product_site(
     return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 
 
-def _allocate(sites: Sequence[Site]) -> Iterable[tuple[Site, dict[str, Any]]]:
+def _allocate(
+    sites: Sequence[Site], make: Callable[[Site], dict[str, SlotParam]]
+) -> Iterable[tuple[Site, dict[str, Any]]]:
     """The slot arrays of all sites, on the device before the model is touched."""
     try:
-        arrays = [(site, allocate(site)) for site in sites]
+        arrays = [(site, make(site)) for site in sites]
         jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

@@ -348,6 +348,8 @@ def _has_nonfinite(ref):
 def _dot(left, right, transpose=False):
     """float32 product; exact products of bfloat16, and float32 ones at full precision."""
     dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
+    if transpose and right.shape[0] == 1:  # no matrix: Mosaic multiplies and adds up, and in float32 alone
+        dtype = jnp.dtype(jnp.float32)
     return jax.lax.dot_general(
         left.astype(dtype),
         right.astype(dtype),

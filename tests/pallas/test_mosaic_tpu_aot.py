@@ -55,6 +55,13 @@ def test_compiles_odd_sizes():
     assert compile_add_lora("v5p", 300, 77, (45, 13), 5, groups=9, dtype="float32")["vmem_bytes"] < 4 << 20
 
 
+def test_compiles_rank_one():
+    """Which a shard may have of the ranks. XLA gives factors this narrow layouts of its own choice."""
+    facts = compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 1, groups=8)
+    assert facts["in_place"]
+    assert 0 < facts["vmem_bytes"] < 8 << 20
+
+
 QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))
 # Chip, model, tokens, rank: 64 slots of every expert. `benchmarks/aot_tpu.py --experts` has the rest.
 EXPERTS = [

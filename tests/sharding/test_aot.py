@@ -1,0 +1,115 @@
+"""Steps on meshes of TPUs, by the compilers of real chips: a part of `benchmarks/aot.py`, and small shapes."""
+
+import pytest
+
+from benchmarks import aot
+from jlora.models import DecoderConfig
+from jlora.models.config import MoEConfig
+
+pytestmark = pytest.mark.usefixtures("as_users_compile", "on_tpu")
+slow = pytest.mark.slow
+
+
+def small(layers: int, moe: MoEConfig | None = None) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe=moe,
+    )
+
+
+def small_moe(layers: int) -> DecoderConfig:
+    return small(layers, MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=512, layers=(True,) * layers))
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """What "auto" takes there, and small shapes beside those of real models."""
+    for module in ("api", "moe", "tiles"):
+        monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
+    monkeypatch.setitem(aot.SHAPES, "small", (small, 2, 8))
+    monkeypatch.setitem(aot.SHAPES, "small-moe", (small_moe, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("chip", "model", "kind", "mesh", "step", "dispatch"),
+    [
+        ("v6e", "small", "decoder", {"tensor": 8}, "decode", "all_gather"),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("v6e", "small-moe", "decoder", {"expert": 4, "tensor": 2}, "decode", "all_to_all"),
+                ("v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
+                ("v6e", "small-moe", "decoder", {"expert": 8}, "decode", "all_gather"),
+                ("v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
+                ("tpu7x", "llama-3-70b", "decoder", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
+                ("v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),
+            )
+        ),
+    ],
+)
+def test_no_collective_is_added(chip, model, kind, mesh, step, dispatch):
+    row = aot.compare(aot.Case(chip, model, kind, mesh, step, dispatch))
+    assert row["base"], "a program without collectives shows nothing"
+    assert row["more"] == row["fewer"] == {}, row["other"]
+    check_memory(row)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "mesh", "fully", "more"),
+    [
+        ("small", "opaque", {"tensor": 8}, False, {"all-reduce": 2}),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("small", "decoder", {"tensor": 8}, True, {"all-gather": 4, "all-reduce": 4}),
+                ("small", "nnx.Linear", {"tensor": 8}, True, {"all-gather": 2, "all-reduce": 2}),
+                ("small", "opaque", {"tensor": 8}, True, {"all-gather": 4, "all-reduce": 2}),
+                ("small-moe", "decoder", {"expert": 4, "tensor": 2}, True, {"all-gather": 4, "all-reduce": 4}),
+            )
+        ),
+    ],
+)
+def test_what_is_added_is_of_rank_size(model, kind, mesh, fully, more):
+    """But for the output of an opaque row-parallel layer, which is gathered where B is split too."""
+    row = aot.compare(aot.Case("v6e", model, kind, mesh, "decode", fully=fully))
+    assert row["more"] == more
+    hidden, rank_size = 64 * 512, 64 * 2 * 3 * aot.RANK  # rows of two experts, three slices
+    sizes = [int(said.split()[-1]) for said in row["other"]]
+    assert all(size <= rank_size or (kind == "opaque" and fully and size == hidden) for size in sizes), row["other"]
+    check_memory(row)
+
+
+def check_memory(row):
+    assert row["whole"] == (), "arrays of slots that should be split"
+    assert row["slot_bytes_of_a_device"] == row["slot_bytes_by_rule"] < row["slot_bytes_of_one_device"]
+    # Of the program's arguments: stamps, and the padding of what is small, come on top.
+    assert row["slot_bytes_of_a_device"] <= row["argument_bytes_more"] < 1.01 * row["slot_bytes_of_a_device"] + 2**17
+    assert row["kernels"] > 0
+    assert row["good"]
+
+
+def test_collectives_are_found_in_every_form():
+    text = """
+  %a = bf16[64,4096]{1,0:T(8,128)(2,1)S(1)} all-reduce(%x), channel_id=1
+  %b = (f32[2,3]{1,0}, bf16[4]{0}) all-reduce(%x, %y), channel_id=2
+  %c = (f32[1,8]{1,0}, f32[4,8]{1,0}) all-gather-start(%x), channel_id=3
+  %d = f32[4,8]{1,0} all-gather-done(%c)
+  %e = f32[] all-reduce(%all-reduce.7), channel_id=1
+  %f = f32[8] fusion(%all-reduce.7), kind=kLoop
+  %g = f32[3,64,16]{1,0,2:T(4,128)} all-gather(%p.1), channel_id=1, frontend_attributes={chain_id="0"}
+  %h = f32[3,64,16]{1,0,2:T(4,128)S(1)} all-gather(%p.2), channel_id=1, frontend_attributes={chain_id="0"}
+  %i = f32[3,64,16]{1,0,2:T(4,128)} all-gather(%p.3), channel_id=1, frontend_attributes={chain_id="1"}
+"""
+    assert aot.collectives_of(text) == {
+        ("all-reduce", "bf16", 64 * 4096): 1,
+        ("all-reduce", "f32", 10): 1,
+        ("all-gather", "f32", 32): 1,
+        ("all-reduce", "f32", 1): 1,
+        ("all-gather", "f32", 3 * 64 * 16): 2,
+    }

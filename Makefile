@@ -7,13 +7,16 @@ WORKERS ?= logical --maxprocesses=8
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo test test-slow parity lint format clean same-python
+.PHONY: demo test test-mesh test-slow parity lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
 
 test: .venv/.test
-	@$(BIN)/python -m pytest -m "not parity and not slow" -n $(WORKERS)
+	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh" -n $(WORKERS)
+
+test-mesh: .venv/.test
+	@$(BIN)/python -m pytest -m "mesh and not slow" -n $(WORKERS)
 
 # These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
 test-slow: .venv/.test

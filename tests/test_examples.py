@@ -29,6 +29,7 @@ def test_own_model(monkeypatch, capsys):
     assert change["base"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.mesh
 def test_serve_tp(monkeypatch, capsys):
     """The answers of one device and of all are the trained ones, and each device holds its part."""
     answers, held = {}, {}

@@ -238,6 +238,15 @@ def test_what_was_raised_keeps_nothing_in_memory():
 # ---- interrupts
 
 
+@pytest.fixture
+def interruptible():
+    """Whatever started the tests may have left SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_real_interrupt_while_others_are_waited_for():
     """It is seen at once, and nothing is begun after it."""
     me, met, go, begun, done = threading.current_thread(), threading.Barrier(5), threading.Event(), [], []
@@ -270,6 +279,7 @@ def test_a_real_interrupt_while_others_are_waited_for():
     assert len(begun) == 4
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_real_interrupt_at_work():
     me, begun = threading.current_thread(), []
 

@@ -232,7 +232,9 @@ def _variable(kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: 
     """
     if where is None:
         return kind(jnp.zeros(shape, dtype))
-    return kind(jnp.zeros(shape, dtype, device=where), out_sharding=where.spec, mesh=where.mesh)
+    # It lies there already: Flax would lay it out again, and knows no mesh with axes of both types.
+    zeros = jnp.zeros(shape, dtype, device=where)
+    return kind(zeros, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
 
 
 def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:

@@ -14,7 +14,7 @@ import jlora
 from tests.layers.merging import Target, make_adapter, make_manager
 from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Opaque, Small, mesh_of, placed, tokens_of
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile")]
 
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
 RANK = 6  # four shards do not divide it
@@ -181,7 +181,7 @@ def test_blocks_go_to_the_shards():
     model = placed(Small(), mesh, SMALL)
     manager = make_manager(model, [ONE], max_lora_rank=RANK)
     content = manager._host.newest("one")
-    for block in manager._pool.move(content.blocks):
+    for block in manager._pool.move(content.blocks)[0]:
         of_a, of_b = LOCAL[False][block.chunk.sites[block.row or 0].path]
         assert {shard.data.shape[-1] for shard in block.a.addressable_shards} == {of_a[1]}
         assert {shard.data.shape[-1] for shard in block.b.addressable_shards} == {of_b[1]}

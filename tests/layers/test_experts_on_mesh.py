@@ -17,6 +17,8 @@ from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned,
 from tests.manager.test_shared_experts import NAMES, World
 from tests.models.test_mesh import collectives, make_mesh
 
+pytestmark = pytest.mark.mesh
+
 EXPERTS, HIDDEN, INNER, LAYERS, LENGTH = 4, 16, 12, 2, 5
 BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
 

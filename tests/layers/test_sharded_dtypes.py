@@ -11,6 +11,8 @@ import jlora
 from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal, run, serve
 from tests.layers.mesh_models import NAMES, mesh_of, placed
 
+pytestmark = pytest.mark.mesh
+
 MESH = mesh_of(t=4)
 TARGETS = [Target("column", 16, 8, "column.kernel"), Target("row", 16, 8, "row.kernel")]
 ADAPTERS = [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)]

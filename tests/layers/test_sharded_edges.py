@@ -31,6 +31,8 @@ from tests.layers.mesh_models import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.mesh
+
 MESH = mesh_of(data=2, t=2)
 TOKENS = tokens_of(4, LENGTH)
 

@@ -19,6 +19,8 @@ from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pr
 from tests.models import checkpoints, goldens
 from tests.models.recording import opened
 
+pytestmark = pytest.mark.mesh
+
 MESHES = [
     {"tensor": 1},
     {"tensor": 2},

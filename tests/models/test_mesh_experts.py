@@ -21,6 +21,8 @@ from tests.models.test_decoder import EXPERTS, TINY
 from tests.models.test_layouts import configure, fuse, pack
 from tests.models.test_mesh import collectives, forward, in_chunks, label, make_mesh, numbers
 
+pytestmark = pytest.mark.mesh
+
 MESHES = [{"expert": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}, {"tensor": 4}]
 QUICK = [
     ("mixtral-window", "all_gather", {"data": 2, "expert": 2, "tensor": 2}),

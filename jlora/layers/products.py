@@ -79,7 +79,10 @@ def join(
             moved = y.transpose(places.y)
             shape = moved.shape[: places.lead]
             back = tuple(places.y.index(i) for i in range(y.ndim))
-            restore: Callable[[Array], Array] = lambda out: out.reshape(moved.shape).transpose(back)  # noqa: E731
+
+            def restore(out: Array) -> Array:
+                return out.reshape(moved.shape).transpose(back)
+
             return x.transpose(places.x).reshape(*shape, -1), moved.reshape(*shape, -1), restore
 
         specs = partition(*of_x), partition(*of_kernel), partition(*of_y)
@@ -107,13 +110,10 @@ def _dot_general(
     count = len(lead)
     places = EinsumAxes((*lead, *x_in), tuple(range(count + len(kernel_out))), count, tuple(kernel_in), kernel_out)
 
-    def product(x: Array, kernel: Array) -> Array:
-        return lax.dot_general(x, kernel, dims, **options)
+    def product(x: Array, kernel: Array, **where: Any) -> Array:
+        return lax.dot_general(x, kernel, dims, **options, **where)
 
-    out = serve(x, kernel, places, product)
-    if out is None:
-        return lax.dot_general(x, kernel, dims, out_sharding=out_sharding, **options)
-    return _placed(out, out_sharding)
+    return _made(serve, x, kernel, places, product, out_sharding)
 
 
 def _einsum(
@@ -132,14 +132,22 @@ def _einsum(
     except LoRAError as error:
         raise LoRAError(f"{site.path}: {error}") from error
 
-    def product(x: Array, kernel: Array) -> Array:
-        return jnp.einsum(equation, x, kernel, **options)
+    def product(x: Array, kernel: Array, **where: Any) -> Array:
+        return jnp.einsum(equation, x, kernel, **options, **where)
 
+    return _made(serve, x, kernel, places, product, out_sharding)
+
+
+def _made(
+    serve: Callable[..., Array | None],
+    x: Array,
+    kernel: Array,
+    places: EinsumAxes,
+    product: Callable[..., Array],
+    out_sharding: Any,
+) -> Array:
+    """The product with its LoRA, or alone where rows fit no layout; where the layer's caller asks for it."""
     out = serve(x, kernel, places, product)
     if out is None:
-        return jnp.einsum(equation, x, kernel, out_sharding=out_sharding, **options)
-    return _placed(out, out_sharding)
-
-
-def _placed(out: Array, out_sharding: Any) -> Array:
+        return product(x, kernel, out_sharding=out_sharding)
     return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)

@@ -101,12 +101,11 @@ class _Scope:
         if site.spec.experts is not None:
             plan = self._plan_experts(layout[0], site, spec)
         else:
-            ids, repeats = self._runs(layout, site)
             make = functools.partial(self._make_plan, site)
             if sharding is not None and lead is not None and lead.split:
                 plan = plan_of_rows(sharding, lead, base.shape[:-1], self.runs(site, base), make)
             else:
-                plan = make(ids, repeats)
+                plan = make(*self._runs(layout, site))
         if keep:
             self.plans[key] = plan
         return plan

@@ -381,9 +381,9 @@ def _as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
 def _of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
     """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
     a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
-    if whole:
-        return a, b
-    return tuple(NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))  # type: ignore[return-value]
+    if not whole:
+        a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
+    return a, b
 
 
 def _pinned(where: Where) -> Sharding:

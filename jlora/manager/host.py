@@ -180,6 +180,8 @@ class Host:
         with self._books():
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
+                if old.request.name not in self._registry.contents:
+                    self._registry.known[old.request.name] = old.request
                 self._drop(old)
 
     def _drop(self, load: Load) -> None:

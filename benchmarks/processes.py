@@ -107,7 +107,7 @@ def start(args: argparse.Namespace, processes: int, folder: str) -> dict[str, An
     running = []
     for i in range(processes):
         own = ",".join(str(d) for d in range(i * each, (i + 1) * each))
-        flags = f"--xla_force_host_platform_device_count={each}" if jax.default_backend() == "cpu" else ""
+        flags = f" --xla_force_host_platform_device_count={each}" if jax.default_backend() == "cpu" else ""
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": own, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + flags}
         command = [sys.executable, "-m", "benchmarks.processes", "--devices", str(args.devices), "--folder", folder]
         command += ["--model", args.model, "--layers", str(args.layers), "--coordinator", coordinator]

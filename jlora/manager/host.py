@@ -178,6 +178,8 @@ class Host:
     def _keep(self, load: Load, content: Content) -> None:
         """Keep what was loaded until all processes let it in; the oldest go where there are too many."""
         with self._books():
+            if not self.loader.knows(load):  # another process could not read it, and nobody waits any more
+                return
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
                 if old.request.name not in self._registry.contents:
@@ -187,7 +189,7 @@ class Host:
     def _drop(self, load: Load) -> None:
         if load.content is not None and not self._registry.newest(load.content):
             self._slots.release(load.content)
-        self.loader.forget(load)
+        self.loader.abandon(load)
 
     def let_in(
         self,
@@ -241,10 +243,19 @@ class Host:
     def _request(self, request: LoRARequest | str) -> LoRARequest:
         if isinstance(request, LoRARequest):
             return request
-        known = self._registry.known.get(request) or self.loader.named(request)
-        if known is None:
+        if (known := self._registry.known.get(request)) is not None:
+            return known
+        if not (loads := self.loader.named(request)):
             raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
-        return known
+        return loads[0].request
+
+    def give_up(self, name: str | None = None) -> bool:
+        """Drop what is loaded, or being loaded, and not let in yet: of a name or of all. False if nothing is."""
+        loads = self.loader.staged() if name is None else self.loader.named(name)
+        if self._processes.several:
+            for load in loads:
+                self._drop(load)
+        return self._processes.several and bool(loads)
 
     def _together(self, what: str, stage: Callable[[], Content | None], patience: Patience) -> bool | None:
         """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""

@@ -163,9 +163,9 @@ class Loader:
         load.ahead |= ahead
         return load
 
-    def named(self, name: str) -> LoRARequest | None:
-        """The request of a load of this name that is under way, or done and not forgotten."""
-        return next((request for request in self._loads if request.name == name), None)
+    def named(self, name: str) -> list[Load]:
+        """The loads of this name that are under way, or done and not forgotten."""
+        return [load for load in self._loads.values() if load.request.name == name]
 
     def staged(self) -> list[Load]:
         """The loads whose content is still to be let in, the first to be asked for first."""
@@ -173,15 +173,22 @@ class Loader:
 
     def forget(self, load: Load) -> None:
         """Let a finished load be started again."""
-        if load.done and self._loads.get(load.request) is load:
+        if load.done:
+            self.abandon(load)
+
+    def abandon(self, load: Load) -> None:
+        """Let a load be started again though it may be under way; what becomes of that one is of no use then."""
+        if self.knows(load):
             del self._loads[load.request]
+
+    def knows(self, load: Load) -> bool:
+        return self._loads.get(load.request) is load
 
     def check_wanted(self, load: Load) -> None:
         """Raises LoadCancelled where nobody wants a load any more; who asks from then on starts another."""
         with self._lock():
             if load.unwanted:
-                if self._loads.get(load.request) is load:
-                    del self._loads[load.request]
+                self.abandon(load)
                 raise LoadCancelled
 
     def _run(self, load: Load, before: list[Load]) -> None:

@@ -249,7 +249,7 @@ class LoRAManager:
                 with self._books():
                     content = self._registry.contents.get(name)
                     if content is None or not self._host.held(content):
-                        found = self._registry.forget(name)
+                        found = self._registry.forget(name) | self._host.give_up(name)
                         if content is not None:
                             self._slots.release(content)
                             _log.info("removed %r", name)
@@ -291,6 +291,7 @@ class LoRAManager:
                     held = next((content for content in contents if self._host.held(content)), None)
                     if held is None:
                         self._registry.known.clear()
+                        self._host.give_up()
                         for content in contents:
                             self._registry.forget(content.name)
                             self._slots.release(content)

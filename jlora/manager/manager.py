@@ -29,12 +29,14 @@ from jlora.manager.content import Content
 from jlora.manager.export import export
 from jlora.manager.fit import rank_vector
 from jlora.manager.host import Host
+from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
 from jlora.manager.locks import Lock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
+from jlora.manager.prepare_in_step import BatchesInStep
 from jlora.manager.processes import Processes
 from jlora.manager.registry import Registry, memory_bytes
 from jlora.manager.report import AdapterInfo, Stats
@@ -124,22 +126,15 @@ class LoRAManager:
         self._registry = Registry(config.max_cpu_loras or config.max_loras, memory)
         self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
         self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
-        self._host = Host(
-            config,
-            self._wrapped,
-            index,
-            self._registry,
-            self._leases,
-            self._slots,
-            self._counts,
-            self._books,
-            resolve,
-            self._processes,
-        )
+        of_host = (config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts, self._books)
+        of_batches = (self._wrapped, config, self._registry, self._leases, self._slots, locks)
+        if self._processes.several:
+            self._host = host = HostInStep(*of_host, resolve, processes=self._processes)
+            self._batches = BatchesInStep(*of_batches, host=host, processes=self._processes)
+        else:
+            self._host = Host(*of_host, resolve)
+            self._batches = Batches(*of_batches, self._host)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
-        self._batches = Batches(
-            self._wrapped, config, self._registry, self._leases, self._slots, self._host, locks, self._processes
-        )
 
     def _agreed(self, config: LoRAConfig) -> int:
         """See that all processes have the same slots. Returns the bytes of their host caches."""

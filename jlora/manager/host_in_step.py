@@ -1,0 +1,186 @@
+"""The host cache where several processes have one: what one of them cannot load, or has not loaded yet, none has.
+
+Each process reads by itself, on its loading threads, and keeps apart what it has read. The call that asks for that lets
+it in, once all have it: so caches are the same, and evict the same, whichever process was quicker.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jlora.adapters import Adapter
+from jlora.config import LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAUsageError
+from jlora.manager.blocks import Block
+from jlora.manager.content import Content, Placement, fingerprint
+from jlora.manager.host import Host
+from jlora.manager.loader import Load, Patience
+from jlora.manager.processes import Processes
+from jlora.manager.report import unknown_name
+from jlora.manager.update import updated
+
+
+class HostInStep(Host):
+    """The host cache of one of several processes."""
+
+    def __init__(self, *args: Any, processes: Processes):
+        super().__init__(*args)
+        self._processes = processes
+
+    def load(self, request: LoRARequest, patience: Patience) -> bool:
+        return bool(self.let_in(f"add_adapter({request.name!r})", request, patience, again=True))
+
+    def recall(self, name: str) -> None:
+        if name not in self._registry.contents:
+            self.let_in(f"the load of {name!r}", name, Patience(None))
+
+    def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
+        return bool(self._together(f"add_adapter({adapter.name!r})", lambda: self.stage(adapter, None), patience))
+
+    def _found(self, name: str) -> bool:
+        return name in self._registry.contents  # not a use of it: the order of uses is that of the calls
+
+    def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
+        return fingerprint(placements, blocks)
+
+    def _arrived(self, load: Load, content: Content) -> bool:
+        """It is kept until all processes let it in; the oldest go where there are too many."""
+        with self._books():
+            if not self.loader.knows(load):  # another process could not read it, and nobody waits any more
+                return True
+            load.content = content
+            for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
+                if old.request.name not in self._registry.contents:
+                    self._registry.known[old.request.name] = old.request
+                self._drop(old)
+        return True
+
+    def _drop(self, load: Load) -> None:
+        if load.content is not None and not self._registry.newest(load.content):
+            self._slots.release(load.content)
+        self.loader.abandon(load)
+
+    def let_in(
+        self,
+        what: str,
+        request: LoRARequest | str,
+        patience: Patience,
+        *,
+        wait: bool = True,
+        again: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> bool | None:
+        """Load an adapter in all processes, and let it in once all have it. See `LoRAManager.add_adapter`.
+
+        Args:
+          what: the call, for messages.
+          request: what to load; or the name of one that was evicted, or is being loaded.
+          patience: how long to wait.
+          wait: whether to wait for the load.
+          again: whether to try again what failed before.
+          before: what to do first; what it raises, all processes raise.
+
+        Returns:
+          Whether it was loaded. None where it is still being loaded in some process; only without `wait`.
+        """
+        loads: list[Load] = []
+
+        def staged() -> Content | None:
+            if before is not None:
+                before()
+            while True:
+                with self._books():
+                    asked = self._request(request)
+                    load = self.loader.start(asked, again=again, patience=patience)
+                    load.wanted += 1
+                loads.append(load)
+                if not (wait or load.done):
+                    return None
+                if self.wait(load, patience.deadline) and load.content is not None:
+                    return load.content
+
+        admitted: bool | None = False
+        try:
+            admitted = self._together(what, staged, patience)
+        finally:
+            if admitted is not None:  # also what another process failed to read is read anew the next time
+                with self._books():
+                    for load in loads:
+                        self._drop(load)
+        return admitted
+
+    def _request(self, request: LoRARequest | str) -> LoRARequest:
+        if isinstance(request, LoRARequest):
+            return request
+        if (known := self._registry.known.get(request)) is not None:
+            return known
+        if not (loads := self.loader.named(request)):
+            raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
+        return loads[0].request
+
+    def give_up(self, name: str | None = None) -> bool:
+        loads = self.loader.staged() if name is None else self.loader.named(name)
+        for load in loads:
+            self._drop(load)
+        return bool(loads)
+
+    def _together(self, what: str, stage: Callable[[], Content | None], patience: Patience) -> bool | None:
+        """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""
+        content: Content | None = None
+        victims: list[str] = []
+
+        def ready() -> tuple[Any, Any] | None:
+            nonlocal content, victims
+            if (content := stage()) is None:
+                return None
+            while True:
+                with self._books():
+                    old = self._registry.contents.get(content.name)
+                    if old is None or not self.held(old):
+                        victims = self._registry.victims_for(content, self.busy)
+                        return [content.fingerprint, victims], self._registry.generation(content.name, content.key)
+                self.wait_for(old, "replacing", patience)
+
+        with self._processes.together(what, ready) as generations:
+            if generations is None:
+                return None
+            assert content is not None
+            with self._books():
+                self._put(content, victims, max(generations))
+            return True
+
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
+        """See `LoRAManager.update_adapter`. From arrays that each process has on the host."""
+        pool = self._slots.pool
+        pool.compile()
+        self.recall(name)
+        found: tuple[Content, Content, tuple[Block, ...], list[str]] | None = None
+
+        def ready() -> tuple[Any, Any]:
+            nonlocal found
+            with self._books():
+                old = self.newest(name)
+            if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+                raise LoRAUsageError(
+                    f"adapter {name!r}: a model over several processes takes new weights from the host; give "
+                    "update_adapter NumPy arrays, the same in each"
+                )
+            content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+            content.fingerprint = fingerprint(content.placements, content.blocks)
+            self.wait_until_free(name, "updating", patience)
+            with self._books():
+                victims = self._registry.victims_for(content, self.busy)
+                found = old, content, written, victims
+                return [content.fingerprint, victims, self._registry.generation(name, None)], None
+
+        with self._processes.together(f"update_adapter({name!r})", ready):
+            assert found is not None
+            old, content, written, victims = found
+            with locks[0](), locks[1]():
+                for victim in victims:
+                    self.evict(victim)
+                content.generation = self._registry.generation(name, None)
+                self._registry.put(content)
+                self._slots.replace(old, content, written)
+        return content.generation

@@ -1,0 +1,118 @@
+"""`prepare` where several processes have one model: all bring the same adapters into the same slots, or none does."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jlora.config import LoRARequest
+from jlora.errors import NoFreeSlotError
+from jlora.layers.batch import LoRABatch
+from jlora.manager.batches import Asked, Name
+from jlora.manager.content import Content
+from jlora.manager.host_in_step import HostInStep
+from jlora.manager.leases import AdapterHandle
+from jlora.manager.loader import POLL, Patience
+from jlora.manager.prepare import Batches, R
+from jlora.manager.processes import Disagreement, Processes
+
+_TRIES = 8  # to find the same slots in all processes
+
+
+class BatchesInStep(Batches):
+    """Prepares the batches of one of several processes."""
+
+    def __init__(self, *args: Any, host: HostInStep, processes: Processes):
+        super().__init__(*args, host=host)
+        self._shared = host
+        self._processes = processes
+
+    def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+        with self._processes.in_turn():
+            return super().prepare(asked, wait, deadline)
+
+    def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+        reloaded: set[Name] = set()
+        while True:
+            with self._books():
+                known = self._contents(asked)
+            absent = [
+                name
+                for name in asked.adapters
+                if name not in known or (isinstance(name, LoRARequest) and name.load_inplace and name not in reloaded)
+            ]
+            for name in absent:
+                assert not isinstance(name, AdapterHandle)
+                reloaded.add(name)
+                self._shared.let_in(
+                    f"prepare: the load of {name if isinstance(name, str) else name.name!r}",
+                    name,
+                    Patience(deadline, threading.get_ident()),
+                    wait=wait,
+                    before=lambda: self._wait_for_room(asked, deadline) if wait else None,
+                )
+            if not (absent and wait):
+                break
+        with self._books():
+            contents = self._contents(asked)
+        wanted = list(dict.fromkeys(contents.values()))
+
+        def batch(_: list[Content]) -> tuple[LoRABatch, tuple[bool, ...]]:
+            return self._batch(asked, contents, keep=wait)
+
+        return self.bring("prepare", lambda: wanted, batch, partly=not wait, deadline=deadline)
+
+    def _wait_for_room(self, asked: Asked, deadline: float | None) -> None:
+        while True:
+            try:
+                with self._books():
+                    return self._keep(asked)
+            except NoFreeSlotError:
+                if _over(deadline):
+                    raise
+            time.sleep(POLL)
+
+    def bring(
+        self,
+        what: str,
+        wanted: Callable[[], Sequence[Content]],
+        then: Callable[[list[Content]], R],
+        *,
+        partly: bool = False,
+        deadline: float | None = None,
+    ) -> R:
+        """See `Batches.bring`: into the same slots in all processes. Nothing is said where all are in slots already."""
+        self._slots.pool.compile()
+        with self._dispatch(), self._books():
+            self._wrapped.check()
+            contents = wanted()
+            if all(content in self._slots.pool.table for content in contents):
+                return then(self._slots.activate(contents, partly=partly))
+        plan = dict[Content, int | None]()
+
+        def ready() -> tuple[Any, Any]:
+            nonlocal plan
+            while True:
+                try:
+                    with self._dispatch(), self._books():
+                        plan = self._slots.plan(contents, partly=partly)
+                        return [(content.name, content.generation, slot) for content, slot in plan.items()], None
+                except NoFreeSlotError:
+                    if _over(deadline):
+                        raise
+                time.sleep(POLL)
+
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                with self._processes.together(what, ready), self._dispatch(), self._books():
+                    return then(self._slots.carry_out(plan, contents))
+            except Disagreement:  # a batch that another thread closes is closed a moment later in another process
+                if not tries_left:
+                    raise
+            time.sleep(POLL)
+        raise AssertionError
+
+
+def _over(deadline: float | None) -> bool:
+    """Whether there is no time to wait, or none left."""
+    return deadline is None or time.monotonic() >= deadline

@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters import Adapter, BaseShape
 from jlora.adapters.checkpoint import all_finite
@@ -191,7 +192,7 @@ def _pieces(
     # that a mesh asked for, and no checkpoint knows it.
     alternate = columns.columns_out if isinstance(columns, LinearSpec) and columns.out_blocks is None else None
     if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
-        b = _columns(b, alternate.positions)
+        b = _columns(b, alternate.positions, spec.own_experts)
     block, _, own = name.rpartition(".")
     called: dict[int, str] = {}  # the first name of each slice
     for key, (i, n) in site.parts.items():
@@ -206,8 +207,14 @@ def _pieces(
     return pieces
 
 
-def _columns(b: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`b[:, :, positions]`, read and written in the order of b's memory."""
+def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.ndarray:
+    """`b[:, :, positions]`, read and written in the order of b's memory. Only of `own` experts if those are not all."""
+    if len(b) > sum(map(len, own)) and len(b) > 1:
+        found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
+        for part in own:
+            rows = slice(part.start, part.stop)
+            found.view(bits_of(b.dtype))[rows] = _columns(b[rows], positions, own).view(bits_of(b.dtype))
+        return found
     order = sorted(range(3), key=lambda axis: -b.strides[axis])
     bits = b.view(bits_of(b.dtype)).transpose(order).take(positions, order.index(2))
     return bits.view(b.dtype).transpose(np.argsort(order))

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from jlora.adapters import Adapter, AdapterShapes
+from jlora.adapters.adapter import read_adapter
+from jlora.adapters.checkpoint import OwnExperts
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
     AdapterInUseError,
@@ -28,6 +30,7 @@ from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
 from jlora.manager.names import SiteIndex
+from jlora.manager.own import own_experts
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
@@ -153,11 +156,14 @@ class Host:
             return self.admit(self.stage(adapter, None), replace, patience)
 
     def _read(self, request: LoRARequest) -> Adapter:
-        """Read an adapter's files. What its shapes tell against it is found before a tensor is read."""
+        """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
+
+        What its shapes tell against it is found before a tensor is read.
+        """
         path = request.path if self._resolve is None else self._resolve(request)
         where = describe(request.name, request.path)
 
-        def check(shapes: AdapterShapes) -> None:
+        def check(shapes: AdapterShapes) -> OwnExperts:
             if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
                 raise AdapterMismatchError(
                     f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
@@ -169,10 +175,11 @@ class Host:
                 raise AdapterMismatchError(
                     f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
                 )
-            place(where, shapes.modules, self._index)
+            placed = place(where, shapes.modules, self._index)
             check_base_shapes(where, shapes.base_weights, self._index)
+            return own_experts(shapes.modules, placed)
 
-        return Adapter.from_pretrained(
+        return read_adapter(
             path,
             name=request.name,
             revision=request.revision,

@@ -111,6 +111,8 @@ def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Seque
     """Check every tensor of `adapter` against the model and bring it into slot dtype and the blocks of its `chunks`.
 
     Where the model has slots for that, a factor that experts share goes into them once, if all of the adapter's do.
+    Experts that lie on devices of other processes are left zeros, and their modules' numbers are not looked at, but for
+    float16 (`own_experts`).
 
     Raises:
       AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.

@@ -1,5 +1,6 @@
 """Of an adapter's experts some are read: their numbers, and no byte of another's that the format lets be left out."""
 
+import gc
 import json
 import os
 from functools import cache
@@ -267,9 +268,11 @@ def test_memory_is_that_of_own_experts(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(StableFile, "read_into", read_into)
     read(tmp_path, own)  # so that all code and buffers are there
     marks.clear()
+    gc.collect()
     before = resident()
     adapter = read(tmp_path, own)
     share = adapter.nbytes // experts * 8
     assert share == 8 << 20
     assert len(marks) > 8
+    assert share - (1 << 20) < resident() - before
     assert max(*marks, resident()) - before < share + (3 << 20)

@@ -4,6 +4,7 @@ Processes are pretended: a device of a mesh of virtual ones belongs to the proce
 """
 
 import functools
+import gc
 import json
 import os
 from pathlib import Path
@@ -249,6 +250,7 @@ def test_blocks_take_the_memory_of_own_rows(monkeypatch, own):
     sharding = KernelSharding(mesh, experts=("expert",))
     spec = SlotSpec(None, 1, 12 << 10, (4 << 10,), 16, "bfloat16", experts=128, sharding=sharding)
     site = Site("x", ("x",), "linear", spec, {}, "xla")
+    gc.collect()
     before = resident()
     frame = Frame(cut([site], 8 << 20), {(site, row): 16 for row in range(128)})
     written = 0

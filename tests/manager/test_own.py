@@ -105,9 +105,12 @@ class World:
             for site in self.manager._pool.sites:  # asked once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
 
-    def staged(self, request):
-        host = self.manager._host
-        return host.stage(host._read(request), request)
+    def staged(self, adapter):
+        """What the host cache has of an adapter, or of a request for one."""
+        self.manager.add_adapter(adapter)
+        content = self.manager._host.newest(adapter.name)
+        self.manager.remove_adapter(adapter.name)
+        return content
 
 
 @functools.cache
@@ -208,8 +211,8 @@ def test_float16_is_filled_from_all_experts(folder_of, monkeypatch):
 def test_an_adapter_in_memory(folder_of, kind):
     found, fields = file_of(kind)
     adapter = jlora.Adapter.from_pretrained(folder_of(found, **fields))
-    contents = {own: world_of(Gathering, 4, own).manager._host.stage(adapter, None) for own in ((0, 3), (0, 1, 2, 3))}
-    assert_same_where_own(*contents.values(), own_of(4, (0, 3)))
+    world = world_of(Gathering, 4, (0, 3))
+    assert_same_where_own(world.staged(adapter), whole_of(Gathering, 4).staged(adapter), world.own)
 
 
 def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):

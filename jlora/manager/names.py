@@ -12,6 +12,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
 from jlora.layers.wrap import WrappedModel
 
+Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, slices
 NameMap: TypeAlias = Mapping[str, str]
 NameRules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 
@@ -43,8 +44,7 @@ class SiteIndex:
                 self._sites.setdefault((site.kind, name), []).append(site)
         rows = {len(site.spec.rows) for site in wrapped.modules}
         self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
-        # Adapters come with tens of thousands of names, each twice: before its tensors are read and after. And again
-        # with the next adapter.
+        # Adapters come with tens of thousands of names, and the next one with the same.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._nearest: dict[str, Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
@@ -61,8 +61,8 @@ class SiteIndex:
         """Whether the checkpoint's module `name` is one that this process lacks on purpose; it is counted then."""
         return self._wrapped.skips(name)
 
-    def find(self, kind: str, name: str) -> tuple[Site, int, int, int] | str:
-        """(site, row, first slice, slices) that a checkpoint name fills, or why there is none.
+    def find(self, kind: str, name: str) -> Place | str:
+        """What a checkpoint name fills, or why there is nothing.
 
         The name of weights of the kind "experts" is that of all experts; the row is then that of the first.
         """

@@ -68,24 +68,24 @@ class SiteIndex:
         """
         hits = self._hits(kind, name)
         if len(hits) == 1:
-            site, row, key = hits[0]
+            site = hits[0][0]
             if site.inferred is not None and site.provisional:
                 return f"{site.path!r} takes no adapter yet: {site.inferred.reason}"
-            return site, row, *site.parts[key]
+            return hits[0]
         if hits:
-            places = ", ".join(repr(site.path) for site, _, _ in hits)
+            places = ", ".join(repr(site.path) for site, *_ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
         return self._reason(kind, self.model_name(name))
 
-    def _search(self, kind: str, name: str) -> list[tuple[Site, int, str]]:
-        """The sites that a name can mean: the row in each, and its name there."""
-        hits: list[tuple[Site, int, str]] = []
+    def _search(self, kind: str, name: str) -> list[Place]:
+        """What a name can mean."""
+        hits: list[Place] = []
         all_experts = kind == "experts"
         # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
         for numbers, short in _without_numbers(self.model_name(name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
                 if (row := _row(site.spec, numbers, all_experts)) is not None:
-                    hits.append((site, row, short))
+                    hits.append((site, row, *site.parts[short]))
         return hits
 
     def _reason(self, kind: str, name: str) -> str:

@@ -30,6 +30,9 @@ _BITS = {
     DTYPES["F64"]: (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
 }
 _PART = 1 << 25  # bytes that one thread reads
+# Bytes from which an array is whole. Few enough that what its tensors leave goes back to the system long before the
+# last of an adapter is done with; enough that malloc has memory of its own for it, and keeps none.
+_WHOLE = 1 << 26
 _PIECE = 1 << 19  # bytes that are read and looked at together: they stay in the cache
 
 
@@ -116,8 +119,8 @@ def read_tensors(
       shares: of tensors that are not read whole, what is read of them. Nothing is said of the numbers of the rest.
 
     Returns:
-      name -> read-only array. Neighbours in the file are views of one array. Of the file's shape, but [experts,
-      leading, ...] where experts take turns and some are read.
+      name -> read-only array. Neighbours in the file are views of one array, up to some size of it. Of the file's
+      shape, but [experts, leading, ...] where experts take turns and some are read.
 
     Raises:
       AdapterFormatError: NaN or infinity; a value too large for `dtype`; a file that changed while it was read.
@@ -247,7 +250,8 @@ def _runs(tensors: Mapping[str, TensorInfo], base: Collection[str], dtype: np.dt
     run: _Run | None = None
     for name, info in tensors.items():
         stored, is_base = DTYPES[info.dtype], name in base
-        if run is None or run.stored is not stored or run.base is not is_base:
+        full = run is not None and run.end - run.begin >= _WHOLE
+        if run is None or full or run.stored is not stored or run.base is not is_base:
             if run is not None:
                 yield run
             run = _Run(stored, stored if is_base or dtype is None else dtype, is_base, [], info.start, info.end)

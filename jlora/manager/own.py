@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 
-from jlora.layers.site import Site
 from jlora.manager.fit import Shapes
+from jlora.manager.names import Place
 
 
-def own_experts(
-    modules: Mapping[str, Shapes], placed: Mapping[str, tuple[Site, int, int, int]]
-) -> dict[str, tuple[range, ...]]:
+def own_experts(modules: Mapping[str, Shapes], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
     """Module name -> the experts of it that are read, where those are not all: they lie on other processes' devices.
 
     Slots of float16 are filled from all experts: their largest values say how.

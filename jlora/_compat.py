@@ -1,12 +1,13 @@
 """Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen in."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import flax.nnx.nn.dtypes
 import jax
 import jax._src.core
+import jax._src.distributed
 import jax._src.interpreters.pxla
 import jax.core
 import numpy as np
@@ -40,8 +41,28 @@ if TYPE_CHECKING:
 
         def addressable_memories(self) -> list[Any]: ...
 
+    class Coordination:
+        """The client of JAX's coordination service, as far as it is used here."""
+
+        def key_value_set(self, key: str, value: str) -> None: ...
+
+        def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+        def key_value_delete(self, key: str) -> None: ...
+
+        def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]) -> None: ...
+
 else:
     Device = jax.Device
+    Coordination = object
+
+
+def coordination() -> tuple[Coordination, int]:
+    """The service through which the processes of `jax.distributed.initialize` find each other, and which this is.
+
+    No public name leads to it: JAX 0.10.0 to 0.11.2.
+    """
+    return cast("Coordination", jax._src.distributed.global_state.client), jax.process_index()
 
 
 def default_device() -> Any:

@@ -58,6 +58,8 @@ class LoRAConfig:
       data_axes: the axes of the mesh that sequences (or packed rows) are split over. Batches are laid out so, where
         they divide; kernels that are split over them too are gathered by the model, and split no slot array. Refused
         for a model that lies on no mesh.
+      process_timeout: seconds that a call waits for the other processes of the model's mesh to make the same call, if
+        there are any: a load may take one of them longer.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
 
@@ -76,6 +78,7 @@ class LoRAConfig:
     trace_leases: bool = False
     fully_sharded: bool = False
     data_axes: Sequence[str] = ()
+    process_timeout: float = 600.0
     backend: Backend = "auto"
 
     def __post_init__(self):
@@ -133,6 +136,9 @@ class LoRAConfig:
         if isinstance(axes, str) or not is_list_or_tuple(axes) or not all(isinstance(name, str) for name in axes):
             raise LoRAUsageError(f"LoRAConfig.data_axes must be a list of names of axes of a mesh, got {axes!r}")
         object.__setattr__(self, "data_axes", tuple(axes))
+        timeout: object = self.process_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise LoRAUsageError(f"LoRAConfig.process_timeout must be seconds, got {timeout!r}")
         if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
             raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):

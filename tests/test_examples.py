@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_serve_tp(monkeypatch, capsys):
     assert slots / 4 < parts[0][1] < slots / 1.5
 
 
+@pytest.mark.mesh
+def test_serve_multihost():
+    """Two processes give the trained answers, through a load that fails in one of them and a swap."""
+    command = [sys.executable, str(EXAMPLES / "serve_multihost.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    answers = re.findall(r"^(\S+) +planet=(\w+)$", printed, re.MULTILINE)
+    right = {"(base)": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
+    assert [name for name, _ in answers] == ["sort", "(base)", "reverse", "sort", "swap", "shift", "(base)", "swap"]
+    assert all(right[name] == word for name, word in answers)
+    errors = sorted(re.findall(r"^process (\d): AdapterNotFoundError: (.*) \(process 1\)$", printed, re.MULTILINE))
+    assert [process for process, _ in errors] == ["0", "1"]
+    assert errors[0][1] == errors[1][1]
+    assert "2 processes, mesh: {'data': 2, 'tensor': 4}" in printed
+    assert "4 adapters brought into 2 slots" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
 def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
@@ -71,4 +88,6 @@ def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
 
 
 def test_all_examples_are_run_here():
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {"own_model.py", "serve_tp.py", "train_demo.py"}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {
+        *("own_model.py", "serve_multihost.py", "serve_tp.py", "train_demo.py"),
+    }

@@ -20,6 +20,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.coverage import Coverage
 from jlora.layers.mesh import across_mesh, here
 from jlora.layers.site import Site
+from jlora.sharding.put import put
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
 _TRACED = (
@@ -360,7 +361,7 @@ def make_batch(
     if coverage.sharding is None:
         placed = [to_device(array) for array in arrays]
     else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
-        placed = jax.device_put(arrays, coverage.sharding.whole)
+        placed = put(arrays, [coverage.sharding.whole] * len(arrays))
     return LoRABatch(placed[0], None if token_slots is None else placed[2], placed[1], layout, lease)
 
 

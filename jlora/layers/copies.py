@@ -12,6 +12,7 @@ from jlora.layers.discover import walk
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap import WrappedModel, spec_of, take_off
+from jlora.sharding.put import put
 
 _TABLES = {"lookup": "jlora_lookup_table", "attend": "jlora_attend_table"}
 
@@ -102,7 +103,7 @@ def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> n
 
 
 def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
-    placed = jax.device_put(delta.astype(np.float32), base.sharding)
+    (placed,) = put([delta.astype(np.float32)], [base.sharding])
     return (base.astype(jnp.float32) + placed).astype(base.dtype)
 
 

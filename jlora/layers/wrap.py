@@ -23,6 +23,7 @@ from jlora.layers.pieces import too_many_pieces
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
 from jlora.layers.site import Site, SlotParam, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
+from jlora.sharding.put import own_values
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
 _SHARED = ("jlora_spec", "jlora_tracking")
@@ -169,17 +170,11 @@ def wrap_model(
     Raises:
       LoRAUsageError: a target that matches nothing or a layer that cannot be wrapped; a registered spec that its layer
         contradicts; a `skip` that is no list of regular expressions.
-      LoRAError: the model is wrapped already, or lies on devices of several processes; the slots do not fit in memory.
+      LoRAError: the model is wrapped already; the slots do not fit in memory.
         Whatever is raised, the model is as it was.
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = _choose(wrapped, config, packed_modules)
-    # Shapes alone may be of any topology.
-    if make is allocate and any(_of_several_processes(site) for _, sites in plans for site in sites):
-        raise LoRAError(
-            "the model lies on devices of several processes, which is not served yet: nothing would keep the adapters "
-            "of their slots the same. Give each process a model on devices of its own"
-        )
     arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)], make)}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
@@ -227,11 +222,17 @@ def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
     return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec) else spec
 
 
-def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> np.ndarray:
-    """The base weight of a row as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding."""
+def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The base weight of a row as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding. And
+    which of its values this process has."""
     module = wrapped.modules[site]
     spec = spec_of(module, site)
-    weight = np.asarray(vars(module)[spec.param][...])
+    weight, known = own_values(vars(module)[spec.param][...])
+    own = np.broadcast_to(True, weight.shape) if known is None else known
+    return _as_stored(spec, site, row, weight), _as_stored(spec, site, row, own)
+
+
+def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.ndarray) -> np.ndarray:
     if site.spec.rows:
         weight = weight[np.unravel_index(row, site.spec.rows)]
     if isinstance(spec, EmbedSpec):
@@ -370,11 +371,6 @@ def _sites(
         slots = slot_spec(spec.head, (spec.rows,), parts)
         sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
     return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
-
-
-def _of_several_processes(site: Site) -> bool:
-    sharding = site.spec.sharding
-    return sharding is not None and isinstance(sharding.mesh, Mesh) and sharding.mesh.is_multi_process
 
 
 def _sharding_of(param: Any) -> Any:

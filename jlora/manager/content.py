@@ -1,6 +1,8 @@
 """One generation of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
 
-from collections.abc import Hashable
+import hashlib
+import zlib
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +53,7 @@ class Content:
       about: the adapter without its arrays, for what else an exported one must say.
       request: what it was loaded from, if it was loaded from a request.
       key: what tells this content from another of the same name; None where nothing does.
+      fingerprint: what several processes with one model compare, before each lets in what it has read.
       on_host: False while the blocks of a device update are still being copied back.
       ahead: its blocks on the device already, for the next write of them.
       update_plan: what the last update from device arrays worked out, for the next of the same names and shapes.
@@ -67,6 +70,7 @@ class Content:
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: Hashable = None
+    fingerprint: str = ""
     on_host: bool = True
     ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
@@ -87,3 +91,17 @@ class Content:
     def nbytes(self) -> int:
         """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
+
+
+def fingerprint(placements: Iterable[Placement], blocks: Iterable[Block]) -> str:
+    """What tells contents apart that two processes read: modules, ranks and scalings; and values, but not those of
+    experts, of which each process may have read others."""
+    found = hashlib.sha256()
+    for p in placements:
+        said = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
+        found.update(repr(said).encode())
+    for block in blocks:
+        if block.chunk.spec.experts is None:
+            for half in (block.a, block.b):
+                found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
+    return found.hexdigest()

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,16 +22,18 @@ from jlora.errors import (
     AdapterMismatchError,
     AdapterNotFoundError,
     LoadTimeoutError,
+    LoRAUsageError,
 )
 from jlora.layers.wrap import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content
+from jlora.manager.content import Content, fingerprint
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.own import own_experts
+from jlora.manager.processes import Processes
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
@@ -54,6 +56,7 @@ class Host:
         counts: Counter[str],
         books: Lock,
         resolve: Callable[[LoRARequest], str] | None,
+        processes: Processes,
     ):
         self._config = config
         self._wrapped = wrapped
@@ -64,6 +67,7 @@ class Host:
         self._counts = counts
         self._books = books
         self._resolve = resolve
+        self._processes = processes
         self.loader = Loader(self._load, books)
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
@@ -85,6 +89,9 @@ class Host:
 
     def load(self, request: LoRARequest, patience: Patience) -> bool:
         """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
+        if self._processes.several:
+            what = f"add_adapter({request.name!r})"
+            return bool(self.let_in(what, request, patience, again=True))
         while True:
             with self._books():
                 load = self.loader.start(request, again=True, patience=patience)
@@ -120,6 +127,10 @@ class Host:
 
     def recall(self, name: str) -> None:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
+        if self._processes.several:
+            if name not in self._registry.contents:
+                self.let_in(f"the load of {name!r}", name, Patience(None))
+            return
         while True:
             with self._books():
                 known = self._registry.known.get(name)
@@ -136,29 +147,141 @@ class Host:
         """The work of one load, on its thread."""
         request = load.request
         result = False
-        if request.load_inplace or not self.touch(request.name):
+        several = self._processes.several  # then the order of uses is that of the calls
+        if request.load_inplace or not (
+            request.name in self._registry.contents if several else self.touch(request.name)
+        ):
             with _logged(request.name, request.path):
                 with self.loader.turn():
                     self.loader.check_wanted(load)
                     read = self._read(request)
                     self.loader.check_wanted(load)
                     content = self.stage(*read, request)
-                result = self.admit(content, request.load_inplace, load.patience, load)
+                if several:
+                    self._keep(load, content)
+                    result = True
+                else:
+                    result = self.admit(content, request.load_inplace, load.patience, load)
         if load.ahead:
             with self._books():
-                newest = self._registry.contents.get(request.name)
+                newest = load.content or self._registry.contents.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._books, self._config.max_staging_bytes)
         return result
 
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""
-        where = describe(adapter.name, None)
+        if self._processes.several:
+            what = f"add_adapter({adapter.name!r})"
+            return bool(self._together(what, lambda: self._in_memory(adapter), patience))
         with _logged(adapter.name, None):
-            if not self._config.allow_nonfinite:  # files are looked at while they are read
-                check_finite(where, adapter)
-            placed = place(where, adapter.modules, self._index)
-            return self.admit(self.stage(adapter, dict(adapter.modules), placed, None), replace, patience)
+            return self.admit(self._in_memory(adapter), replace, patience)
+
+    def _in_memory(self, adapter: Adapter) -> Content:
+        """Check and stage an adapter that is in memory."""
+        where = describe(adapter.name, None)
+        if not self._config.allow_nonfinite:  # files are looked at while they are read
+            check_finite(where, adapter)
+        placed = place(where, adapter.modules, self._index)
+        return self.stage(adapter, dict(adapter.modules), placed, None)
+
+    # --- in step with other processes -------------------------------------------------------------------------------
+
+    def _keep(self, load: Load, content: Content) -> None:
+        """Keep what was loaded until all processes let it in; the oldest go where there are too many."""
+        with self._books():
+            load.content = content
+            for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
+                if old.request.name not in self._registry.contents:
+                    self._registry.known[old.request.name] = old.request
+                self._drop(old)
+
+    def _drop(self, load: Load) -> None:
+        if load.content is not None and not self._registry.newest(load.content):
+            self._slots.release(load.content)
+        self.loader.forget(load)
+
+    def let_in(
+        self,
+        what: str,
+        request: LoRARequest | str,
+        patience: Patience,
+        *,
+        wait: bool = True,
+        again: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> bool | None:
+        """Load an adapter in all processes, and let it in once all have it. See `LoRAManager.add_adapter`.
+
+        Args:
+          what: the call, for messages.
+          request: what to load; or the name of one that was evicted, or is being loaded.
+          patience: how long to wait.
+          wait: whether to wait for the load.
+          again: whether to try again what failed before.
+          before: what to do first; what it raises, all processes raise.
+
+        Returns:
+          Whether it was loaded. None where it is still being loaded in some process; only without `wait`.
+        """
+        loads: list[Load] = []
+
+        def staged() -> Content | None:
+            if before is not None:
+                before()
+            while True:
+                with self._books():
+                    asked = self._request(request)
+                    load = self.loader.start(asked, again=again, patience=patience)
+                    load.wanted += 1
+                loads.append(load)
+                if not (wait or load.done):
+                    return None
+                if self.wait(load, patience.deadline) and load.content is not None:
+                    return load.content
+
+        admitted: bool | None = False
+        try:
+            admitted = self._together(what, staged, patience)
+        finally:
+            if admitted is not None:  # also what another process failed to read is read anew the next time
+                with self._books():
+                    for load in loads:
+                        self._drop(load)
+        return admitted
+
+    def _request(self, request: LoRARequest | str) -> LoRARequest:
+        if isinstance(request, LoRARequest):
+            return request
+        known = self._registry.known.get(request) or self.loader.named(request)
+        if known is None:
+            raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
+        return known
+
+    def _together(self, what: str, stage: Callable[[], Content | None], patience: Patience) -> bool | None:
+        """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""
+        content: Content | None = None
+        victims: list[str] = []
+
+        def ready() -> tuple[Any, Any] | None:
+            nonlocal content, victims
+            if (content := stage()) is None:
+                return None
+            while True:
+                with self._books():
+                    old = self._registry.contents.get(content.name)
+                    if old is None or not self.held(old):
+                        victims = self._registry.victims_for(content, self.busy)
+                        return [content.fingerprint, victims], self._registry.generation(content.name, content.key)
+                self.wait_for(old, "replacing", patience)
+
+        with self._processes.together(what, ready) as generations:
+            if generations is None:
+                return None
+            assert content is not None
+            with self._books():
+                self._put(content, victims, max(generations))
+            return True
 
     def _read(self, request: LoRARequest) -> tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]:
         """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
@@ -220,6 +343,7 @@ class Host:
             about=replace(adapter, modules={}, base_weights={}),
             request=request,
             key=adapter.content,
+            fingerprint=fingerprint(fitted.placements, fitted.blocks) if self._processes.several else "",
         )
 
     def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -245,18 +369,24 @@ class Host:
                     self._registry.contents.touch(name)
                     return False
                 if old is None or not self.held(old):
-                    for victim in self._registry.victims_for(content, self.busy):
-                        self.evict(victim)
-                    content.generation = self._registry.generation(name, content.key)
-                    self._registry.put(content)
-                    self._counts["host_loads"] += 1
+                    victims = self._registry.victims_for(content, self.busy)
+                    self._put(content, victims, self._registry.generation(name, content.key))
                     return True
             if load is not None:
                 load.in_use = True
             self.wait_for(old, "replacing", patience)
 
+    def _put(self, content: Content, victims: Iterable[str], generation: int) -> None:
+        for victim in victims:
+            self.evict(victim)
+        content.generation = generation
+        self._registry.put(content)
+        self._counts["host_loads"] += 1
+
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
         """See `LoRAManager.update_adapter`."""
+        if self._processes.several:
+            return self._update_together(name, arrays, patience, locks)
         self.recall(name)
         with self._books():
             old = self.newest(name)
@@ -290,6 +420,41 @@ class Host:
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
+    def _update_together(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
+        """The same in all processes, from arrays that each has on the host."""
+        pool = self._slots.pool
+        pool.compile()
+        self.recall(name)
+        found: tuple[Content, Content, tuple[Block, ...], list[str]] | None = None
+
+        def ready() -> tuple[Any, Any]:
+            nonlocal found
+            with self._books():
+                old = self.newest(name)
+            if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+                raise LoRAUsageError(
+                    f"adapter {name!r}: a model over several processes takes new weights from the host; give "
+                    "update_adapter NumPy arrays, the same in each"
+                )
+            content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+            content.fingerprint = fingerprint(content.placements, content.blocks)
+            self.wait_until_free(name, "updating", patience)
+            with self._books():
+                victims = self._registry.victims_for(content, self.busy)
+                found = old, content, written, victims
+                return [content.fingerprint, victims, self._registry.generation(name, None)], None
+
+        with self._processes.together(f"update_adapter({name!r})", ready):
+            assert found is not None
+            old, content, written, victims = found
+            with locks[0](), locks[1]():
+                for victim in victims:
+                    self.evict(victim)
+                content.generation = self._registry.generation(name, None)
+                self._registry.put(content)
+                self._slots.replace(old, content, written)
+        return content.generation
+
     def _copy_back(self, under_way: Lock, to_copy: list[Content]) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
         with under_way():
@@ -311,6 +476,20 @@ class Host:
         """Whether it must stay on the host."""
         return not content.on_host or content in self._leases.leased()
 
+    def wait_until_free(self, name: str, doing: str, patience: Patience, *, handled: bool = False) -> Any:
+        """Wait until no open batch holds an adapter. Returns its generation, None where it is not on the host.
+
+        Args:
+          handled: whether to wait for batches with a generation that handles keep, too.
+        """
+        while True:
+            with self._books():
+                content = self._registry.contents.get(name)
+                held = content is not None and (content in self._leases.leased() if handled else self.held(content))
+                if content is None or not held:
+                    return None if content is None else content.generation
+            self.wait_for(content, doing, patience)
+
     def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
         """Wait a moment for open batches to close. Raises AdapterInUseError where that is in vain, or too late."""
         if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
@@ -325,12 +504,10 @@ class Host:
         self._counts["host_evictions"] += 1
         _log.info("evicted %r from the host cache", name)
 
-    def evict_oldest(self) -> bool:
+    def oldest(self) -> str | None:
+        """The name that is evicted next."""
         contents = self._registry.contents
-        name = next(contents.evictable(lambda n: self.busy(contents[n])), None)
-        if name is not None:
-            self.evict(name)
-        return name is not None
+        return next(contents.evictable(lambda n: self.busy(contents[n])), None)
 
 
 @contextmanager

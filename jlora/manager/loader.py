@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jlora.config import LoRARequest
 from jlora.errors import LoRAError
+from jlora.manager.content import Content
 from jlora.manager.locks import Lock, Turns
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
@@ -48,6 +49,7 @@ class Load:
       result: True where it was loaded, False where it was there.
       wanted: how many calls wait for it.
       in_use: whether it only waits for open batches now.
+      content: what was loaded, where that is let in later: when all processes of the model have it.
     """
 
     def __init__(self, request: LoRARequest, patience: Patience):
@@ -59,6 +61,7 @@ class Load:
         self.error: BaseException | None = None
         self.wanted = 0
         self.in_use = False
+        self.content: Content | None = None
         self._futures: list[Future[bool]] = []
 
     @property
@@ -147,7 +150,7 @@ class Loader:
           patience: of a new load.
         """
         load = self._loads.get(request)
-        if load is None or (again and load.done):
+        if load is None or (again and load.done and load.content is None):
             before = [other for other in self._loads.values() if other.request.name == request.name and not other.done]
             load = Load(request, patience or Patience(None))
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
@@ -159,6 +162,14 @@ class Loader:
             self._loads[request] = load
         load.ahead |= ahead
         return load
+
+    def named(self, name: str) -> LoRARequest | None:
+        """The request of a load of this name that is under way, or done and not forgotten."""
+        return next((request for request in self._loads if request.name == name), None)
+
+    def staged(self) -> list[Load]:
+        """The loads whose content is still to be let in, the first to be asked for first."""
+        return [load for load in self._loads.values() if load.content is not None]
 
     def forget(self, load: Load) -> None:
         """Let a finished load be started again."""
@@ -186,6 +197,6 @@ class Loader:
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
         with self._lock():
             load.finish(result, error)
-            if load.error is None or isinstance(load.error, LoadCancelled):
+            if (load.error is None and load.content is None) or isinstance(load.error, LoadCancelled):
                 self.forget(load)
         load.tell()

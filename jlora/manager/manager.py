@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import jax
@@ -34,6 +35,7 @@ from jlora.manager.locks import Lock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
+from jlora.manager.processes import Processes
 from jlora.manager.registry import Registry, memory_bytes
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.slots import Slots
@@ -64,8 +66,9 @@ class LoRAManager:
     function, for batches with that adapter. The first layer that is wrapped tells, so a function that calls only others
     is not protected.
 
-    Meshes: where the model's parameters lie on several devices of this process, the slots of each layer are split as
-    its kernel is (docs/mesh.md), and batches lie on the same mesh. Several processes are not served.
+    Meshes: where the model's parameters lie on several devices, the slots of each layer are split as its kernel is
+    (docs/mesh.md), and batches lie on the same mesh. Where these are of several processes, each has a manager, and all
+    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error.
 
     Args:
       model: any `nnx.Module`; on a mesh, laid out before the manager is made.
@@ -110,19 +113,43 @@ class LoRAManager:
     def _build(self, rules: NameRules, resolve: Callable[[LoRARequest], str] | None) -> None:
         config = self.config
         index = SiteIndex(self._wrapped, rules)
+        sharding = self._wrapped.tracking.sharding
+        self._processes = Processes(None if sharding is None else sharding.mesh, config.process_timeout)
+        memory = self._agreed(config)
         # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
         # for moments only, never while anything is read, cast or compiled.
         self._dispatch, self._books = locks = Lock(), Lock()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
-        self._registry = Registry(config.max_cpu_loras or config.max_loras, config.max_cpu_bytes or memory_bytes() // 2)
+        self._registry = Registry(config.max_cpu_loras or config.max_loras, memory)
         self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
         self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
         self._host = Host(
-            config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts, self._books, resolve
+            config,
+            self._wrapped,
+            index,
+            self._registry,
+            self._leases,
+            self._slots,
+            self._counts,
+            self._books,
+            resolve,
+            self._processes,
         )
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
-        self._batches = Batches(self._wrapped, config, self._registry, self._leases, self._slots, self._host, locks)
+        self._batches = Batches(
+            self._wrapped, config, self._registry, self._leases, self._slots, self._host, locks, self._processes
+        )
+
+    def _agreed(self, config: LoRAConfig) -> int:
+        """See that all processes have the same slots. Returns the bytes of their host caches."""
+        memory = config.max_cpu_bytes or memory_bytes() // 2
+        if not self._processes.several:
+            return memory
+        same = repr(replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False))
+        slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
+        with self._processes.together("LoRAManager", lambda: ([same, slots], memory)) as found:
+            return min(found or [memory])
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -148,18 +175,19 @@ class LoRAManager:
         """
         self._check_call("add_adapter")
         patience = _patience(timeout)
-        if isinstance(adapter, LoRARequest):
-            request = replace(adapter, load_inplace=True) if load_inplace else adapter
-            if not request.load_inplace and self._host.touch(request.name):
-                return False
-            return self._host.load(request, patience)
-        if not isinstance(adapter, Adapter):
+        if not isinstance(adapter, LoRARequest | Adapter):
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
-        if not load_inplace and self._host.touch(adapter.name):
-            return False
-        return self._host.add(adapter, load_inplace, patience)
+        with self._processes.in_turn():
+            if isinstance(adapter, LoRARequest):
+                request = replace(adapter, load_inplace=True) if load_inplace else adapter
+                if not request.load_inplace and self._host.touch(request.name):
+                    return False
+                return self._host.load(request, patience)
+            if not load_inplace and self._host.touch(adapter.name):
+                return False
+            return self._host.add(adapter, load_inplace, patience)
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.
@@ -199,7 +227,8 @@ class LoRAManager:
         """
         self._check_call("update_adapter")
         self._wrapped.check()
-        return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
+        with self._processes.in_turn():
+            return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
@@ -214,21 +243,33 @@ class LoRAManager:
           AdapterInUseError: open batches held it for too long.
         """
         patience = _patience(timeout)
-        while True:
-            with self._books():
-                content = self._registry.contents.get(name)
-                if content is None or not self._host.held(content):
-                    found = self._registry.forget(name)
-                    if content is not None:
-                        self._slots.release(content)
-                        _log.info("removed %r", name)
-                    return found
-            self._host.wait_for(content, "removing", patience)
+        free = partial(self._host.wait_until_free, name, "removing", patience)
+        with self._processes.together(f"remove_adapter({name!r})", lambda: (free(), None)):
+            while True:
+                with self._books():
+                    content = self._registry.contents.get(name)
+                    if content is None or not self._host.held(content):
+                        found = self._registry.forget(name)
+                        if content is not None:
+                            self._slots.release(content)
+                            _log.info("removed %r", name)
+                        return found
+                self._host.wait_for(content, "removing", patience)
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
-        with self._books():
-            return self._host.evict_oldest()
+        found: list[str | None] = []
+
+        def ready() -> tuple[Any, Any]:
+            with self._books():
+                found[:] = [self._host.oldest()]
+            return found, None
+
+        with self._processes.together("remove_oldest_adapter()", ready), self._books():
+            name = found[0] if found else self._host.oldest()
+            if name is not None:
+                self._host.evict(name)
+            return name is not None
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
         """Remove every adapter, pinned ones too, and forget those that were evicted.
@@ -237,17 +278,24 @@ class LoRAManager:
           AdapterInUseError: open batches held one for too long; then nothing is removed.
         """
         patience = _patience(timeout)
-        while True:
+
+        def ready() -> tuple[Any, Any]:
             with self._books():
-                contents = [self._registry.contents[name] for name in self._registry.contents]
-                held = next((content for content in contents if self._host.held(content)), None)
-                if held is None:
-                    self._registry.known.clear()
-                    for content in contents:
-                        self._registry.forget(content.name)
-                        self._slots.release(content)
-                    return
-            self._host.wait_for(held, "removing", patience)
+                names = list(self._registry.contents)
+            return [self._host.wait_until_free(name, "removing", patience) for name in names], None
+
+        with self._processes.together("remove_all_adapters()", ready):
+            while True:
+                with self._books():
+                    contents = [self._registry.contents[name] for name in self._registry.contents]
+                    held = next((content for content in contents if self._host.held(content)), None)
+                    if held is None:
+                        self._registry.known.clear()
+                        for content in contents:
+                            self._registry.forget(content.name)
+                            self._slots.release(content)
+                        return
+                self._host.wait_for(held, "removing", patience)
 
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
@@ -281,8 +329,13 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: the name was not added.
-          LoRAError: it is in no slot.
+          LoRAError: it is in no slot; the model lies on devices of several processes.
         """
+        if self._processes.several:
+            raise LoRAError(
+                f"export_adapter({name!r}): a model over several processes has a part of each slot in each; train on "
+                "the devices of one, or read the slot arrays yourself (jax.experimental.multihost_utils)"
+            )
         with self._dispatch(), self._books():
             content = self._host.newest(name)
             slot = self._pool.slot_of(content)
@@ -309,16 +362,18 @@ class LoRAManager:
           AdapterInUseError: open batches held it for too long; see `remove_adapter`.
         """
         patience = _patience(timeout)
-        while True:
-            with self._books():
-                content = self._registry.contents.get(name)
-                if content is None or content not in self._pool.table:
-                    return False
-                if content not in self._leases.leased():
-                    self._registry.contents.unpin(name)
-                    self._slots.release(content)
-                    return True
-            self._host.wait_for(content, "deactivating", patience)
+        free = partial(self._host.wait_until_free, name, "deactivating", patience, handled=True)
+        with self._processes.together(f"deactivate_adapter({name!r})", lambda: (free(), None)):
+            while True:
+                with self._books():
+                    content = self._registry.contents.get(name)
+                    if content is None or content not in self._pool.table:
+                        return False
+                    if content not in self._leases.leased():
+                        self._registry.contents.unpin(name)
+                        self._slots.release(content)
+                        return True
+                self._host.wait_for(content, "deactivating", patience)
 
     def pin_adapter(self, name: str) -> bool:
         """Keep an adapter in a slot and on the host, written into one first if need be. Always True.
@@ -336,7 +391,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._books():
+        with self._processes.in_turn(), self._books():
             self._host.newest(name)
             return self._registry.contents.unpin(name)
 
@@ -360,16 +415,24 @@ class LoRAManager:
 
     def _activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be. True if it was written."""
-        self._pool.compile()
-        while True:
-            self._host.recall(name)
-            with self._dispatch(), self._books():
-                self._wrapped.check()
-                if name in self._registry.contents:  # not evicted since
-                    written = self._slots.activate([self._registry.contents[name]])
-                    if pin:
-                        self._registry.contents.pin(name)
-                    return bool(written)
+
+        def wanted() -> list[Content]:
+            content = self._registry.contents.get(name)
+            return [] if content is None else [content]
+
+        def then(written: list[Content]) -> bool | None:
+            if name not in self._registry.contents:  # evicted since
+                return None
+            if pin:
+                self._registry.contents.pin(name)
+            return bool(written)
+
+        with self._processes.in_turn():
+            while True:
+                self._host.recall(name)
+                done = self._batches.bring(f"activate_adapter({name!r})", wanted, then)
+                if done is not None:
+                    return done
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -445,13 +508,14 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         self._wrapped.check()
-        while True:
-            self._host.recall(name)
-            with self._books():
-                if name in self._registry.contents:  # not evicted since
-                    handle = AdapterHandle(self._registry.contents[name])
-                    self._leases.add_handle(handle)
-                    return handle
+        with self._processes.in_turn():
+            while True:
+                self._host.recall(name)
+                with self._books():
+                    if name in self._registry.contents:  # not evicted since
+                        handle = AdapterHandle(self._registry.contents[name])
+                        self._leases.add_handle(handle)
+                        return handle
 
     def leases(self) -> tuple[LeaseInfo, ...]:
         """The open leases, with their adapters, ages and threads, and where they were opened if that is recorded."""

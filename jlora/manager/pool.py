@@ -21,6 +21,7 @@ from jlora.layers.writes import write_block, write_ranks
 from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
 from jlora.manager.content import Content
 from jlora.manager.locks import Lock, within
+from jlora.sharding.put import put
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
 Where: TypeAlias = Sharding | Device
@@ -98,7 +99,7 @@ class Pool:
         if not self.pins:
             return blocks
         places = [_pinned(where) for block in blocks for where in self._targets(block)]
-        moved = jax.device_put([array for block in blocks for array in (block.a, block.b)], places)
+        moved = put([array for block in blocks for array in (block.a, block.b)], places)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
@@ -173,7 +174,7 @@ class Pool:
         where = _as_said(self._lie[i], found if foreign else known)
         with within(jax.default_device(where if isinstance(where, Device) else None)):
             zeros = np.zeros(known.shape, known.dtype)
-            fresh = jax.device_put(zeros) if isinstance(where, Device) else jax.device_put(zeros, where)
+            fresh = jax.device_put(zeros) if isinstance(where, Device) else put([zeros], [where])[0]
         if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
             self._lie[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
@@ -400,7 +401,7 @@ def _whole(where: Where) -> Where:
 
 def _put(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
     """Move operands of the programs, in one call."""
-    return jax.device_put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])
+    return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])
 
 
 def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:

@@ -5,8 +5,9 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,8 +21,13 @@ from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
 from jlora.manager.locks import Lock
+from jlora.manager.processes import Disagreement, Processes
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
+
+_TRIES = 8  # to find the same slots in all processes
+
+R = TypeVar("R")
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -70,6 +76,7 @@ class Batches:
         slots: Slots,
         host: Host,
         locks: tuple[Lock, Lock],
+        processes: Processes,
     ):
         self._wrapped = wrapped
         self._config = config
@@ -78,6 +85,7 @@ class Batches:
         self._slots = slots
         self._host = host
         self._dispatch, self._books = locks
+        self._processes = processes
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         # Who waits for slots, in order of arrival. Weak: an interrupt may keep one from saying that it has left.
         self._queue: deque[weakref.ref[_Ticket]] = deque()
@@ -106,11 +114,15 @@ class Batches:
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
-        with self._books():
-            self._wrapped.check()
-            batch = self._again(asked)
-        if batch is not None:
-            return batch, (True,) * len(asked.names)
+        with self._processes.in_turn():
+            with self._books():
+                self._wrapped.check()
+                batch = self._again(asked)
+            if batch is not None:
+                return batch, (True,) * len(asked.names)
+            return (self._together if self._processes.several else self._alone)(asked, wait, deadline)
+
+    def _alone(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
@@ -144,6 +156,98 @@ class Batches:
                 time.sleep(POLL)
         finally:
             ticket.deadline = None
+
+    def _together(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+        """The same in step with other processes: nothing is said where all adapters are in slots already."""
+        reloaded: set[Name] = set()
+        while True:
+            with self._books():
+                known = self._contents(asked)
+            absent = [
+                name
+                for name in asked.adapters
+                if name not in known or (isinstance(name, LoRARequest) and name.load_inplace and name not in reloaded)
+            ]
+            for name in absent:
+                assert not isinstance(name, AdapterHandle)
+                reloaded.add(name)
+                self._host.let_in(
+                    f"prepare: the load of {name if isinstance(name, str) else name.name!r}",
+                    name,
+                    Patience(deadline, threading.get_ident()),
+                    wait=wait,
+                    before=lambda: self._wait_for_room(asked, deadline) if wait else None,
+                )
+            if not (absent and wait):
+                break
+        with self._books():
+            contents = self._contents(asked)
+        wanted = list(dict.fromkeys(contents.values()))
+
+        def batch(_: list[Content]) -> tuple[LoRABatch, tuple[bool, ...]]:
+            return self._batch(asked, contents, keep=wait)
+
+        return self.bring("prepare", lambda: wanted, batch, partly=not wait, deadline=deadline)
+
+    def _wait_for_room(self, asked: Asked, deadline: float | None) -> None:
+        ticket = _Ticket(deadline)
+        while True:
+            try:
+                with self._books():
+                    return self._keep(asked)
+            except NoFreeSlotError:
+                if ticket.over:
+                    raise
+            time.sleep(POLL)
+
+    def bring(
+        self,
+        what: str,
+        wanted: Callable[[], Sequence[Content]],
+        then: Callable[[list[Content]], R],
+        *,
+        partly: bool = False,
+        deadline: float | None = None,
+    ) -> R:
+        """Bring contents into slots, the same in all processes; `then` is called with those that were written, under
+        both locks, and gives the result. See `Slots.activate`.
+
+        Args:
+          what: the call, for messages.
+          wanted: gives distinct contents; called under the locks.
+          then: what to do at the same time.
+          partly: write as many as fit, in their order, instead of raising.
+          deadline: until when to wait for slots that open batches hold.
+        """
+        self._slots.pool.compile()
+        with self._dispatch(), self._books():
+            self._wrapped.check()
+            contents = wanted()
+            if not self._processes.several or all(content in self._slots.pool.table for content in contents):
+                return then(self._slots.activate(contents, partly=partly))
+        ticket, plan = _Ticket(deadline), dict[Content, int | None]()
+
+        def ready() -> tuple[Any, Any]:
+            nonlocal plan
+            while True:
+                try:
+                    with self._dispatch(), self._books():
+                        plan = self._slots.plan(contents, partly=partly)
+                        return [(content.name, content.generation, slot) for content, slot in plan.items()], None
+                except NoFreeSlotError:
+                    if ticket.over:
+                        raise
+                time.sleep(POLL)
+
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                with self._processes.together(what, ready), self._dispatch(), self._books():
+                    return then(self._slots.carry_out(plan, contents))
+            except Disagreement:  # a batch that another thread closes is closed a moment later in another process
+                if not tries_left:
+                    raise
+            time.sleep(POLL)
+        raise AssertionError
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import jax
 
@@ -98,21 +99,28 @@ class Slots:
         Raises:
           NoFreeSlotError: there is no room; nothing has changed.
         """
+        return self.carry_out(self.plan(wanted, partly=partly), wanted)
+
+    def plan(self, wanted: Sequence[Content], *, partly: bool = False) -> dict[Content, int | None]:
+        """Which content is to be written into which slot, in that order; None for those that do not fit. See
+        `activate`."""
         self.sweep()
-        table = self.pool.table
-        missing = [content for content in wanted if content not in table]
-        written: list[Content] = []
-        if missing:
-            places = self._places(missing, wanted)
-            if None in places:
-                missing, places = self._make_room(missing, places, wanted)
-            if None in places and not partly:
-                raise NoFreeSlotError(self._no_room(missing, wanted))
-            for content, slot in zip(missing, places, strict=True):
-                if slot is not None:
-                    self.write(slot, content)
-                    written.append(content)
-        self.hit(content for content in wanted if content not in missing)
+        missing = [content for content in wanted if content not in self.pool.table]
+        if not missing:
+            return {}
+        places = self._places(missing, wanted)
+        if None in places:
+            missing, places = self._make_room(missing, places, wanted)
+        if None in places and not partly:
+            raise NoFreeSlotError(self._no_room(missing, wanted))
+        return dict(zip(missing, places, strict=True))
+
+    def carry_out(self, plan: Mapping[Content, int | None], wanted: Sequence[Content]) -> list[Content]:
+        """Write what a plan says, and mark the use of all that is wanted. Returns what was written."""
+        written = [content for content, slot in plan.items() if slot is not None]
+        for content in written:
+            self.write(cast("int", plan[content]), content)
+        self.hit(content for content in wanted if content not in plan)
         for content in written:
             self.touch(content)
         return written

@@ -23,6 +23,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrap import WrappedModel, spec_of
 from jlora.manager.batches import Name, read_arguments, slot_arrays
 from jlora.manager.locks import within
+from jlora.sharding.put import put, whole
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
@@ -135,7 +136,7 @@ class _Layout:
         for leaf in jax.tree.leaves(output):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 continue
-            array = np.asarray(leaf).astype(np.float64)
+            array = whole(leaf).astype(np.float64)
             owner = self._owner(array.shape)
             if owner is None:
                 raise LoRAUsageError(
@@ -382,4 +383,4 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:
     """On the device, sharded as the slot arrays are."""
     held = [vars(layer)[attribute].get_value() for attribute in site.attributes]
-    return [jax.device_put(value, array.sharding) for value, array in zip(values, held, strict=True)]
+    return put(values, [array.sharding for array in held])

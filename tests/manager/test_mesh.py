@@ -290,14 +290,6 @@ def test_a_model_on_two_meshes():
     assert type(model.up) is nnx.Linear
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setitem(vars(MESH), "is_multi_process", True)  # where JAX keeps what it found
-    model = placed(Small(), MESH, SMALL)
-    with pytest.raises(LoRAError, match="devices of several processes, which is not served yet"):
-        make_manager(model)
-    assert type(model.up) is nnx.Linear
-
-
 def test_axes_that_the_mesh_lacks():
     model = placed(Small(), MESH, SMALL)
     with pytest.raises(LoRAError, match=r"data_axes names 'batch', which is no axis of the mesh of embed\.embedding"):

@@ -1,0 +1,60 @@
+"""Host arrays onto a mesh, which may have devices of other processes."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding, SingleDeviceSharding
+
+
+def put(arrays: Sequence[Any], where: Sequence[Sharding]) -> list[jax.Array]:
+    """`jax.device_put`, but where devices of other processes are among the targets each process moves its own shards.
+
+    Nothing is sent between processes: that all have the same arrays is up to the caller. `jax.device_put` would compare
+    them, in a collective of its own.
+
+    Args:
+      arrays: on the host, or on the devices that they go to (in another kind of memory).
+      where: of each.
+    """
+    if all(sharding.is_fully_addressable for sharding in where):
+        return jax.device_put(list(arrays), list(where))
+    parts = [_parts(array, sharding) for array, sharding in zip(arrays, where, strict=True)]
+    targets = [
+        SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        for own, sharding in zip(parts, where, strict=True)
+        for device in own
+    ]
+    moved = iter(jax.device_put([part for own in parts for part in own.values()], targets))
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, sharding, list(itertools.islice(moved, len(own))))
+        for array, sharding, own in zip(arrays, where, parts, strict=True)
+    ]
+
+
+def _parts(array: Any, sharding: Sharding) -> dict[Any, Any]:
+    """What each device of this process holds of an array."""
+    if isinstance(array, jax.Array):
+        return {shard.device: shard.data for shard in array.addressable_shards}
+    indices = cast("Mapping[Any, Any]", sharding.addressable_devices_indices_map(array.shape))
+    return {device: np.asarray(array)[index] for device, index in indices.items()}
+
+
+def own_values(array: jax.Array) -> tuple[np.ndarray, np.ndarray | None]:
+    """The values of an array, and which of them this process has; None for all."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array), None
+    values, known = np.zeros(array.shape, array.dtype), np.zeros(array.shape, bool)
+    for shard in array.addressable_shards:
+        values[shard.index], known[shard.index] = np.asarray(shard.data), True
+    return values, known
+
+
+def whole(array: Any) -> np.ndarray:
+    """All values of an array, brought together from all processes where they must be."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)

@@ -1,0 +1,514 @@
+"""One of two processes that share a model: `python -m tests.manager.process NUMBER PORT FOLDER`.
+
+Runs every scenario of this file, in order, and writes what became of each to FOLDER/NUMBER.json. The axis "t", which
+kernels and so slots are split over, goes across both processes; each has half of it. Values are compared with models of
+one device into which an adapter is merged.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import AdapterFormatError, AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError
+from jlora.manager.processes import Processes
+from tests.layers.merging import assert_close, expected_rows, make_adapter, merge
+from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
+
+THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
+ADAPTERS = [ONE, TWO, THREE, FOUR]
+TOKENS = tokens_of(4, LENGTH)
+
+
+class Messages:
+    """Counts the rounds of messages, of all managers of this process."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        exchange = Processes._exchange
+
+        def counted(this, what, mine):
+            self.rounds += 1
+            return exchange(this, what, mine)
+
+        Processes._exchange = counted
+
+
+class World:
+    """A model over both processes, its manager, and folders of adapters."""
+
+    def __init__(self, me: int, folder: Path, messages: Messages):
+        self.me, self.folder, self.messages = me, folder, messages
+        self.devices = np.array(jax.devices()).reshape(4, 2)
+        self.mesh = Mesh(self.devices, ("t", "data"))
+        with jax.default_device(jax.local_devices()[0]):
+            self.twins: dict[str | None, nnx.Module] = {None: Small()}
+            self.twins |= {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
+        self.paths: dict[str, Path] = {}  # where this process finds an adapter, if not in the folder of its name
+        self.gates: dict[str, threading.Event] = {}  # what a load of this process waits for
+
+    def request(self, name: str, **options: bool) -> jlora.LoRARequest:
+        return jlora.LoRARequest(name, path=str(self.folder / name), **options)
+
+    def resolve(self, request: jlora.LoRARequest) -> str:
+        if (gate := self.gates.get(request.name)) is not None:
+            assert gate.wait(60)
+        return str(self.paths.get(request.name, request.path))
+
+    def start(self, **config) -> jlora.LoRAManager:
+        with jax.default_device(jax.local_devices()[0]):
+            self.model = Small()
+        for path, variable in nnx.to_flat_state(nnx.state(self.model)):
+            spec = SMALL[path[0]] if path[-1] in ("kernel", "embedding") else P()
+            value = np.asarray(variable.get_value())
+            variable.set_value(
+                jax.make_array_from_callback(value.shape, NamedSharding(self.mesh, spec), value.__getitem__)
+            )
+        options = {"max_loras": 2, "max_lora_rank": 3, "max_cpu_loras": 4, "data_axes": ["data"], **config}
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**options), resolve=self.resolve)
+        whole = NamedSharding(self.mesh, P())
+
+        def forward(model, tokens, batch):
+            with jlora.use(batch):
+                return jax.lax.with_sharding_constraint(model(tokens), whole)
+
+        self.step = jax.jit(forward)
+        self.paths.clear()
+        self.gates.clear()
+        return self.manager
+
+    def answers(self, batch) -> np.ndarray:
+        return np.asarray(self.step(self.model, TOKENS, batch))
+
+    def check(self, names) -> None:
+        """A mixed batch gives what merged weights do."""
+        with self.manager.prepare(names) as batch:
+            found = self.answers(batch)
+        with jax.default_device(jax.local_devices()[0]):
+            assert_close(found, expected_rows(self.twins, names, TOKENS))
+
+    def state(self):
+        """All that must not change where a call fails."""
+        stats = self.manager.stats()
+        slots = [np.asarray(s.data) for a in jax.tree.leaves(self.manager.slots) for s in a.addressable_shards]
+        books = self.manager.list_adapters(), self.manager.slot_names, stats.host_loads, stats.slot_loads
+        return books, slots
+
+    def unchanged(self, before) -> None:
+        books, slots = self.state()
+        assert books == before[0]
+        for found, was in zip(slots, before[1], strict=True):
+            np.testing.assert_array_equal(found, was)
+
+    def alike(self) -> None:
+        """Both processes have the same books."""
+        adapters = {name: (i.generation, i.slot, i.pinned) for name, i in self.manager.list_adapters().items()}
+        own = np.frombuffer(
+            json.dumps([list(adapters.items()), self.manager.slot_names]).encode().ljust(4000), np.uint8
+        )
+        multihost_utils.assert_equal(own, "the books of the processes differ")
+
+
+Scenario = Callable[[World], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(run: Scenario) -> Scenario:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+@scenario
+def mixed_batches_through_swaps(world: World) -> None:
+    manager = world.start()
+    for adapter in ADAPTERS:
+        assert manager.add_adapter(world.request(adapter.name))
+    for names in (
+        ["one", None, "two", "one"],
+        ["three", "four", None, "four"],
+        ["two", "four", "two", None],
+        [None] * 4,
+    ):
+        world.check(names)
+        world.alike()
+    assert world.step._cache_size() == 1
+    assert manager.stats().compilations == 1
+    for variable in nnx.to_flat_state(manager.slots).leaves:
+        array = variable.get_value()
+        sizes = {shard.data.size for shard in array.addressable_shards}
+        assert sizes == {array.size // (1 if array.sharding.is_fully_replicated else 4)}
+    assert not world.model.up.jlora_b[...].is_fully_replicated
+    assert not world.model.down.jlora_a[...].is_fully_replicated
+
+
+@scenario
+def fully_sharded(world: World) -> None:
+    manager = world.start(fully_sharded=True)
+    for adapter in ADAPTERS:
+        manager.add_adapter(adapter)  # from memory
+    for names in (["one", None, "two", "one"], ["three", "four", None, "four"]):
+        world.check(names)
+
+
+@scenario
+def what_commits_nothing_sends_no_message(world: World) -> None:
+    manager = world.start()
+    for name in ("one", "two", "three"):
+        manager.add_adapter(world.request(name))
+    world.check(["one", "two", None, None])
+    before = world.messages.rounds
+    world.check(["one", "two", None, None])  # as before
+    world.check(["two", None, "one", "one"])  # others of the same adapters
+    world.check([None] * 4)
+    assert not manager.add_adapter(world.request("one"))
+    assert not manager.activate_adapter("two")
+    assert world.messages.rounds == before
+    world.check(["three", None, None, None])
+    assert world.messages.rounds == before + 1
+
+
+def until_it_raises(attempt: Callable[[], object]) -> None:
+    """Without waiting, an adapter is absent until its load has failed."""
+    for _ in range(10_000):
+        attempt()
+        time.sleep(0.001)
+
+
+@scenario
+def one_process_cannot_read_it(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    world.check(["one", None, None, "one"])
+    before = world.state()
+    cases = {"missing": AdapterNotFoundError, "cut": AdapterFormatError, "nan": AdapterFormatError}
+    for case, error in cases.items():
+        for process in (0, 1):
+            if world.me == process:
+                world.paths["two"] = world.folder / case
+            for attempt in (
+                lambda: manager.add_adapter(world.request("two")),
+                lambda: manager.prepare(["one", world.request("two")]),
+                lambda: manager.prepare([world.request("two")], wait=False, timeout=60),
+            ):
+                with pytest.raises(error) as caught:
+                    until_it_raises(attempt)
+                assert str(caught.value).endswith(f"(process {process})"), caught.value
+                said = np.frombuffer(str(caught.value).encode().ljust(2000)[:2000], np.uint8)
+                multihost_utils.assert_equal(said, "the processes raise different errors")
+                world.unchanged(before)
+            world.paths.clear()
+    manager.add_adapter(world.request("two"))  # and the next time it is there
+    world.check(["one", "two", None, "one"])
+    world.alike()
+
+
+@scenario
+def a_late_process_stalls_nobody(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    gate = threading.Event()
+    if world.me == 1:
+        world.gates["two"] = gate
+    future = manager.prefetch(world.request("two"))
+    if world.me == 0:
+        assert future.result(60)  # read here, and not there
+    for _ in range(3):
+        world.check(["one", None, None, "one"])
+        batch, ready = manager.prepare(["one", "two", None, "two"], wait=False)
+        assert ready == (True, False, True, False)
+        assert "two" not in manager.list_adapters()
+        with batch.drop_absent() as batch:
+            assert_close(world.answers(batch)[0], expected_one(world, "one")[0])
+    if world.me == 1:
+        gate.set()
+    world.check(["one", "two", None, "two"])  # waits for both
+    assert future.result(60)
+    world.alike()
+
+
+def expected_one(world: World, name: str) -> np.ndarray:
+    with jax.default_device(jax.local_devices()[0]):
+        return expected_rows(world.twins, [name] * 4, TOKENS)
+
+
+@scenario
+def prefetched_names(world: World) -> None:
+    manager = world.start(max_cpu_loras=2)
+    for name in ("one", "two"):
+        assert manager.prefetch(world.request(name)).result(60)
+    world.check(["two", "one", None, None])
+    for name in ("three", "four", "one"):  # more than the host keeps: the first is read again
+        assert manager.prefetch(world.request(name, load_inplace=name == "one")).result(60)
+    assert manager.add_adapter(world.request("three"))
+    world.check(["three", "four", None, None])
+    world.alike()
+    with manager.hold("one") as handle:  # evicted, and loaded again
+        assert handle.generation == 0
+    world.alike()
+
+
+@scenario
+def generations(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    with manager.prepare(["one"] * 4) as batch:
+        assert batch.generations == (0,) * 4
+        with pytest.raises(AdapterInUseError):
+            manager.add_adapter(world.request("one", load_inplace=True), timeout=0.05)
+    assert manager.add_adapter(world.request("one", load_inplace=True))
+    if world.me == 1:  # written anew on one host alone, with the same weights
+        ONE.save_pretrained(world.folder / "again")
+        world.paths["one"] = world.folder / "again"
+    else:
+        world.paths["one"] = world.folder / "one"
+    manager.add_adapter(world.request("one", load_inplace=True))
+    world.alike()
+    world.check(["one", None, "one", None])
+    held = manager.hold("one")
+    generation = held.generation
+    module = THREE.modules["up"]
+    ones = {f"up.lora_{half}.weight": np.full_like(ONE.modules["up"].__dict__[half.lower()], 0.5) for half in "AB"}
+    assert manager.update_adapter("one", ones) == generation + 1
+    with manager.prepare([held, "one", None, None]) as batch:
+        assert batch.generations == (generation, generation + 1, None, None)
+        found = world.answers(batch)
+    held.close()
+    changed = jlora.Adapter(
+        name="one",
+        modules={
+            **ONE.modules,
+            "up": type(module)(
+                **{**vars(ONE.modules["up"]), "a": ones["up.lora_A.weight"], "b": ones["up.lora_B.weight"]}
+            ),
+        },
+    )
+    with jax.default_device(jax.local_devices()[0]):
+        twins = {None: world.twins[None], "one": world.twins["one"], "new": merge(Small(), SMALL_TARGETS, changed)}
+        assert_close(found, expected_rows(twins, ["one", "new", None, None], TOKENS))
+    with pytest.raises(LoRAUsageError, match="NumPy arrays"):
+        manager.update_adapter("one", {name: jax.numpy.asarray(array) for name, array in ones.items()})
+    with pytest.raises(LoRAError, match="Files must be the same"):
+        manager.update_adapter("one", {name: array + world.me for name, array in ones.items()})
+    world.alike()
+
+
+@scenario
+def other_weights_in_one_process(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    before = world.state()
+    if world.me == 1:
+        world.paths["two"] = world.folder / "four"
+    with pytest.raises(LoRAError, match=r"'two'\): process 0 has .* and process 1 .* Files must be"):
+        manager.add_adapter(world.request("two"))
+    world.unchanged(before)
+
+
+@scenario
+def calls_in_another_order(world: World) -> None:
+    manager = world.start()
+    before = world.state()
+    names = ["one", "two"] if world.me == 0 else ["two", "one"]
+    for name in names:
+        with pytest.raises(LoRAError, match="must make the same calls in the same order"):
+            manager.add_adapter(world.request(name))
+        world.unchanged(before)
+    manager.add_adapter(world.request("three"))
+    world.check(["three", None, None, None])
+
+
+@scenario
+def a_process_that_does_not_come(world: World) -> None:
+    manager = world.start(process_timeout=1)
+    manager.add_adapter(world.request("one"))
+    before = world.state()
+    if world.me == 0:
+        with pytest.raises(LoRAError, match=r"add_adapter\('two'\): not all of processes \[0, 1\] came within 1 s"):
+            manager.add_adapter(world.request("two"))
+        world.unchanged(before)
+    multihost_utils.sync_global_devices("late")
+    if world.me == 1:  # it comes too late
+        with pytest.raises(LoRAError, match="not all of processes"):
+            manager.add_adapter(world.request("two"))
+        world.unchanged(before)
+    multihost_utils.sync_global_devices("on")
+    manager.add_adapter(world.request("two"))
+    world.check(["one", "two", None, None])
+
+
+@scenario
+def a_batch_that_one_process_has_not_closed(world: World) -> None:
+    manager = world.start()
+    for adapter in ADAPTERS:
+        manager.add_adapter(adapter)
+    first, second = manager.prepare(["one"]), manager.prepare(["two"])
+    second.close()
+    if world.me == 0:
+        first.close()
+    before = world.state()
+    with pytest.raises(LoRAError, match="closed between the same calls"):
+        manager.prepare(["three"])
+    world.unchanged(before)
+    first.close()
+    world.check(["three", "four", None, None])
+    world.alike()
+
+
+@scenario
+def an_interrupt_while_a_load_is_waited_for(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    before = world.state()
+
+    def resolve(request):
+        raise KeyboardInterrupt("pressed")
+
+    if world.me == 0:
+        world.paths["two"] = world.folder / "two"
+        manager._host._resolve = resolve
+    expected = KeyboardInterrupt if world.me == 0 else LoRAError
+    with pytest.raises(expected, match="pressed"):
+        manager.add_adapter(world.request("two"))
+    world.unchanged(before)
+    manager._host._resolve = world.resolve
+    manager.add_adapter(world.request("two"))
+    world.check(["one", "two", None, None])
+
+
+@scenario
+def a_write_that_is_cut_short(world: World) -> None:
+    manager = world.start(process_timeout=20)
+    manager.add_adapter(world.request("one"))
+    manager.add_adapter(world.request("two"))
+    world.check(["one", None, None, None])
+
+    def cut(*_, **__):
+        raise KeyboardInterrupt
+
+    if world.me == 1:
+        kept, manager._pool.write = manager._pool.write, cut
+        with pytest.raises(KeyboardInterrupt):
+            manager.prepare(["two"])
+        manager._pool.write = kept
+    else:
+        manager.prepare(["two"]).close()
+    world.check(["one", None, None, None])  # what needs no agreement goes on
+    for _ in range(2):
+        with pytest.raises(LoRAError, match="prepare was cut short in one of the processes"):
+            manager.add_adapter(world.request("three"))
+
+
+@scenario
+def removing_and_pinning(world: World) -> None:
+    manager = world.start()
+    for adapter in ADAPTERS:
+        manager.add_adapter(adapter)
+    assert manager.pin_adapter("one")
+    world.check(["two", None, None, None])
+    world.check(["three", None, None, None])
+    assert manager.slot_names[0] == "one"
+    with manager.prepare(["three"]):
+        with pytest.raises(AdapterInUseError):
+            manager.remove_adapter("three", timeout=0.05)
+        with pytest.raises(AdapterInUseError):
+            manager.deactivate_adapter("three", timeout=0.05)
+        with pytest.raises(AdapterInUseError):
+            manager.remove_all_adapters(timeout=0.05)
+    assert manager.deactivate_adapter("three")
+    assert manager.remove_adapter("three")
+    assert not manager.remove_adapter("three")
+    assert manager.unpin_adapter("one")
+    world.alike()
+    assert manager.remove_oldest_adapter()
+    world.alike()
+    manager.remove_all_adapters()
+    assert not manager.list_adapters()
+    assert not manager.remove_oldest_adapter()
+    with pytest.raises(AdapterNotFoundError, match="process 0"):
+        manager.prepare(["one"])
+
+
+@scenario
+def other_configurations(world: World) -> None:
+    with pytest.raises(LoRAError, match="LoRAManager: process 0 has"):
+        world.start(max_loras=2 + world.me, max_cpu_loras=4)
+    world.start()
+
+
+@scenario
+def whole_models(world: World) -> None:
+    manager = world.start()
+    report = manager.verify(world.step, TOKENS)
+    assert report.checked == ("embed", "up", "down", "head")
+    manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), num_sequences=4)
+    manager.add_adapter(ONE)
+    world.check(["one", None, "one", None])
+    assert world.step._cache_size() == 1
+    with pytest.raises(LoRAError, match="export_adapter"):
+        manager.export_adapter("one")
+    table = np.asarray(world.twins[None].embed.embedding[...])
+    for base, error in ((table, None), (table + 1, "differ from the model's own weight")):
+        adapter = jlora.Adapter(name=f"base{error}", modules=ONE.modules, base_weights={"embed": base})
+        if error is None:
+            manager.add_adapter(adapter)
+        else:
+            with pytest.raises(LoRAError, match=error):
+                manager.add_adapter(adapter)
+    manager.unwrap()
+
+
+def main(number: str, port: str, folder: str) -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    me = int(number)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=me)
+    world = World(me, Path(folder), Messages())
+    if me == 0:
+        make_folders(Path(folder))
+    multihost_utils.sync_global_devices("folders")
+    found = {}
+    for name, run in SCENARIOS.items():
+        if sys.argv[4:] and name not in sys.argv[4:]:
+            continue
+        started = time.monotonic()
+        try:
+            run(world)
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+        print(me, name, f"{time.monotonic() - started:.1f} s", found[name], flush=True)
+        try:
+            multihost_utils.sync_global_devices(name)
+        except Exception:
+            found[name] += traceback.format_exc()
+            break
+        (Path(folder) / f"{me}.json").write_text(json.dumps(found))
+
+
+def make_folders(folder: Path) -> None:
+    for adapter in ADAPTERS:
+        adapter.save_pretrained(folder / adapter.name)
+    TWO.save_pretrained(folder / "cut")
+    weights = folder / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    broken = make_adapter("two", SMALL_TARGETS, 3)
+    next(iter(broken.modules.values())).a[0, 0] = np.nan
+    broken.save_pretrained(folder / "nan")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -10,8 +10,8 @@ On any other machines, say who is who:
 
     python examples/serve_multihost.py --coordinator HOST:PORT --processes 2 --process 0    (and 1 on the other host)
 
-What there is to it, beside `serve_tp.py`: `jax.distributed.initialize` comes first, the folders of adapters are on every
-host, and no process makes a call of the manager that the others do not make. What one of them cannot read, none loads.
+What there is to it, beside `serve_tp.py`: `jax.distributed.initialize` comes first, the folders of adapters are on all
+hosts, and no process makes a call of the manager that the others do not make. What one of them cannot read, none loads.
 """
 
 import argparse

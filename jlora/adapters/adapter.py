@@ -14,7 +14,7 @@ import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
-from jlora.adapters.checkpoint import read_checkpoint
+from jlora.adapters.checkpoint import OwnExperts, read_checkpoint
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, ModuleLoRA
@@ -106,52 +106,20 @@ class Adapter:
           AdapterMismatchError: a PEFT feature that is not served; the message names it. More than `max_bytes`.
           LoRAUsageError: an argument of the wrong kind.
         """
-        target = None if dtype is None else _float_dtype(dtype)
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-            raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
-        found = resolve(path, name, revision, local_only=local_only)
-        name = found.name
-        files = config_file, weights_file = adapter_files(found)
-        content = _content(found, files)
-        config = read_config(config_file, name)
-        checkpoint = read_checkpoint(
-            weights_file,
-            name,
-            config,
-            dtype=target,
-            allow_nonfinite=allow_nonfinite,
-            check=check,
-            max_bytes=max_bytes,
-        )
-        if _content(found, files) != content:  # each file held still while it was read, but not both of them
-            raise AdapterFormatError(f"adapter {shown(name)}: {shown_path(found.folder)}: changed while it was read")
-        modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
-        for module, shapes in checkpoint.shapes.modules.items():
-            a, b = checkpoint.pairs[module]
-            alpha, scaling = checkpoint.alphas[module], shapes.scaling
-            if isinstance(shapes, ExpertsShapes):
-                modules[module] = ExpertsLoRA(
-                    a=a,
-                    b=b,
-                    alpha=alpha,
-                    scaling=scaling,
-                    exchanged=shapes.exchanged,
-                    own_order=shapes.own_order,
-                    peft_version=shapes.peft_version,
-                )
-            else:
-                modules[module] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=scaling)
-        return cls(
+
+        def only_check(shapes: AdapterShapes) -> None:
+            if check is not None:
+                check(shapes)
+
+        return read_adapter(
+            path,
             name=name,
-            modules=modules,
-            base_weights=checkpoint.base_weights,
-            base_model_name=config.base_model_name,
-            use_rslora=config.use_rslora,
-            fan_in_fan_out=config.fan_in_fan_out,
-            task_type=config.task_type,
-            peft_fields=config.peft_fields,
-            unchecked=config.unchecked,
-            content=content,
+            revision=revision,
+            dtype=dtype,
+            allow_nonfinite=allow_nonfinite,
+            local_only=local_only,
+            check=only_check,
+            max_bytes=max_bytes,
         )
 
     @classmethod
@@ -303,6 +271,71 @@ class Adapter:
             **({"target_parameters": parameters} if parameters else {}),
             "fan_in_fan_out": self.fan_in_fan_out,
         }
+
+
+def read_adapter(
+    path: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dtype: DType | None = None,
+    allow_nonfinite: bool = False,
+    local_only: bool = False,
+    check: Callable[[AdapterShapes], OwnExperts | None] | None = None,
+    max_bytes: int | None = None,
+) -> Adapter:
+    """`Adapter.from_pretrained`, of which a process of several needs some experts alone.
+
+    `check` may return which: other experts are not read. They are zeros that take no memory, in modules of the file's
+    names, shapes, ranks and scalings; such an adapter is no good for `save_pretrained`.
+    """
+    target = None if dtype is None else _float_dtype(dtype)
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+        raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
+    found = resolve(path, name, revision, local_only=local_only)
+    name = found.name
+    files = config_file, weights_file = adapter_files(found)
+    content = _content(found, files)
+    config = read_config(config_file, name)
+    checkpoint = read_checkpoint(
+        weights_file,
+        name,
+        config,
+        dtype=target,
+        allow_nonfinite=allow_nonfinite,
+        check=check,
+        max_bytes=max_bytes,
+    )
+    if _content(found, files) != content:  # each file held still while it was read, but not both of them
+        raise AdapterFormatError(f"adapter {shown(name)}: {shown_path(found.folder)}: changed while it was read")
+    modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
+    for module, shapes in checkpoint.shapes.modules.items():
+        a, b = checkpoint.pairs[module]
+        alpha, scaling = checkpoint.alphas[module], shapes.scaling
+        if isinstance(shapes, ExpertsShapes):
+            modules[module] = ExpertsLoRA(
+                a=a,
+                b=b,
+                alpha=alpha,
+                scaling=scaling,
+                exchanged=shapes.exchanged,
+                own_order=shapes.own_order,
+                peft_version=shapes.peft_version,
+            )
+        else:
+            modules[module] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=scaling)
+    return Adapter(
+        name=name,
+        modules=modules,
+        base_weights=checkpoint.base_weights,
+        base_model_name=config.base_model_name,
+        use_rslora=config.use_rslora,
+        fan_in_fan_out=config.fan_in_fan_out,
+        task_type=config.task_type,
+        peft_fields=config.peft_fields,
+        unchecked=config.unchecked,
+        content=content,
+    )
 
 
 def _content(found: Found, files: Sequence[Path]) -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from jlora.adapters.messages import shown, shown_path, shown_value
 from jlora.adapters.peft_config import CONFIG_FILE, Kind, PeftConfig, scaling_of
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
 from jlora.adapters.tensor_file import TensorInfo, read_header
-from jlora.adapters.values import DTYPES, read_tensors
+from jlora.adapters.values import DTYPES, Share, read_tensors
 from jlora.adapters.values import all_finite as all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
@@ -43,6 +44,10 @@ _FEATURES = {
 }
 
 
+# Name in `Adapter.modules` -> the experts of it that are wanted; of a module that is not of all experts, none.
+OwnExperts: TypeAlias = Mapping[str, tuple[range, ...]]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Tensors of one adapter, by dotted module name without PEFT's prefix.
@@ -68,7 +73,7 @@ def read_checkpoint(
     *,
     dtype: np.dtype | None = None,
     allow_nonfinite: bool = False,
-    check: Callable[[AdapterShapes], None] | None = None,
+    check: Callable[[AdapterShapes], OwnExperts | None] | None = None,
     max_bytes: int | None = None,
 ) -> Checkpoint:
     """Reads an adapter's weights.
@@ -82,7 +87,8 @@ def read_checkpoint(
       config: its configuration; every tensor must agree with its ranks and targets.
       dtype: convert A and B to this dtype; None keeps the file's. Base weights are never converted.
       allow_nonfinite: let NaN and infinity through.
-      check: called with what the header says, before any tensor is read; what it raises is raised.
+      check: called with what the header says, before any tensor is read; what it raises is raised. It may return of
+        which modules some experts alone are wanted: the rest of them is not read, and zeros.
       max_bytes: the most bytes that the tensors may have, in the file or converted.
 
     Raises:
@@ -100,15 +106,33 @@ def read_checkpoint(
         shapes = _shapes(layout, keys, header, adapter, config, dtype)
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
-        if check is not None:
-            check(shapes)
+        own = None if check is None else check(shapes)
         base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
         stored = {key: info for key, info in tensors.items() if info.end > info.start}
-        arrays = read_tensors(opened, stored, base, where=where, dtype=dtype, allow_nonfinite=allow_nonfinite)
+        shares = _shares(layout, own or {})
+        arrays = read_tensors(
+            opened, stored, base, where=where, dtype=dtype, allow_nonfinite=allow_nonfinite, shares=shares
+        )
     pairs = {name: (arrays[key_a], arrays[key_b]) for name, (_, key_a, key_b) in layout.halves.items()}
     for name, found in layout.stacked.items():
         pairs[name] = found.arrays(*pairs[name])
     return Checkpoint(shapes, layout.alphas, pairs, {module: arrays[key] for key, module in base.items()})
+
+
+def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:
+    """Key of a tensor -> what is read of it."""
+    found: dict[str, Share] = {}
+    for name, experts in own.items():
+        _, key_a, key_b = layout.halves[name]
+        if (read := layout.stacked.get(name)) is None:
+            found[key_a] = found[key_b] = Share(1, 1, experts)
+            continue
+        _, out, rank = read.b_shape
+        turns = 1 if not read.flat else out if read.grouped else out * rank
+        for key, (count, *_), leading in ((key_a, read.a_shape, 1), (key_b, read.b_shape, turns)):
+            if count > 1:  # else it is of all experts
+                found[key] = Share(leading, count, experts)
+    return found
 
 
 def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:

@@ -95,9 +95,11 @@ class Stacked:
         return max(self.a_shape[0], self.b_shape[0])
 
     def arrays(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors."""
+        """A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors, or of what is read of them."""
         if not self.flat:
             return a, b
+        if b.ndim == 3:  # sorted by experts already
+            return a.reshape(self.a_shape), b.reshape(self.b_shape)
         experts, rank, _ = self.a_shape
         b = b.reshape(len(b), experts, rank) if self.grouped else b.reshape(len(b), rank, experts).swapaxes(1, 2)
         return a.reshape(self.a_shape), b.swapaxes(0, 1)

@@ -67,10 +67,11 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise AdapterFormatError(f"{where}: __metadata__ must be an object of strings, found {shown_value(metadata)}")
-    tensors = [(name, _info(name, value, 8 + length, where)) for name, value in header.items()]
-    tensors.sort(key=lambda found: (found[1].start, found[1].end))
+    # Each takes the place of what was parsed: the fewer objects there are, the less often all of them are gone through.
+    tensors = {name: _info(name, header.pop(name), 8 + length, where) for name in tuple(header)}
+    tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: tensors[name][2:])}
     at = 8 + length
-    for name, info in tensors:
+    for name, info in tensors.items():
         if info.start != at:
             raise AdapterFormatError(
                 f"{where}: tensor {shown(name)} begins at byte {info.start}; expected {at}, where the one before ends"
@@ -78,7 +79,7 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
         at = info.end
     if at != file.size:
         raise AdapterFormatError(f"{where}: it has {file.size} bytes; expected {at}, where the last tensor ends")
-    return dict(tensors)
+    return tensors
 
 
 def _info(name: str, value: Json, begin: int, where: str) -> TensorInfo:

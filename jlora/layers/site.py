@@ -1,5 +1,6 @@
 """What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -59,10 +60,37 @@ class SlotSpec:
     in_blocks: Blocks = ()
     out_blocks: Blocks = ()
 
-    @property
+    @functools.cached_property
     def expert_shards(self) -> int:
         """Shards that have different experts."""
         return 1 if self.sharding is None or self.experts is None else self.sharding.size(self.sharding.experts)
+
+    @functools.cached_property
+    def own_shards(self) -> Sequence[int]:
+        """Which of `expert_shards` devices of this process have; all where they are not split, or on no devices."""
+        if self.sharding is None or self.expert_shards == 1 or not (found := self.sharding.experts_by_process):
+            return range(self.expert_shards)
+        return found.get(jax.process_index(), ())
+
+    @functools.cached_property
+    def most_shards(self) -> int:
+        """How many of `expert_shards` the process has that has most of them."""
+        if self.sharding is None or self.expert_shards == 1 or not (found := self.sharding.experts_by_process):
+            return self.expert_shards
+        return max(map(len, found.values()))
+
+    @functools.cached_property
+    def own_experts(self) -> tuple[range, ...]:
+        """The experts of `own_shards`, in ranges that do not touch."""
+        assert self.experts is not None
+        size = self.experts // self.expert_shards
+        found: list[range] = []
+        for shard in self.own_shards:
+            begin, end = shard * size, (shard + 1) * size
+            if found and found[-1].stop == begin:
+                begin = found.pop().start
+            found.append(range(begin, end))
+        return tuple(found)
 
     @property
     def stored_in(self) -> int:

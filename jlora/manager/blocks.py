@@ -6,9 +6,7 @@ brings: chunks whose rows it all brings in one block (of experts at least half o
 ranks only the blocks that it has.
 """
 
-import contextlib
 import math
-import mmap
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jlora._memory import fresh
 from jlora.layers.site import Site, SlotSpec, as_brought
 
-_MAPPED = 1 << 20  # bytes from which a block has memory of its own
 RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
 MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
 
@@ -85,7 +83,9 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+        """Of all rows; where processes have some of them each, of the process that has most."""
+        spec, whole = self.chunk.spec, self.a.nbytes + self.b.nbytes
+        return whole if self.row is not None else whole // spec.expert_shards * spec.most_shards
 
 
 def rank_step(spec: SlotSpec) -> int:
@@ -142,6 +142,8 @@ def _even(total: int, most: int) -> list[int]:
 class Frame:
     """The blocks of an adapter as zeros, and where each of its rows lies in them.
 
+    Rows of experts that lie on devices of other processes stay zeros, which take no memory.
+
     Attributes:
       blocks: in slot dtype, in the order of the chunks.
     """
@@ -153,11 +155,13 @@ class Frame:
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]
+            own = [i // chunk.together in chunk.spec.own_shards for i in range(chunk.count)]
             # Where experts are missing, their rows of a block are zeros: many small writes would take longer.
             whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
             for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
+                zeros = _zeros if whole or own[indices[0]] else _no_memory
                 parts = [
-                    Block(chunk, None if whole else indices[0], start, *_zeros(chunk.spec, len(indices)))
+                    Block(chunk, None if whole else indices[0], start, *zeros(chunk.spec, len(indices)))
                     for start in rank_starts(chunk.spec, max(ranks.get(rows[i], 0) for i in indices))
                 ]
                 blocks += parts
@@ -166,43 +170,43 @@ class Frame:
                 ]
                 together = chunk.together if whole else 1
                 self._places.update(
-                    (rows[i], (at, together - at % together, bits)) for at, i in enumerate(indices) if rows[i] in ranks
+                    (rows[i], (at, together - at % together, bits if own[i] else []))
+                    for at, i in enumerate(indices)
+                    if rows[i] in ranks
                 )
         self.blocks = tuple(blocks)
 
     def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
-        """The rows from `first` on, cut where their blocks are: which of them, counted from `first`, and for each of
-        their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written, as `bits_of` has them."""
+        """The rows from `first` on that this process has, cut where their blocks are: which of them, counted from
+        `first`, and for each of their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written,
+        as `bits_of` has them."""
         at = 0
         while at < count:
             i, follow, parts = self._places[site, first + at]
             more = min(follow, count - at)
-            yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
+            if parts:
+                yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
             at += more
 
 
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    step = rank_step(spec)
-    of_a, of_b = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
+    of_a, of_b = _shapes(spec, rows)
+    sparse = rows > 1 and len(spec.own_shards) < spec.expert_shards
     # In one piece: the larger it is, the larger the pages that the system has for it.
-    a, b = np.split(_fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype)), [math.prod(of_a)])
+    a, b = np.split(fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype), sparse=sparse), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
 
 
-def _fresh(count: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros that go back to the system when they are freed.
+def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Zeros that nobody writes to."""
+    a, b = (np.broadcast_to(np.zeros((), spec.dtype), shape) for shape in _shapes(spec, rows))
+    return a, b
 
-    What malloc has for a thread's blocks of some megabytes it keeps for that thread's successors, and every load may be
-    a thread of its own: adapters of gigabytes would leave as much memory behind.
-    """
-    nbytes = count * dtype.itemsize
-    if nbytes < _MAPPED or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return np.zeros(count, dtype)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8).view(dtype)
+
+def _shapes(spec: SlotSpec, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of A and B of a block."""
+    step = rank_step(spec)
+    return (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
 
 
 def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:

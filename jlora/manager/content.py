@@ -46,7 +46,8 @@ class Content:
     Attributes:
       name, generation: one content of a name has one generation, counted from 0.
       placements: where its modules go.
-      blocks: its factors, packed as slots are written; replaced whole, never changed.
+      blocks: its factors, packed as slots are written; replaced whole, never changed. Where experts are split over
+        processes, those of other processes' devices are zeros, which take no memory.
       ranks: int32, the true rank of each output slice of every site, in the pool's order.
       rank: the largest.
       about: the adapter without its arrays, for what else an exported one must say.
@@ -88,6 +89,7 @@ class Content:
 
     @property
     def nbytes(self) -> int:
+        """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters import Adapter, BaseShape
 from jlora.adapters.checkpoint import all_finite
@@ -17,12 +18,12 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap import WrappedModel, spec_of
-from jlora.manager import base_weights
+from jlora.manager.base_weights import difference, misfits
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
-from jlora.manager.names import SiteIndex
+from jlora.manager.names import Place, SiteIndex
 from jlora.manager.side_by_side import evenly_spaced, side_by_side
 
 
@@ -69,8 +70,8 @@ def describe(name: str, path: str | None) -> str:
     return f"adapter {name!r}" + (f" ({path})" if path else "")
 
 
-def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, tuple[Site, int, int, int]]:
-    """Module name -> (site, row, first slice, slices); the first expert's row where it is of all experts.
+def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, Place]:
+    """Module name -> its place; the first expert's row where it is of all experts.
 
     Raises:
       AdapterMismatchError: there is no module, a tensor that no module of the model takes, a rank above max_lora_rank,
@@ -79,7 +80,7 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     if not modules:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
-    placed: dict[str, tuple[Site, int, int, int]] = {}
+    placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
     for name, module in modules.items():
         if index.skips(name):
@@ -106,36 +107,53 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     return placed
 
 
-def fit(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, chunks: Sequence[Chunk], where: str) -> Fitted:
-    """Check every tensor of `adapter` against the model and bring it into slot dtype and the blocks of its `chunks`.
+def fit(
+    where: str,
+    modules: dict[str, ModuleLoRA | ExpertsLoRA],
+    placed: Mapping[str, Place],
+    base_weights: Mapping[str, np.ndarray],
+    wrapped: WrappedModel,
+    index: SiteIndex,
+    chunks: Sequence[Chunk],
+) -> Fitted:
+    """Bring the modules of an adapter into slot dtype and the blocks of the model's `chunks`.
 
     Where the model has slots for that, a factor that experts share goes into them once, if all of the adapter's do.
+    Experts that lie on devices of other processes are left zeros, and their modules' numbers are not looked at, but for
+    float16 (`own_experts`).
+
+    Args:
+      where: the adapter, for messages.
+      modules: its modules. What is written is taken out: memory that nobody else refers to goes back to the system
+        while the blocks fill, so that an adapter of gigabytes is not there twice.
+      placed: where each goes, as `place` says.
+      base_weights: those that came with it.
+      wrapped, index, chunks: of the model.
 
     Raises:
-      AdapterMismatchError: as `place`; base weights that differ from the model's; values that slot dtype cannot hold.
+      AdapterMismatchError: base weights that differ from the model's; values that slot dtype cannot hold.
     """
-    placed = place(where, adapter.modules, index)
     problems = [
         f"{name}.base_layer.weight: {problem}"
-        for name, weight in adapter.base_weights.items()
-        if not index.skips(name) and (problem := base_weights.difference(name, weight, wrapped, index))
+        for name, weight in base_weights.items()
+        if not index.skips(name) and (problem := difference(name, weight, wrapped, index))
     ]
     _raise(where, problems)
-    of_experts = [(adapter.modules[name], *place) for name, place in placed.items() if place[0].spec.experts]
-    shared = bool(of_experts) and all(_is_shared(where, *module) for module in of_experts)
+    of_experts = [name for name, (site, *_) in placed.items() if site.spec.experts]
+    shared = bool(of_experts) and all(_is_shared(where, modules[name], *placed[name]) for name in of_experts)
     ranks: dict[Row, int] = {}
     for name, (site, first_row, _, _) in placed.items():
-        for held, rows in _held(adapter.modules[name], site, first_row, shared):
+        for held, rows in _held(modules[name], site, first_row, shared):
             for row in rows:
-                ranks[held, row] = max(ranks.get((held, row), 0), adapter.modules[name].rank)
+                ranks[held, row] = max(ranks.get((held, row), 0), modules[name].rank)
     frame = Frame(chunks, ranks)
 
     def fill(names: Sequence[str]) -> list[Placement]:
-        modules = [adapter.modules[name] for name in names]
+        own = [modules.pop(name) for name in names]
         with within(np.errstate(over="ignore", invalid="ignore")):
-            return _fill(where, names, modules, wrapped, *placed[names[0]], shared, frame)
+            return _fill(where, names, own, wrapped, *placed[names[0]], shared, frame)
 
-    together = evenly_spaced(adapter.modules, placed)
+    together = evenly_spaced(modules, placed)
     filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
     made = {  # in the adapter's own order, however it was written
         name: placements if len(names) == 1 else placements[i : i + 1]
@@ -191,7 +209,7 @@ def _pieces(
     # that a mesh asked for, and no checkpoint knows it.
     alternate = columns.columns_out if isinstance(columns, LinearSpec) and columns.out_blocks is None else None
     if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
-        b = _columns(b, alternate.positions)
+        b = _columns(b, alternate.positions, spec.own_experts)
     block, _, own = name.rpartition(".")
     called: dict[int, str] = {}  # the first name of each slice
     for key, (i, n) in site.parts.items():
@@ -206,8 +224,14 @@ def _pieces(
     return pieces
 
 
-def _columns(b: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`b[:, :, positions]`, read and written in the order of b's memory."""
+def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.ndarray:
+    """`b[:, :, positions]`, read and written in the order of b's memory. Only of `own` experts if those are not all."""
+    if len(b) > sum(map(len, own)) and len(b) > 1:
+        found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
+        for part in own:
+            rows = slice(part.start, part.stop)
+            found.view(bits_of(b.dtype))[rows] = _columns(b[rows], positions, own).view(bits_of(b.dtype))
+        return found
     order = sorted(range(3), key=lambda axis: -b.strides[axis])
     bits = b.view(bits_of(b.dtype)).transpose(order).take(positions, order.index(2))
     return bits.view(b.dtype).transpose(np.argsort(order))
@@ -381,4 +405,4 @@ def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
 
 def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
     """Raises AdapterMismatchError where base weights of these shapes cannot be the model's own."""
-    _raise(where, base_weights.misfits(weights, index))
+    _raise(where, misfits(weights, index))

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 
 from jlora.adapters import Adapter, AdapterShapes
+from jlora.adapters.adapter import read_adapter
+from jlora.adapters.checkpoint import OwnExperts
+from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
     AdapterInUseError,
@@ -27,7 +30,8 @@ from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, pl
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
-from jlora.manager.names import SiteIndex
+from jlora.manager.names import Place, SiteIndex
+from jlora.manager.own import own_experts
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
@@ -136,9 +140,9 @@ class Host:
             with _logged(request.name, request.path):
                 with self.loader.turn():
                     self.loader.check_wanted(load)
-                    adapter = self._read(request)
+                    read = self._read(request)
                     self.loader.check_wanted(load)
-                    content = self.stage(adapter, request)
+                    content = self.stage(*read, request)
                 result = self._arrived(load, content)
         if load.ahead:
             with self._books():
@@ -162,14 +166,29 @@ class Host:
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""
         with _logged(adapter.name, None):
-            return self.admit(self.stage(adapter, None), replace, patience)
+            return self.admit(self._in_memory(adapter), replace, patience)
 
-    def _read(self, request: LoRARequest) -> Adapter:
-        """Read an adapter's files. What its shapes tell against it is found before a tensor is read."""
+    def _in_memory(self, adapter: Adapter) -> Content:
+        """Check and stage an adapter that is in memory."""
+        where = describe(adapter.name, None)
+        if not self._config.allow_nonfinite:  # files are looked at while they are read
+            check_finite(where, adapter)
+        placed = place(where, adapter.modules, self._index)
+        return self.stage(adapter, dict(adapter.modules), placed, None)
+
+    def _read(self, request: LoRARequest) -> tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]:
+        """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
+
+        What its shapes tell against it is found before a tensor is read.
+
+        Returns:
+          The adapter without its modules, these, and their places.
+        """
         path = request.path if self._resolve is None else self._resolve(request)
         where = describe(request.name, request.path)
+        placed: dict[str, Place] = {}
 
-        def check(shapes: AdapterShapes) -> None:
+        def check(shapes: AdapterShapes) -> OwnExperts:
             if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
                 raise AdapterMismatchError(
                     f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
@@ -181,10 +200,11 @@ class Host:
                 raise AdapterMismatchError(
                     f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
                 )
-            place(where, shapes.modules, self._index)
+            placed.update(place(where, shapes.modules, self._index))
             check_base_shapes(where, shapes.base_weights, self._index)
+            return own_experts(shapes.modules, placed)
 
-        return Adapter.from_pretrained(
+        adapter = read_adapter(
             path,
             name=request.name,
             revision=request.revision,
@@ -192,21 +212,27 @@ class Host:
             allow_nonfinite=self._config.allow_nonfinite,
             check=check,
         )
+        return replace(adapter, modules={}), dict(adapter.modules), placed
 
-    def stage(self, adapter: Adapter, request: LoRARequest | None) -> Content:
-        """Check, cast and pack an adapter; no lock is held."""
+    def stage(
+        self,
+        adapter: Adapter,
+        modules: dict[str, ModuleLoRA | ExpertsLoRA],
+        placed: Mapping[str, Place],
+        request: LoRARequest | None,
+    ) -> Content:
+        """Cast and pack the modules of an adapter, which are taken out of `modules`; no lock is held."""
         where = describe(adapter.name, None if request is None else request.path)
-        if request is None and not self._config.allow_nonfinite:  # files were looked at while they were read
-            check_finite(where, adapter)
+        rank = max(module.rank for module in modules.values())
         pool = self._slots.pool
-        fitted = fit(adapter, self._wrapped, self._index, pool.chunks, where)
+        fitted = fit(where, modules, placed, adapter.base_weights, self._wrapped, self._index, pool.chunks)
         return Content(
             name=adapter.name,
             generation=0,
             placements=fitted.placements,
             blocks=self.pinned(fitted.blocks),
             ranks=rank_vector(pool.sites, fitted.placements),
-            rank=adapter.rank,
+            rank=rank,
             about=replace(adapter, modules={}, base_weights={}),
             request=request,
             key=adapter.content,

@@ -36,7 +36,7 @@ class HostInStep(Host):
             self.let_in(f"the load of {name!r}", name, Patience(None))
 
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
-        return bool(self._together(f"add_adapter({adapter.name!r})", lambda: self.stage(adapter, None), patience))
+        return bool(self._together(f"add_adapter({adapter.name!r})", lambda: self._in_memory(adapter), patience))
 
     def _found(self, name: str) -> bool:
         return name in self._registry.contents  # not a use of it: the order of uses is that of the calls

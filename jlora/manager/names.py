@@ -12,6 +12,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
 from jlora.layers.wrap import WrappedModel
 
+Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, slices
 NameMap: TypeAlias = Mapping[str, str]
 NameRules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 
@@ -43,8 +44,7 @@ class SiteIndex:
                 self._sites.setdefault((site.kind, name), []).append(site)
         rows = {len(site.spec.rows) for site in wrapped.modules}
         self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
-        # Adapters come with tens of thousands of names, each twice: before its tensors are read and after. And again
-        # with the next adapter.
+        # Adapters come with tens of thousands of names, and the next one with the same.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._nearest: dict[str, Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
@@ -61,31 +61,31 @@ class SiteIndex:
         """Whether the checkpoint's module `name` is one that this process lacks on purpose; it is counted then."""
         return self._wrapped.skips(name)
 
-    def find(self, kind: str, name: str) -> tuple[Site, int, int, int] | str:
-        """(site, row, first slice, slices) that a checkpoint name fills, or why there is none.
+    def find(self, kind: str, name: str) -> Place | str:
+        """What a checkpoint name fills, or why there is nothing.
 
         The name of weights of the kind "experts" is that of all experts; the row is then that of the first.
         """
         hits = self._hits(kind, name)
         if len(hits) == 1:
-            site, row, key = hits[0]
+            site = hits[0][0]
             if site.inferred is not None and site.provisional:
                 return f"{site.path!r} takes no adapter yet: {site.inferred.reason}"
-            return site, row, *site.parts[key]
+            return hits[0]
         if hits:
-            places = ", ".join(repr(site.path) for site, _, _ in hits)
+            places = ", ".join(repr(site.path) for site, *_ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
         return self._reason(kind, self.model_name(name))
 
-    def _search(self, kind: str, name: str) -> list[tuple[Site, int, str]]:
-        """The sites that a name can mean: the row in each, and its name there."""
-        hits: list[tuple[Site, int, str]] = []
+    def _search(self, kind: str, name: str) -> list[Place]:
+        """What a name can mean."""
+        hits: list[Place] = []
         all_experts = kind == "experts"
         # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
         for numbers, short in _without_numbers(self.model_name(name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
                 if (row := _row(site.spec, numbers, all_experts)) is not None:
-                    hits.append((site, row, short))
+                    hits.append((site, row, *site.parts[short]))
         return hits
 
     def _reason(self, kind: str, name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
-from jlora.layers.site import Site
+from jlora.manager.names import Place
 
 _TOGETHER = 1 << 24  # bytes of the modules that are written together: more is shared out among threads
 
@@ -20,11 +20,11 @@ class _Last(NamedTuple):
     apart: tuple[int, int] | None
 
 
-def evenly_spaced(
-    modules: Mapping[str, ModuleLoRA | ExpertsLoRA], placed: Mapping[str, tuple[Site, int, int, int]]
-) -> list[list[str]]:
+def evenly_spaced(modules: Mapping[str, ModuleLoRA | ExpertsLoRA], placed: Mapping[str, Place]) -> list[list[str]]:
     """Names of modules that are written together: those of rows that follow each other, of one rank and scaling, whose
     factors lie equally far apart in one array, as those of a file's experts often do. There may be tens of thousands.
+
+    The groups come in the order in which the adapter has the first of each: nearly that of the file.
     """
     groups: list[list[str]] = []
     last: dict[Any, _Last] = {}  # of each group that may grow
@@ -51,7 +51,8 @@ def evenly_spaced(
             apart = None
         group.append(name)
         last[key] = _Last(group, row, at, apart)
-    return groups
+    order = {name: i for i, name in enumerate(placed)}
+    return sorted(groups, key=lambda names: order[names[0]])
 
 
 def _address(array: np.ndarray) -> int:

@@ -13,7 +13,7 @@ may need any adapter. True ranks are split with their experts alone, and stamps 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,21 @@ class KernelSharding:
         return self.experts, (), (*self.outs, *self.ins) if self.fully else self.outs
 
     @functools.cached_property
+    def experts_by_process(self) -> Mapping[int, tuple[int, ...]]:
+        """Process -> the shards of experts that its devices have; {} where they are not split, or on no devices."""
+        if isinstance(self.mesh, AbstractMesh) or not self.experts:
+            return {}
+        devices: np.ndarray = self.mesh.devices
+        axes = [self.mesh.axis_names.index(name) for name in self.experts]
+        places = np.indices(devices.shape).reshape(devices.ndim, -1)[axes]
+        # JAX numbers shards in this order too: those along the last axis follow each other.
+        shards = np.asarray(np.ravel_multi_index(tuple(places), [devices.shape[axis] for axis in axes]))
+        found: dict[int, set[int]] = {}
+        for device, shard in zip(devices.ravel().tolist(), shards.tolist(), strict=True):
+            found.setdefault(process_of(device), set()).add(shard)
+        return {process: tuple(sorted(own)) for process, own in found.items()}
+
+    @functools.cached_property
     def whole(self) -> NamedSharding:
         """Of an array that all devices have whole."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -66,6 +81,11 @@ class KernelSharding:
     def named(self, *axes: Names) -> NamedSharding:
         """Of an array with these axes, one tuple of names each."""
         return NamedSharding(self.mesh, partition(*axes))
+
+
+def process_of(device: Any) -> int:
+    """The process that a device belongs to."""
+    return device.process_index
 
 
 def partition(*axes: Names) -> PartitionSpec:

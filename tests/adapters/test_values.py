@@ -5,7 +5,8 @@ import os
 import struct
 import threading
 import time
-from itertools import pairwise
+import weakref
+from itertools import accumulate, groupby, pairwise
 
 import ml_dtypes
 import numpy as np
@@ -72,6 +73,21 @@ def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
     assert [found[name].dtype.name for name in names] == ["float16", "float16", "float32", "float16", "float16"]
 
 
+@pytest.mark.parametrize(
+    ("whole", "shared"), [(1, [1] * 5), (24, [1] * 5), (25, [2, 2, 1]), (72, [3, 2]), (73, [4, 1]), (121, [5])]
+)
+def test_an_array_is_of_some_size_and_goes_with_the_last_of_its_tensors(tmp_path, monkeypatch, whole, shared):
+    monkeypatch.setattr(values, "_WHOLE", whole)
+    tensors = {f"{i}": np.full((2, 3), i, np.float32) for i in range(5)}  # 24 bytes each
+    found = read(tmp_path, tensors)
+    assert [len(list(of)) for _, of in groupby(id(array.base) for array in found.values())] == shared
+    for name, array in tensors.items():
+        memory = weakref.ref(found[name].base)
+        alone = found.pop(name).tobytes() == array.tobytes()
+        assert alone
+        assert (memory() is None) == (int(name) + 1 in accumulate(shared))
+
+
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 1, 14])
@@ -103,17 +119,19 @@ def test_too_large_for_the_dtype(tmp_path, piece, allow_nonfinite):
     ),
     part=st.sampled_from([8, 16, 24, 40, 200, 1 << 25]),
     piece=st.sampled_from([8, 16, 56, 1 << 19]),
+    whole=st.sampled_from([1, 40, 300, 1 << 26]),
     dtype=st.sampled_from([None, *DTYPES]),
     base=st.sets(st.integers(0, 8), max_size=2),
 )
-@example(shapes=[(DTYPES[2], [9, 9])] * 3, part=40, piece=16, dtype=None, base=set())
-def test_every_number_of_every_part(tmp_path_factory, shapes, part, piece, dtype, base):
+@example(shapes=[(DTYPES[2], [9, 9])] * 3, part=40, piece=16, whole=300, dtype=None, base=set())
+def test_every_number_of_every_part(tmp_path_factory, shapes, part, piece, whole, dtype, base):
     rng = np.random.default_rng(0)
     tensors = {f"{i}": rng.normal(size=shape).astype(stored) for i, (stored, shape) in enumerate(shapes)}
     base = {f"{i}" for i in base} & tensors.keys()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(values, "_PART", part)
         patched.setattr(values, "_PIECE", piece)
+        patched.setattr(values, "_WHOLE", whole)
         found = read(tmp_path_factory.mktemp("read"), tensors, base, dtype=dtype)
     assert found.keys() == tensors.keys()
     for name, want in tensors.items():
@@ -129,7 +147,8 @@ def ones(count=6, size=32):
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("part", [64, 128, 200, 1 << 25])
 @pytest.mark.parametrize("piece", [8, 56, 64])
-def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece):
+@pytest.mark.parametrize("whole", [1, 100, 1 << 26])
+def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece, whole):
     reads, original = [], StableFile.read_into
 
     def read_into(self, offset, buffer):
@@ -139,6 +158,7 @@ def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece):
     monkeypatch.setattr(StableFile, "read_into", read_into)
     monkeypatch.setattr(values, "_PART", part)
     monkeypatch.setattr(values, "_PIECE", piece)
+    monkeypatch.setattr(values, "_WHOLE", whole)
     tensors = some()
     read(tmp_path, tensors)
     reads.sort()

@@ -5,6 +5,7 @@ kernels and so slots are split over, goes across both processes; each has half o
 one device into which an adapter is merged.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -25,8 +26,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
+from jlora.adapters import ExpertsLoRA
+from jlora.adapters.files import StableFile
 from jlora.errors import AdapterFormatError, AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.manager.processes import Processes
+from tests.layers import expert_models
+from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
 from tests.layers.merging import assert_close, expected_rows, make_adapter, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
 
@@ -496,6 +501,122 @@ def whole_models(world: World) -> None:
             with pytest.raises(LoRAError, match=error):
                 manager.add_adapter(adapter)
     manager.unwrap()
+
+
+class Experts(World):
+    """A model whose eight experts are split over both processes: four of each."""
+
+    SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
+
+    def __init__(self, world: World):
+        vars(self).update(vars(world))
+        expert_models.EXPERTS = 8
+        with jax.default_device(jax.local_devices()[0]):
+            self.twin, self.model = (Model(Gathering, nnx.Rngs(0)) for _ in range(2))
+            self.x = np.asarray(jax.random.normal(jax.random.key(1), (4, 2, HIDDEN)))
+        for path, variable in nnx.to_flat_state(nnx.state(self.model)):
+            value = np.asarray(variable.get_value())
+            sharding = NamedSharding(self.mesh, P("t") if "experts" in path else P())
+            variable.set_value(jax.make_array_from_callback(value.shape, sharding, value.__getitem__))
+        config = jlora.LoRAConfig(max_loras=2, max_lora_rank=3, max_cpu_loras=8)
+        self.manager = jlora.LoRAManager(self.model, config)
+        whole = NamedSharding(self.mesh, P())
+
+        def forward(model, x, batch):
+            with jlora.use(batch):
+                return jax.lax.with_sharding_constraint(model(x), whole)
+
+        self.step = jax.jit(forward)
+        self.adapters = {
+            "each": self.adapter("each", 1),
+            "few": self.adapter("few", 2, (1, 6)),
+            "flat": self.adapter("flat", 3),
+        }
+
+    def adapter(self, name: str, seed: int, experts=range(8)) -> jlora.Adapter:
+        rng = np.random.default_rng(seed)
+        arrays = {
+            f"layers.{layer}.experts.{e}.{part}": [
+                rng.normal(size=size).astype(np.float32) * 0.5 for size in ((2, k), (n, 2))
+            ]
+            for layer in range(LAYERS)
+            for e in experts
+            for part, (k, n) in self.SIZES.items()
+        }
+        if name == "flat":  # gate and up have one A
+            for key in [key for key in arrays if key.endswith("up_proj")]:
+                arrays[key][0] = arrays[key.replace("up_proj", "gate_proj")][0]
+        return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+
+    def written(self, name: str) -> tuple[jlora.LoRARequest, int, int]:
+        """A request for an adapter, expert by expert in its file or flat; bytes of its A, and of its B."""
+        modules = self.adapters[name].modules
+        if name == "flat":
+            fused = {}
+            for layer in range(LAYERS):
+                block = f"layers.{layer}.experts"
+                for fused_part, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                    own = [[modules[f"{block}.{e}.{part}"] for part in parts] for e in range(8)]
+                    a = np.stack([some[0].a for some in own])
+                    b = np.stack([np.concatenate([one.b for one in some]) for some in own])
+                    fused[f"{block}.{fused_part}"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5, own_order=True)
+            modules = fused
+        folder = self.folder / f"experts_{name}"
+        if self.me == 0:
+            jlora.Adapter(name=name, modules=modules).save_pretrained(folder)
+        multihost_utils.sync_global_devices(str(folder))
+        sizes = (sum(getattr(module, half).nbytes for module in modules.values()) for half in "ab")
+        return jlora.LoRARequest(name, str(folder)), *sizes
+
+    def check(self, names) -> None:
+        with self.manager.prepare(names) as batch:
+            found = np.asarray(self.step(self.model, self.x, batch))
+        owners = [self.adapters.get(name) for name in names for _ in range(2)]
+        expected = reference(self.twin, self.x.reshape(-1, HIDDEN), owners).reshape(found.shape)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@scenario
+def experts(world: World) -> None:
+    """Each process reads what its devices hold, and both together answer as one would."""
+    world = Experts(world)
+    original, reads = StableFile.read_into, []
+
+    def read_into(self, offset, buffer):
+        if offset > 8:  # the header comes before
+            reads.append(len(buffer))
+        original(self, offset, buffer)
+
+    StableFile.read_into = read_into
+    for name in world.adapters:
+        request, of_a, of_b = world.written(name)
+        reads.clear()
+        world.manager.add_adapter(request)
+        assert sum(reads) == of_a // 2 + (of_b if name == "flat" else of_b // 2), name
+    StableFile.read_into = original
+    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"], ["each", "few", "few", None]):
+        world.check(names)
+        world.alike()
+    assert world.step._cache_size() == 1
+    assert world.manager.stats().compilations == 1
+
+    rng = np.random.default_rng(5)  # of an expert of each process, in an adapter of each kind
+    for name, expert in (("each", 2), ("flat", 7), ("few", 1)):
+        module = f"layers.1.experts.{expert}.down_proj"
+        new = [rng.normal(size=size).astype(np.float32) for size in ((2, INNER), (HIDDEN, 2))]
+        halves = zip("AB", new, strict=True)
+        world.manager.update_adapter(name, {f"{module}.lora_{half}.weight": array for half, array in halves})
+        arrays = {key: (m.a, m.b) for key, m in world.adapters[name].modules.items()} | {module: tuple(new)}
+        world.adapters[name] = jlora.Adapter.from_arrays(name, arrays, alpha=3)
+    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"]):
+        world.check(names)
+
+    world.adapters["each"].modules["layers.0.experts.6.up_proj"].b[0, 0] = np.nan
+    before = world.state()
+    with pytest.raises(AdapterFormatError, match=r"experts\.6\.up_proj.*NaN.*process 1"):
+        world.manager.add_adapter(dataclasses.replace(world.written("each")[0], load_inplace=True))
+    world.unchanged(before)
+    world.check(["few", "flat", None, "few"])
 
 
 def main(number: str, port: str, folder: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jlora._memory import fresh
 from jlora.layers.site import Site, SlotSpec
-from jlora.manager.blocks import MAX_ROWS, _fresh, cut, pack, unpack
+from jlora.manager.blocks import MAX_ROWS, cut, pack, unpack
 
 SPECS = st.builds(
     SlotSpec,
@@ -152,7 +153,7 @@ def test_what_a_load_packed_goes_back_to_the_system():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def load():
-        blocks = [_fresh(12 << 20, np.dtype(np.uint16)) for _ in range(4)]  # 24 MB each
+        blocks = [fresh(12 << 20, np.dtype(np.uint16)) for _ in range(4)]  # 24 MB each
         for block in blocks:
             assert not block[:: 1 << 20].any()
             block[:] = 1

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.adapters import Adapter
+from jlora.adapters.adapter import read_adapter
+from jlora.manager import host
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
 
 
@@ -24,7 +25,7 @@ class Store:
         self.reads: list[str] = []
         self.threads: list[threading.Thread] = []
         self.closed: set[str] = set()
-        self.read = Adapter.from_pretrained
+        self.read = read_adapter
 
     def request(self, name, version=0, **options) -> jlora.LoRARequest:
         folder = self.folder / f"{name}{version}"
@@ -34,7 +35,7 @@ class Store:
                 os.utime(file, (1, 1))  # a file of just now would be waited for
         return jlora.LoRARequest(name, folder, **options)
 
-    def from_pretrained(self, path, **options):
+    def read_adapter(self, path, **options):
         name = options["name"]
         self.reads.append(name)
         self.threads.append(threading.current_thread())
@@ -56,7 +57,7 @@ def until(true: Callable[[], bool], seconds=30.0):
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Iterator[Store]:
     made = Store(tmp_path)
-    monkeypatch.setattr(Adapter, "from_pretrained", made.from_pretrained)
+    monkeypatch.setattr(host, "read_adapter", made.read_adapter)
     yield made
     made.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))

@@ -14,7 +14,7 @@ from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap import wrap_model
 from jlora.manager.blocks import cut, unpack
-from jlora.manager.fit import fit
+from jlora.manager.fit import fit, place
 from jlora.manager.names import SiteIndex
 from tests.layers.expert_models import (
     EXPERTS,
@@ -345,8 +345,9 @@ def test_small_scalings_in_float16():
     for name, m in made.items():
         b = m.b * np.float32(2) ** (-20 - 3 * np.arange(len(m.b), dtype=np.float32))[:, None, None]
         modules[name] = ExpertsLoRA(a=m.a * 2.0**10, b=b, alpha=3.0, scaling=1.5)
-    adapter = jlora.Adapter(name="s", modules=modules)
-    fitted = fit(adapter, wrapped, SiteIndex(wrapped, ()), cut(tuple(wrapped.modules), 2**20), "s")
+    index = SiteIndex(wrapped, ())
+    placed = place("s", modules, index)
+    fitted = fit("s", dict(modules), placed, {}, wrapped, index, cut(tuple(wrapped.modules), 2**20))
     assert {(p.first, p.shift) for p in fitted.placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
     rows = unpack(fitted.blocks, {(p.site, p.row) for p in fitted.placements})
     for p in fitted.placements:

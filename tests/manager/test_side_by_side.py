@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import jlora
 from jlora import _threads
+from jlora.adapters import values
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap import wrap_model
 from jlora.manager import fit as fitting
@@ -62,8 +63,13 @@ def on_several_threads(monkeypatch):
 
 
 def fitted(adapter, stacked=False, dtype="float32", max_bytes=1 << 20):
-    wrapped = wrapped_as(stacked, dtype)
-    return fit(adapter, wrapped, SiteIndex(wrapped, ()), cut(tuple(wrapped.modules), max_bytes), "here")
+    return fitted_to(wrapped_as(stacked, dtype), dict(adapter.modules), max_bytes)
+
+
+def fitted_to(wrapped, modules, max_bytes=1 << 20):
+    index = SiteIndex(wrapped, ())
+    placed = fitting.place("here", modules, index)
+    return fit("here", modules, placed, {}, wrapped, index, cut(tuple(wrapped.modules), max_bytes))
 
 
 def copied(array):
@@ -364,6 +370,62 @@ def test_much_is_cut_for_other_threads(monkeypatch):
         monkeypatch.setattr(side_by_side, "_TOGETHER", fit_in)
         assert groups(modules) == sizes
         assert_same(fitted(jlora.Adapter(name="x", modules=modules)), expected)
+
+
+def test_groups_come_in_the_order_of_the_adapter():
+    """What was read first is done with first, whatever the numbers of layers and experts."""
+    late, early = experts_of("down_proj", 3), experts_of("gate_proj", 1)
+    modules = even(late + early + ["layers.0.gate"])
+    wrapped = wrapped_as(True, "float32")
+    found = side_by_side.evenly_spaced(modules, fitting.place("here", modules, SiteIndex(wrapped, ())))
+    assert found == [late, early, ["layers.0.gate"]]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_is_written_goes_back_to_the_system(monkeypatch, threads):
+    """Before what comes after it is written, unless somebody else refers to it."""
+    if threads:
+        on_several_threads(monkeypatch)
+    layers = [even(experts_of("gate_proj", layer)) for layer in range(STACK)]
+    memory = [weakref.ref(next(iter(modules.values())).a.base) for modules in layers]
+    kept = layers[1][experts_of("gate_proj", 1)[0]]
+    modules = {name: module for of_layer in layers for name, module in of_layer.items()}
+    del layers
+    there, original = [], fitting._fill
+
+    def fill(*args):
+        there.append([i for i, held in enumerate(memory) if held() is not None])
+        return original(*args)
+
+    monkeypatch.setattr(fitting, "_fill", fill)
+    expected = fitted(jlora.Adapter(name="x", modules=dict(modules)), True)
+    assert there == [list(range(STACK))] * STACK  # the adapter is the caller's
+    there.clear()
+    assert_same(fitted_to(wrapped_as(True, "float32"), modules), expected)
+    assert not modules
+    assert [i for i, held in enumerate(memory) if held() is not None] == [1]
+    assert kept.a.size
+    if threads:  # of three, at most two others are at an earlier one
+        assert all(set(found) <= {1, *range(max(0, i - 2), STACK)} for i, found in enumerate(there))
+    else:
+        assert there == [sorted({*range(i, STACK), 1}) for i in range(STACK)]
+
+
+def test_a_load_lets_go_of_what_it_read(tmp_path, monkeypatch):
+    names = [f"layers.{i}.gate" for i in range(STACK)] + experts_of("gate_proj", 1)
+    jlora.Adapter(name="x", modules=even(names)).save_pretrained(tmp_path)
+    monkeypatch.setattr(values, "_WHOLE", 1)
+    read, original = [], fitting._fill
+
+    def fill(where, names, modules, *args):
+        assert all(memory() is None for memory in read)
+        read.extend(weakref.ref(half.base) for m in modules for half in (m.a, m.b))
+        return original(where, names, modules, *args)
+
+    monkeypatch.setattr(fitting, "_fill", fill)
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4)
+    jlora.LoRAManager(Stacked(), config).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
+    assert len(read) == 2 * len(names)
 
 
 def test_blocks_do_not_keep_what_they_were_made_of():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jlora.errors import LoRAError
+from jlora.sharding import rules
 from jlora.sharding.rules import KernelSharding, kernel_sharding, names_of, partition, split_axis
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2, 1), ("data", "x", "y", "one"))
@@ -172,3 +173,27 @@ def test_split_axis_is_the_one_that_may_be_split(case):
         else:
             with pytest.raises(LoRAError, match="in the middle"):
                 rule(spec, (order, ()), sizes)
+
+
+@given(
+    st.permutations(["data", "x", "y"]),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 2), min_size=8, max_size=8),
+)
+def test_shards_of_experts_lie_where_jax_has_them(order, count, processes):
+    """`devices_indices_map` says which device has which row of an array with a row for each shard."""
+    names = tuple(order[:count])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rules, "process_of", lambda device: processes[device.id])
+        found = KernelSharding(MESH, experts=names).experts_by_process
+    expected: dict[int, set[int]] = {}
+    for device, (rows,) in NamedSharding(MESH, P(names)).devices_indices_map((2**count,)).items():
+        assert rows.stop - rows.start == 1
+        expected.setdefault(processes[device.id], set()).add(rows.start)
+    assert found == {process: tuple(sorted(own)) for process, own in expected.items()}
+
+
+def test_devices_say_which_process_is_theirs():
+    assert KernelSharding(MESH, experts=("x",)).experts_by_process == {jax.process_index(): (0, 1)}
+    assert KernelSharding(MESH).experts_by_process == {}
+    assert KernelSharding(MESH.abstract_mesh, experts=("x",)).experts_by_process == {}

@@ -1,0 +1,278 @@
+"""Of an adapter's experts some are read: their numbers, and no byte of another's that the format lets be left out."""
+
+import gc
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from jlora import _threads
+from jlora.adapters import Adapter, values
+from jlora.adapters.adapter import read_adapter
+from jlora.adapters.files import StableFile
+from jlora.errors import AdapterFormatError
+from tests.adapters.test_expert_formats import EXPERTS, FUSED, factors, flat, parameters, tensors, three_axes
+
+E, R = 8, 3
+Q = "model.layers.0.self_attn.q_proj"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# kind -> how the tensors of a file lie: (module, half) -> the axis of experts, where one expert's numbers are found
+KINDS = (
+    *("each", "three axes", "gate and up in one", "shared A", "shared B"),
+    *("flat", "flat exchanged", "grouped", "grouped exchanged"),
+)
+OWN = [(range(4),), (range(2, 4),), (range(2), range(6, 8)), (range(7, 8),), ()]
+
+
+def file_of(kind, dtype=np.float32, spoil=None):
+    """The tensors of a file and fields of its configuration; `spoil(name, expert, a, b)` writes into factors."""
+
+    def made(name):
+        found = factors(name, E, R, dtype=dtype)
+        for e, (a, b) in enumerate(found):
+            if spoil is not None:
+                spoil(name, e, a, b)
+        return found
+
+    q = np.random.default_rng(1).normal(size=(2, R, 5)).astype(dtype)
+    modules = {Q: (q[0], q[1].T)}
+    if kind == "each":
+        modules |= {f"{EXPERTS}.{e}.{name}": pair for name in PROJECTIONS for e, pair in enumerate(made(name))}
+        return tensors(modules), {"target_modules": ["q_proj", *PROJECTIONS]}
+    if kind in ("three axes", "gate and up in one", "shared A", "shared B"):
+        names = ("gate_up_proj", "down_proj") if kind == "gate and up in one" else PROJECTIONS
+        how = {"shared_a": kind == "shared A", "shared_b": kind == "shared B"}
+        modules |= {f"{EXPERTS}.{name}": three_axes(made(name), **how) for name in names}
+        return tensors(modules), {"target_modules": ["q_proj", *names]}
+    how = {"grouped": "grouped" in kind, "exchanged": "exchanged" in kind}
+    places = {f"{EXPERTS}.base_layer": "gate_up_proj", EXPERTS: "down_proj"}
+    modules |= {place: flat(made(name), **how) for place, name in places.items()}
+    fields = {"target_modules": ["q_proj"], "lora_B_layout": "grouped_by_expert" if how["grouped"] else "rank_major"}
+    return tensors(modules), fields | parameters(*FUSED)
+
+
+def shares(shapes, own):
+    """What a process that has these experts tells the reader."""
+    found = {}
+    for name, module in shapes.modules.items():
+        expert = name.removeprefix(f"{EXPERTS}.").partition(".")[0]
+        if module.kind == "experts":
+            found[name] = own
+        elif name.startswith(EXPERTS) and not any(int(expert) in some for some in own):
+            found[name] = ()
+    return found
+
+
+def wanted(file: Path, kind, own) -> np.ndarray:
+    """How often each byte of a file should be read, by its header alone: uint8 [size], header left out."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    found = np.zeros(len(content), np.uint8)
+    for name, info in json.loads(content[8:begin]).items():
+        first, last = (begin + at for at in info["data_offsets"])
+        numbers = found[first:last].reshape(*info["shape"], -1)  # the bytes of each number last
+        if "experts" not in name:
+            numbers[...] = 1
+        elif kind == "each":
+            numbers[...] = any(int(name.split("experts.")[1].split(".")[0]) in some for some in own)
+        elif len(info["shape"]) == 3:
+            for e in range(E):
+                if len(numbers) == 1 or any(e in some for some in own):
+                    numbers[e % len(numbers)] = 1
+        elif "lora_A" in name:
+            for e in range(E):
+                numbers[e * R : (e + 1) * R] = any(e in some for some in own)
+        else:
+            numbers[...] = bool(own)  # the experts take turns in every row
+    return found
+
+
+def counted(monkeypatch, file: Path):
+    """How often each byte of the file is read from now on, header left out."""
+    size = file.stat().st_size
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    found, original = np.zeros(size, np.uint8), StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        if offset >= begin:
+            found[offset : offset + len(buffer)] += 1
+        return original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    return found
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces that cut tensors, and those in which experts take turns between rows, shared out among threads."""
+    monkeypatch.setattr(values, "_PIECE", 80)
+    monkeypatch.setattr(values, "_PART", 240)
+    monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
+    monkeypatch.setattr(_threads, "_processors", lambda: 3)
+
+
+def read(folder, own, **options):
+    return read_adapter(folder, check=lambda shapes: shares(shapes, own), **options)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("own", OWN, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_experts_are_read_and_others_are_not(folder_of, monkeypatch, kind, own):
+    assert_own(folder_of, monkeypatch, kind, own, np.float32, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [(ml_dtypes.bfloat16, None), (np.float32, np.float16), (ml_dtypes.bfloat16, np.float32)]
+)
+def test_of_every_dtype(folder_of, monkeypatch, kind, stored, dtype):
+    assert_own(folder_of, monkeypatch, kind, OWN[2], stored, dtype)
+
+
+def assert_own(folder_of, monkeypatch, kind, own, stored, dtype):
+    """Numbers, zeros and bytes read, beside a whole read."""
+    found, fields = file_of(kind, stored)
+    folder = folder_of(found, r=R, **fields)
+    whole = Adapter.from_pretrained(folder, dtype=dtype)
+    file = folder / "adapter_model.safetensors"
+    expected, times = wanted(file, kind, own), counted(monkeypatch, file)
+    part = read(folder, own, dtype=dtype)
+    np.testing.assert_array_equal(times, expected)
+    assert list(part.modules) == list(whole.modules)
+    seen = set()
+    for name, module in whole.modules.items():
+        mine = part.modules[name]
+        assert all(getattr(mine, fact) == getattr(module, fact) for fact in ("rank", "alpha", "scaling", "kind"))
+        for got, want in ((mine.a, module.a), (mine.b, module.b)):
+            assert (got.shape, got.dtype, got.flags.writeable) == (want.shape, want.dtype, False)
+            experts = range(len(want)) if module.kind == "experts" else [None]
+            for e in experts:
+                if module.kind == "experts":
+                    is_own, one, other = len(want) == 1 or any(e in some for some in own), got[e], want[e]
+                else:
+                    place = name.removeprefix(f"{EXPERTS}.").partition(".")[0]
+                    is_own, one, other = place == "model" or any(int(place) in some for some in own), got, want
+                seen.add(is_own)
+                assert other.any()
+                np.testing.assert_array_equal(one, other if is_own else np.zeros_like(other))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_left_out_is_read_as_ever(folder_of, monkeypatch, kind):
+    """Also where `check` of a user returns something, which means nothing."""
+    found, fields = file_of(kind)
+    folder = folder_of(found, r=R, **fields)
+    times = counted(monkeypatch, folder / "adapter_model.safetensors")
+    whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
+    again = read_adapter(folder, check=lambda shapes: {})
+    assert times.max() == 2
+    assert times.sum() == 2 * sum(array.nbytes for array in found.values())
+    for name, module in whole.modules.items():
+        for half in "ab":
+            got, want = getattr(again.modules[name], half), getattr(module, half)
+            assert got.tobytes() == want.tobytes()
+            assert got.strides == want.strides
+
+
+@cache
+def spoilt(kind, half, value, expert):
+    def spoil(name, e, a, b):
+        if (name, e) == ("down_proj", expert):
+            (a if half == "a" else b)[-1, -1] = value
+
+    return file_of(kind, spoil=spoil)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("value", [np.nan, 1e6])
+@pytest.mark.parametrize("half", ["a", "b"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_own_experts_are_looked_at_and_of_others_not(folder_of, kind, half, value):
+    """NaN, and what float16 cannot hold."""
+    own = OWN[2]
+    for expert in range(E):
+        found, fields = spoilt(kind, half, value, expert)
+        bad = [name for name, array in found.items() if not (np.abs(array) < 1e5).all()]
+        folder = folder_of(found, r=R, name=f"adapter{expert}", **fields)
+        shared = kind == f"shared {half.upper()}"
+        if not bad:
+            assert shared  # the factor that all share is the first one's
+            assert expert > 0
+        elif shared or any(expert in some for some in own):
+            what = r"\(float32\) holds values too large for float16" if value == 1e6 else "holds NaN or infinity"
+            with pytest.raises(AdapterFormatError, match=f"tensor '{bad[0]}' {what}"):
+                read(folder, own, dtype=np.float16)
+        else:
+            read(folder, own, dtype=np.float16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_changes_while_some_of_it_is_read(folder_of, monkeypatch, kind):
+    found, fields = file_of(kind)
+    folder = folder_of(found, r=R, **fields)
+    file, original = folder / "adapter_model.safetensors", StableFile.read_into
+    begin, changed = 8 + int.from_bytes(file.read_bytes()[:8], "little"), []
+
+    def read_into(self, offset, buffer):
+        if offset >= begin and not changed:
+            changed.append(offset)
+            file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+            os.utime(file, (1, 1))
+        return original(self, offset, buffer)
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    with pytest.raises(AdapterFormatError, match="changed while it was read"):
+        read(folder, OWN[0])
+    assert changed
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory the process has from Linux")
+@pytest.mark.parametrize("kind", ["each", "three axes", "flat", "grouped"])
+def test_memory_is_that_of_own_experts(tmp_path, monkeypatch, kind):
+    """An eighth of 64 MB, read by one thread: what is kept, and at the worst moment a piece on top."""
+    experts, rank, size = 64, 8, 32 << 10  # half a megabyte a factor
+    a, b = np.ones((experts, rank, size), np.uint16), np.ones((experts, size, rank), np.uint16)
+    a, b = (array.view(ml_dtypes.bfloat16) for array in (a, b))
+    a[...], b[...] = 1, 2
+    if kind == "each":
+        modules = {f"{EXPERTS}.{e}.down_proj": (a[e], b[e]) for e in range(experts)}
+    elif kind == "three axes":
+        modules = {f"{EXPERTS}.down_proj": (a, b)}
+    else:
+        columns = b.transpose(1, 0, 2) if kind == "grouped" else b.transpose(1, 2, 0)
+        modules = {EXPERTS: (a.reshape(-1, size), columns.reshape(size, -1))}
+    layout = "grouped_by_expert" if kind == "grouped" else "rank_major"
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "lora_B_layout": layout}
+    targets = {"target_modules": ["down_proj"]} if kind in ("each", "three axes") else parameters("down_proj")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": []} | targets))
+    (tmp_path / "adapter_model.safetensors").write_bytes(save(tensors(modules)))
+    del modules, a, b
+    own = tuple(range(e, e + 1) for e in range(3, experts, 8))  # each on large pages of its own, if there were any
+    marks, original = [], StableFile.read_into
+
+    def read_into(self, offset, buffer):
+        original(self, offset, buffer)
+        marks.append(resident())
+
+    monkeypatch.setattr(StableFile, "read_into", read_into)
+    read(tmp_path, own)  # so that all code and buffers are there
+    marks.clear()
+    gc.collect()
+    before = resident()
+    adapter = read(tmp_path, own)
+    share = adapter.nbytes // experts * 8
+    assert share == 8 << 20
+    assert len(marks) > 8
+    assert share - (1 << 20) < resident() - before
+    assert max(*marks, resident()) - before < share + (3 << 20)

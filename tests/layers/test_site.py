@@ -1,0 +1,48 @@
+"""Which shards of experts, and which experts, are a process's own."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jlora.layers.site import SlotSpec
+from jlora.sharding import rules
+from jlora.sharding.rules import KernelSharding
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "x"))
+
+
+def spec_of(experts, sharding):
+    return SlotSpec(None, 2, 8, (6,), 4, "float32", experts=experts, sharding=sharding)
+
+
+@pytest.mark.parametrize(
+    ("processes", "shards", "experts", "most"),
+    [
+        ([0, 0, 0, 0, 0, 0, 0, 0], (0, 1, 2, 3), (range(12),), 4),
+        ([0, 0, 1, 1, 0, 0, 1, 1], (0, 1), (range(6),), 2),
+        ([1, 0, 0, 1, 1, 0, 0, 1], (1, 2), (range(3, 9),), 2),
+        ([0, 1, 0, 0, 1, 1, 1, 1], (0, 2, 3), (range(3), range(6, 12)), 4),  # the other has a copy of all
+        ([0, 2, 2, 2, 1, 1, 3, 3], (0,), (range(3),), 3),
+        ([1, 1, 1, 1, 2, 2, 2, 2], (), (), 4),  # a process without a device of the mesh
+    ],
+)
+def test_own(monkeypatch, processes, shards, experts, most):
+    monkeypatch.setattr(rules, "process_of", lambda device: processes[device.id])
+    spec = spec_of(12, KernelSharding(MESH, experts=("x",)))
+    assert (tuple(spec.own_shards), spec.own_experts, spec.most_shards) == (shards, experts, most)
+    assert spec.expert_shards == 4
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [None, KernelSharding(MESH, outs=("x",)), KernelSharding(MESH.abstract_mesh, experts=("x",))],
+    ids=["no mesh", "not split", "no devices"],
+)
+def test_all_are_own_where_no_process_has_less(monkeypatch, sharding):
+    monkeypatch.setattr(rules, "process_of", lambda device: 1)
+    spec = spec_of(12, sharding)
+    assert spec.own_experts == (range(12),)
+    assert len(spec.own_shards) == spec.most_shards == spec.expert_shards
+    dense = spec_of(None, sharding)
+    assert (tuple(dense.own_shards), dense.most_shards) == ((0,), 1)

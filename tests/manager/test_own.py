@@ -1,0 +1,269 @@
+"""Loads by a process that has some of the experts: its blocks as if all were read, and nothing of the others'.
+
+Processes are pretended: a device of a mesh of virtual ones belongs to the process that its shard of experts is given.
+"""
+
+import functools
+import gc
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import jlora
+from jlora.errors import AdapterFormatError
+from jlora.layers.site import Site, SlotSpec
+from jlora.manager.blocks import Frame, cut
+from jlora.sharding import rules
+from jlora.sharding.rules import KernelSharding
+from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
+from tests.adapters.test_own_experts import KINDS, PROJECTIONS, counted, resident, wanted
+from tests.layers import expert_models
+from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Interleaved, Model, Scanned
+
+E, R = 8, 3
+SIZES = {
+    "gate_proj": (HIDDEN, INNER),
+    "up_proj": (HIDDEN, INNER),
+    "down_proj": (INNER, HIDDEN),
+    "gate_up_proj": (HIDDEN, 2 * INNER),
+}
+EACH, FUSED = KINDS[0], KINDS[5:]
+# shards of experts, and those of them that are this process's
+CASES = [(2, (1,)), (4, (1, 2)), (4, (0, 3))]
+
+
+def own_of(shards, own):
+    return [e for e in range(E) if e // (E // shards) in own]
+
+
+def file_of(kind, experts=range(E), spoil=None):
+    """The tensors of a file for `Model`, and fields of its configuration; `spoil`: (layer, part, expert) of a NaN."""
+    modules = {}
+    for layer in range(LAYERS):
+        block = f"layers.{layer}.experts"
+        made = {part: factors(f"{part}{layer}", E, R, {f"{part}{layer}": SIZES[part]}) for part in SIZES}
+        if spoil is not None and spoil[0] == layer:
+            made[spoil[1]][spoil[2]][1][0, 0] = np.nan
+        if kind == EACH:
+            modules |= {f"{block}.{e}.{part}": made[part][e] for e in experts for part in PROJECTIONS}
+        elif kind in FUSED:
+            how = {"grouped": "grouped" in kind, "exchanged": "exchanged" in kind}
+            places = {f"{block}.base_layer": "gate_up_proj", block: "down_proj"}
+            modules |= {place: flat(made[part], **how) for place, part in places.items()}
+        else:
+            parts = ("gate_up_proj", "down_proj") if kind == "gate and up in one" else PROJECTIONS
+            how = {"shared_a": kind == "shared A", "shared_b": kind == "shared B"}
+            modules |= {f"{block}.{part}": three_axes(made[part], **how) for part in parts}
+    targets = {"target_modules": list(SIZES)}
+    if kind in FUSED:
+        targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        targets["lora_B_layout"] = "grouped_by_expert" if "grouped" in kind else "rank_major"
+    return tensors(modules), {"r": R, **targets}
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    def write(found, name="x", **fields):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"peft_type": "LORA", "lora_alpha": 8, **fields}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(found, folder / "adapter_model.safetensors")
+        for file in folder.iterdir():
+            os.utime(file, (1, 1))  # a file of just now would be waited for
+        return folder
+
+    return write
+
+
+class World:
+    """A manager of a model whose experts are split, in a process that has some of them."""
+
+    def __init__(self, cls, shards, own, stacked=False, **config):
+        self.own = own_of(shards, own)
+        mesh = Mesh(np.array(jax.devices()).reshape(-1, shards), ("data", "expert"))
+        process = {device.id: 0 if at[1] in own else 1 for at, device in np.ndenumerate(mesh.devices)}
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(expert_models, "EXPERTS", E)
+            patched.setattr(rules, "process_of", lambda device: process[device.id])
+            model = (Scanned if stacked else Model)(cls, nnx.Rngs(0))
+            for path, param in nnx.iter_graph(model):
+                if isinstance(param, nnx.Param):
+                    value = param.get_value()
+                    split = (*(None,) * (value.ndim - 3), "expert") if "experts" in path else ()
+                    param.set_value(jax.device_put(value, NamedSharding(mesh, P(*split))))
+            sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8} | config
+            self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes))
+            for site in self.manager._pool.sites:  # asked once, and kept
+                assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
+
+    def staged(self, adapter):
+        """What the host cache has of an adapter, or of a request for one."""
+        self.manager.add_adapter(adapter)
+        content = self.manager._host.newest(adapter.name)
+        self.manager.remove_adapter(adapter.name)
+        return content
+
+
+@functools.cache
+def world_of(*args, **config):
+    return World(*args, **config)
+
+
+def whole_of(cls, shards, **config):
+    return world_of(cls, shards, tuple(range(shards)), **config)
+
+
+def assert_same_where_own(part, whole, own):
+    """Blocks of the same rows: bitwise the same where the expert is own, and zeros elsewhere."""
+    said, expected = ([{**vars(p), "site": p.site.path} for p in found.placements] for found in (part, whole))
+    assert said == expected
+    np.testing.assert_array_equal(part.ranks, whole.ranks)
+    assert len(part.blocks) == len(whole.blocks)
+    seen = set()
+    for mine, theirs in zip(part.blocks, whole.blocks, strict=True):
+        assert (mine.row, mine.start) == (theirs.row, theirs.start)
+        rows = [row for _, row in (mine.chunk.rows if mine.row is None else [mine.chunk.rows[mine.row]])]
+        for i, row in enumerate(rows):
+            is_own = mine.chunk.spec.experts is None or row % E in own
+            seen.add(is_own)
+            for got, want in ((mine.a[i], theirs.a[i]), (mine.b[i], theirs.b[i])):
+                assert got.dtype == want.dtype
+                assert got.tobytes() == (want if is_own else np.zeros_like(want)).tobytes()
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(("shards", "own"), CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_own_experts(folder_of, monkeypatch, kind, shards, own):
+    found, fields = file_of(kind)
+    folder = folder_of(found, **fields)
+    request = jlora.LoRARequest("x", str(folder))
+    whole = whole_of(Gathering, shards).staged(request)
+    world, file = world_of(Gathering, shards, own), folder / "adapter_model.safetensors"
+    ranges = [range(e, e + 1) for e in world.own]
+    expected, times = wanted(file, kind, ranges), counted(monkeypatch, file)
+    part = world.staged(request)
+    np.testing.assert_array_equal(times, expected)
+    assert_same_where_own(part, whole, world.own)
+    held = sum(block.a.nbytes + block.b.nbytes for block in whole.blocks)
+    assert sum(block.nbytes for block in part.blocks) == held * max(len(own), shards - len(own)) // shards
+    assert sum(block.nbytes for block in whole.blocks) == held
+
+
+@pytest.mark.parametrize("kind", [EACH, "flat"])
+def test_layers_in_a_stack(folder_of, kind):
+    found, fields = file_of(kind)
+    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
+    whole = whole_of(Gathering, 4, stacked=True).staged(request)
+    world = world_of(Gathering, 4, (1, 2), stacked=True)
+    assert_same_where_own(world.staged(request), whole, world.own)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_gate_and_up_alternate_in_the_layer(folder_of, kind):
+    found, fields = file_of(kind)
+    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
+    whole = whole_of(Interleaved, 4).staged(request)
+    world = world_of(Interleaved, 4, (0, 3))
+    assert_same_where_own(world.staged(request), whole, world.own)
+
+
+@pytest.mark.parametrize("kind", ["shared A", "three axes"])
+def test_slots_for_experts_that_share_a_factor(folder_of, kind):
+    """Of the factor that is shared every process has all."""
+    found, fields = file_of("three axes")
+    for name, array in found.items():
+        if kind == "shared A" and ("lora_B" if "down_proj" in name else "lora_A") in name:
+            found[name] = array[:1]
+    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
+    config = {"max_expert_loras": 1, "max_shared_expert_loras": 1}
+    whole = whole_of(Gathering, 4, **config).staged(request)
+    world = world_of(Gathering, 4, (1, 2), **config)
+    part = world.staged(request)
+    assert_same_where_own(part, whole, world.own)
+    alone = [block for block in part.blocks if block.chunk.spec.experts is None]
+    assert bool(alone) == (kind == "shared A")
+    assert all(block.a.any() or block.b.any() for block in alone)
+
+
+def test_float16_is_filled_from_all_experts(folder_of, monkeypatch):
+    """What A grows by is decided over all of them."""
+    found, fields = file_of("flat")
+    folder = folder_of(found, **fields)
+    request = jlora.LoRARequest("x", str(folder))
+    whole = whole_of(Gathering, 4, dtype="float16").staged(request)
+    world = world_of(Gathering, 4, (1, 2), dtype="float16")
+    times = counted(monkeypatch, folder / "adapter_model.safetensors")
+    assert_same_where_own(world.staged(request), whole, world.own)
+    assert times.sum() == sum(array.nbytes for array in found.values())
+
+
+@pytest.mark.parametrize("kind", [EACH, "flat"])
+def test_an_adapter_in_memory(folder_of, kind):
+    found, fields = file_of(kind)
+    adapter = jlora.Adapter.from_pretrained(folder_of(found, **fields))
+    world = world_of(Gathering, 4, (0, 3))
+    assert_same_where_own(world.staged(adapter), whole_of(Gathering, 4).staged(adapter), world.own)
+
+
+def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
+    """Few experts have weights: every process writes the rows of each, for all write the same programs."""
+    found, fields = file_of(EACH, experts=(1, 6))
+    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
+    whole, world = whole_of(Gathering, 4).staged(request), world_of(Gathering, 4, (0, 1))
+    part = world.staged(request)
+    assert_same_where_own(part, whole, world.own)
+    assert {block.chunk.rows[block.row][1] for block in part.blocks} == {1, 6}
+    for block in part.blocks:
+        foreign = block.chunk.rows[block.row][1] == 6
+        assert all((set(array.strides) == {0}) == foreign for array in (block.a, block.b))
+        assert block.nbytes == block.a.nbytes + block.b.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whose_numbers_are_looked_at(folder_of, kind):
+    world = world_of(Gathering, 4, (1, 2))
+    for e in (1, 3, 4, 6):
+        part = "down_proj" if "up" not in kind else "gate_up_proj"
+        found, fields = file_of(kind, spoil=(1, part, e))
+        request = jlora.LoRARequest("x", str(folder_of(found, name=f"at{e}", **fields)))
+        if e in world.own and kind != "shared B":
+            with pytest.raises(AdapterFormatError, match="holds NaN or infinity"):
+                world.staged(request)
+        else:
+            world.staged(request)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory the process has from Linux")
+@pytest.mark.parametrize("own", [(0, 2), (0, 1, 2, 3)], ids=str)
+def test_blocks_take_the_memory_of_own_rows(monkeypatch, own):
+    """Two of four shards of 64 MB, written; pages are small, and a block is of all shards."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert"))
+    process = {device.id: 0 if at[1] in own else 1 for at, device in np.ndenumerate(mesh.devices)}
+    monkeypatch.setattr(rules, "process_of", lambda device: process[device.id])
+    sharding = KernelSharding(mesh, experts=("expert",))
+    spec = SlotSpec(None, 1, 12 << 10, (4 << 10,), 16, "bfloat16", experts=128, sharding=sharding)
+    site = Site("x", ("x",), "linear", spec, {}, "xla")
+    gc.collect()
+    before = resident()
+    frame = Frame(cut([site], 8 << 20), {(site, row): 16 for row in range(128)})
+    written = 0
+    for run, parts in frame.runs(site, 0, 128):
+        assert {e // 32 for e in range(128)[run]} <= set(own)
+        for _, a, b in parts:
+            a[...], b[...] = 1, 1
+            written += a.nbytes + b.nbytes
+    assert len(frame.blocks) > 1
+    assert written == len(own) * (16 << 20)
+    assert sum(block.nbytes for block in frame.blocks) == written
+    assert written <= resident() - before + (1 << 20)
+    assert resident() - before < written + (3 << 20)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,11 @@ from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.products import join, joins
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
-from jlora.layers.sharded import Held, add_rows, parts_of
+from jlora.layers.sharded import Half, Held, add_rows, parts_of
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
-
-_Held: TypeAlias = tuple[Plan, Array, Array, Array]  # a plan, and the slot arrays that it is for
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
@@ -88,13 +86,13 @@ def add_delta(
         with jax.named_scope("lora"):
             base, lead = scope.checked(layer, site, base), scope.lead(site, base, row_map)
             held = Held(plan, *slot_arrays(layer, site))
-            halves = [Held(scope.plan(site, base, row_map, half), *slot_arrays(layer, half)) for half in site.shared]
+            halves = _halves(layer, site, scope, base, row_map)
             expert = None if row_map is None or row_map.expert is None else jnp.asarray(row_map.expert)
             return add_rows(site, spec, lead, base, x, held, expert, x_rows, halves)
-    shared = [(scope.plan(site, base, row_map, held), *slot_arrays(layer, held)) for held in site.shared]
+    shared = _halves(layer, site, scope, base, row_map)
 
     def compute(
-        base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, x_rows: Array | None, *shared: _Held
+        base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, x_rows: Array | None, *shared: Half
     ) -> Array:
         rows = base.reshape(-1, spec.out_features)
         # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
@@ -104,7 +102,7 @@ def add_delta(
         sizes, backend = site.spec.out_sizes, site.backend
         out = add_lora(real, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, backend=backend)
         if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
-            (plan, a, _, ranks), (b_plan, _, b, b_ranks) = shared
+            (plan, a, ranks), (b_plan, b, b_ranks) = shared
             h = shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
             out = expand(h, b, b_plan, slice_sizes=sizes, base=out, ranks=b_ranks, backend=backend)
         out = out if spec.columns_out is None else spec.columns_out.put(rows, out)
@@ -118,19 +116,28 @@ def add_delta(
 def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
     """A [G, n, R, K], B [G, R, N] and ranks [G, n] of a layer inside the forward; G = S, or S * E of experts (on a mesh
     two axes)."""
-    a: Array
-    b: Array
-    ranks: Array
-    a, b, ranks = (vars(layer)[name][...] for name in site.attributes)
-    check_slots_fresh(site.path, a)
-    if a.ndim != (4 if site.spec.experts is None else 5):
+    a, b, ranks = _held(layer, site)
+    return a, b, ranks
+
+
+def _halves(layer: nnx.Module, site: Site, scope: Any, base: Array, row_map: RowMap | None) -> list[Half]:
+    """Of `site.shared`, and where the rows of the layer are in their slots."""
+    return [Half(scope.plan(site, base, row_map, half), *_held(layer, half)) for half in site.shared]
+
+
+def _held(layer: nnx.Module, site: Site) -> tuple[Array, ...]:
+    """The factors that a site holds, and their ranks."""
+    arrays: tuple[Array, ...] = tuple(vars(layer)[name][...] for name in site.attributes)
+    ranks = arrays[-1]
+    check_slots_fresh(site.path, arrays[0])
+    if ranks.ndim != (2 if site.spec.experts is None else 3):
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     if site.spec.experts is not None and site.spec.sharding is None:
-        a, b, ranks = (array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]) for array in (a, b, ranks))
-    return a, b, ranks
+        return tuple(array.reshape(-1, *array.shape[2:]) for array in arrays)
+    return arrays
 
 
 def _rows(

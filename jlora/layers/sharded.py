@@ -13,7 +13,7 @@ a shard already, and what is computed is the same without another one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,21 @@ class Held(NamedTuple):
     b: Array
     ranks: Array
 
+    @property
+    def halves(self) -> "tuple[Half, Half]":
+        return Half(self.plan, self.a, self.ranks), Half(self.plan, self.b, self.ranks)
+
+
+class Half(NamedTuple):
+    """The same with one of the factors: that of a site which holds no other, or is used by itself."""
+
+    plan: Plan
+    factor: Array
+    ranks: Array
+
+
+_Either = TypeVar("_Either", Held, Half)
+
 
 def add_rows(
     site: Site,
@@ -128,7 +143,7 @@ def add_rows(
     held: Held,
     expert: Array | None = None,
     x_rows: Array | None = None,
-    shared: Sequence[Held] = (),
+    shared: Sequence[Half] = (),
 ) -> Float[Array, "*lead N"]:
     """`base` [*lead, N], which is complete, plus the LoRA of x [*lead, K].
 
@@ -141,7 +156,7 @@ def add_rows(
     complete = not reached(site)  # of the calling code: inside `local` it always is
 
     def local(
-        base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Held]
+        base: Array, x: Array, held: Held, expert: Array | None, x_rows: Array | None, shared: Sequence[Half]
     ) -> Array:
         out = _delta(site, spec, base, x, held, complete=complete, x_rows=x_rows, shared=shared)
         if not sums:
@@ -224,7 +239,7 @@ def add_lookup(
         if sharding.ins:
             h = jnp.where(((own >= 0) & (own < a.shape[-1]))[:, None], h, 0)
         h = (h if spec.scale == 1 else h * spec.scale)[None]
-        out = _expand_whole(site.spec, site.backend, rows, h, held, complete=True)
+        out = _expand_whole(site.spec, site.backend, rows, h, held.halves[1], complete=True)
         return (out if spec.rows == spec.vocab else jnp.where(real[:, None], out, rows)).reshape(base.shape)
 
     of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
@@ -245,7 +260,7 @@ def _delta(
     *,
     complete: bool,
     x_rows: Array | None = None,
-    shared: Sequence[Held] = (),
+    shared: Sequence[Half] = (),
 ) -> Array:
     """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
     `complete`."""
@@ -266,8 +281,9 @@ def _delta(
         plan, a, b, ranks = held
         out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
     else:
-        h = _shrink_own(site.spec, backend, x, held, x_rows)
-        out = _expand_whole(site.spec, backend, rows, h, held, complete=complete)
+        of_a, of_b = held.halves
+        h = _shrink_own(site.spec, backend, x, of_a, x_rows)
+        out = _expand_whole(site.spec, backend, rows, h, of_b, complete=complete)
     if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
         (of_a, of_b), (a, b) = site.shared, shared
         h = _shrink_own(of_a.spec, backend, x, a, x_rows)
@@ -275,27 +291,24 @@ def _delta(
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
 
 
-def _merged(held: Held) -> Held:
+def _merged(held: _Either) -> _Either:
     """Arrays of slots and experts by group."""
     if held.ranks.ndim == 2:
         return held
-
-    def by_group(array: Array) -> Array:
-        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])  # half of one may be empty
-
-    return Held(held.plan, *map(by_group, held[1:]))
+    plan, *arrays = held
+    return held._make((plan, *(array.reshape(-1, *array.shape[2:]) for array in arrays)))
 
 
-def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: Held, x_rows: Array | None) -> Array:
+def _shrink_own(slots: SlotSpec, backend: Any, x: Array, half: Half, x_rows: Array | None) -> Array:
     """[n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
-    size = held.a.shape[2]
-    ranks = held.ranks
+    plan, a, ranks = half
+    size = a.shape[2]
     if (axes := _split_of(slots).a[2]) and size:
         ranks = jnp.clip(ranks - _index(axes) * size, 0, size)
-    return shrink(x, held.a, held.plan, ranks=ranks, x_rows=x_rows, backend=backend)
+    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
 
 
-def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held, *, complete: bool) -> Array:
+def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: Half, *, complete: bool) -> Array:
     """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
     sharding = _split_of(slots)
     if sharding.a[2]:
@@ -304,19 +317,19 @@ def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: He
     if sharding.ins and (complete or further):
         h = _sum(h, sharding.ins)
     if not further:
-        return _expandpieces_of(slots, backend, rows, h, held)
-    own = held.b.shape[-1]
+        return _expandpieces_of(slots, backend, rows, h, half)
+    own = half.factor.shape[-1]
     start = _index(further) * own
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
-    part = _expandpieces_of(slots, backend, part, h, held)
+    part = _expandpieces_of(slots, backend, part, h, half)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expandpieces_of(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Held) -> Array:
+def _expandpieces_of(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: Half) -> Array:
     """`expand` over the columns that a shard has of the output slices."""
-    pieces, (plan, _, b, ranks) = pieces_of(slots), held
+    pieces, (plan, b, ranks) = pieces_of(slots), half
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
@@ -352,11 +365,12 @@ def _split_of(slots: SlotSpec) -> KernelSharding:
 
 
 def _of_held(slots: SlotSpec, lead: Lead, experts: Names = ()) -> Any:
-    """The specs of a `Held`: the plans of the shards of rows, or of `experts`; arrays as one layer has them."""
+    """The specs of a `Held` or `Half`: plans of the shards of rows, or of `experts`; arrays as one layer has them."""
     sharding = _split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     of_plan = partition((*(name for names in lead.axes for name in names), *experts))
-    return Held._make((of_plan, partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)))
+    of_factors = [partition(*own, *(sharding.a, sharding.b)[j][1:]) for j in slots.factors]
+    return (Held if slots.whole else Half)._make((of_plan, *of_factors, partition(*own)))
 
 
 def _index(axes: Names) -> Array:

@@ -142,9 +142,14 @@ class SlotSpec:
         return range(self.first_slot, self.first_slot + self.num_slots)
 
     @property
+    def factors(self) -> tuple[int, ...]:
+        """Which of A (0) and B (1) are held. No array is made for the other: XLA has crashed on empty ones."""
+        return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
+
+    @property
     def whole(self) -> bool:
         """Whether both factors are held."""
-        return bool(self.in_features and self.out_features)
+        return len(self.factors) == 2
 
     @property
     def out_features(self) -> int:
@@ -217,9 +222,10 @@ class Site:
         return self.inferred is not None and not self.inferred.verified
 
     @property
-    def attributes(self) -> tuple[str, str, str]:
-        """Names of the layer attributes that hold A, B and the ranks."""
-        return f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks"
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the layer attributes that hold A, B (`spec.factors` of them) and the ranks."""
+        names = f"{self.prefix}_a", f"{self.prefix}_b"
+        return *(names[j] for j in self.spec.factors), f"{self.prefix}_ranks"
 
     @property
     def slot_nbytes(self) -> int:
@@ -239,16 +245,17 @@ class Site:
 
 def allocate(site: Site) -> dict[str, SlotParam]:
     """The zero slot arrays of `site`, by the name of the layer attribute that will hold each."""
-    a, b, ranks = site.attributes
-    shape_a, shape_b, shape_ranks = site.spec.shapes
+    *names, ranks = site.attributes
+    shapes, shardings = site.spec.shapes, site.spec.shardings
     shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
-    of_a, of_b, of_ranks = site.spec.shardings
     of_stamps = None if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
     return {
-        a: _variable(SlotParam, shape_a, site.spec.dtype, of_a),
-        b: _variable(SlotParam, shape_b, site.spec.dtype, of_b),
-        ranks: _variable(SlotRanks, shape_ranks, "int32", of_ranks),
+        **{
+            name: _variable(SlotParam, shapes[j], site.spec.dtype, shardings[j])
+            for name, j in zip(names, site.spec.factors, strict=True)
+        },
+        ranks: _variable(SlotRanks, shapes[2], "int32", shardings[2]),
         **stamps,
     }
 

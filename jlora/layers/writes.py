@@ -14,21 +14,19 @@ from jlora.layers.site import SlotSpec
 
 def write_block(
     spec: SlotSpec,
-    all_a: Sequence[Float[Array, "..."]],
-    all_b: Sequence[Float[Array, "..."]],
-    block_a: Float[Array, "rows n step K"],
-    block_b: Float[Array, "rows step N"],
+    arrays: Sequence[Sequence[Float[Array, "..."]]],
+    blocks: Sequence[Float[Array, "rows ..."]],
     where: Int[Array, "4"],
     ranks_over: tuple[str, ...] = (),
     rows_over: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "..."], ...]:
-    """All A and then all B, with a block written into one slot of each.
+    """All A and then all B, of those that the sites hold, with a block written into one slot of each.
 
     Args:
       spec: of the sites whose arrays these are.
-      all_a, all_b: the arrays of as many sites as the block has rows; of one site where it has several rows itself,
-        those of a stack of layers, or of experts of one layer.
-      block_a, block_b: factors of some ranks.
+      arrays: all A and all B, or one of them (`spec.factors`), of as many sites as the block has rows; of one site
+        where it has several rows itself, those of a stack of layers, or of experts of one layer.
+      blocks: for each of them the factors of some ranks: A [rows, n, step, K] and B [rows, step, N].
       where: [slot of the model, first row, first rank, shard of experts that has a row which comes alone].
       ranks_over, rows_over: axes of the mesh that the ranks of A, and rows that come alone, are split over, where these
         are the arrays of a shard.
@@ -39,16 +37,18 @@ def write_block(
     if spec.experts is None:
         lead = (slot,) if spec.layers is None else (row, slot)
     else:
-        experts = all_a[0].shape[len(spec.stack) + 1]  # that a shard has
+        experts = arrays[0][0].shape[len(spec.stack) + 1]  # that a shard has
         lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
-    for arrays, block, tail in ((all_a, block_a, (zero, start, zero)), (all_b, block_b, (start, zero))):
-        for i, array in enumerate(arrays):
+    tails = (zero, start, zero), (start, zero)
+    for j, held, block in zip(spec.factors, arrays, blocks, strict=True):
+        tail = tails[j]
+        for i, array in enumerate(held):
             if spec.experts is not None:
                 update = block.reshape((1,) * (len(lead) - 1) + block.shape)
             else:
                 update = block[i][None] if spec.layers is None else block[:, None]
-            if ranks_over and arrays is all_a:
+            if ranks_over and j == 0:
                 update = _own_ranks(array, update, lead, start, ranks_over)
                 tail = (zero, zero, zero)
             if rows_over:

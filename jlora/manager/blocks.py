@@ -82,6 +82,11 @@ class Block:
     b: Any
 
     @property
+    def held(self) -> list[Any]:
+        """Those of A and B that the sites hold; the other one is empty."""
+        return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
+
+    @property
     def nbytes(self) -> int:
         """Of all rows; where processes have some of them each, of the process that has most."""
         spec, whole = self.chunk.spec, self.a.nbytes + self.b.nbytes

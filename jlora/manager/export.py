@@ -25,14 +25,15 @@ def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> A
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
     halves: dict[tuple[Site, int, int], list[_Half]] = {}  # of a product's slice in one layer
     for site, placements in by_site.items():
-        a, b = _slot(site, slot, modules[site])
+        factors = _slot(site, slot, modules[site])
         for p in placements:
+            found = [factor[p.row] for factor in factors]
             if site.spec.whole:
-                read[p.module] = _module(content.name, p, a[p.row], b[p.row])
+                read[p.module] = _module(content.name, p, *found)
             else:
                 key = product[site], p.row // (site.spec.experts or 1), p.first
-                halves.setdefault(key, []).append(_Half(p, a[p.row], b[p.row]))
-    read |= {name: module for found in halves.values() for name, module in [_experts(content.name, found)]}
+                halves.setdefault(key, []).append(_Half(p, *found))
+    read |= dict(_experts(content.name, of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in content.placements)
     return replace(about, modules={name: read[name] for name in names if name in read}, content=None)
 
@@ -41,20 +42,23 @@ class _Half(NamedTuple):
     """A [n, R, K] or B [R, N], whichever the site of the placement holds."""
 
     placement: Placement
-    a: Float[np.ndarray, "n R K"]
-    b: Float[np.ndarray, "R N"]
+    factor: np.ndarray
 
 
-def _slot(site: Site, slot: int, layer: nnx.Module) -> tuple[np.ndarray, np.ndarray]:
-    """A [rows, n, R, K] and B [rows, R, N] of one slot, in one piece: to read many small ones takes long."""
+def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
+    """A [rows, n, R, K] and B [rows, R, N] of one slot, those that the site holds, each in one piece: to read many
+    small ones takes long."""
     spec = site.spec
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
-    a, b = (np.asarray(getattr(layer, attribute)[...][where]) for attribute in site.attributes[:2])
-    rows = math.prod(spec.rows)
-    return (
-        as_brought(a.reshape(rows, *a.shape[-3:])[:, :, : spec.max_rank], spec.in_features, spec.in_runs),
-        as_brought(b.reshape(rows, *b.shape[-2:]), spec.out_features, spec.out_runs),
-    )
+    found: list[np.ndarray] = []
+    for attribute, j in zip(site.attributes[:-1], spec.factors, strict=True):
+        held = np.asarray(getattr(layer, attribute)[...][where])
+        held = held.reshape(math.prod(spec.rows), *held.shape[len(spec.rows) :])
+        if j == 0:
+            found.append(as_brought(held[:, :, : spec.max_rank], spec.in_features, spec.in_runs))
+        else:
+            found.append(as_brought(held, spec.out_features, spec.out_runs))
+    return found
 
 
 def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> ModuleLoRA:
@@ -69,9 +73,9 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
 
 def _experts(name: str, halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
     """A module of all experts, who share one of its factors, and its name."""
-    once = next(p for p, _, _ in halves if p.site.spec.experts is None)
-    a = np.stack([_a(p, a) for p, a, _ in halves if p.site.spec.in_features])
-    b = np.stack([_b(name, p, b) for p, _, b in halves if p.site.spec.out_features])
+    once = next(p for p, _ in halves if p.site.spec.experts is None)
+    a = np.stack([_a(p, a) for p, a in halves if p.site.spec.in_features])
+    b = np.stack([_b(name, p, b) for p, b in halves if p.site.spec.out_features])
     return once.module, ExpertsLoRA(a=a, b=b, alpha=once.alpha, scaling=once.scaling)
 
 

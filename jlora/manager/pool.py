@@ -72,14 +72,18 @@ class Pool:
         device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         self._max_bytes = max_staging_bytes
-        variables = {site: [vars(modules[site])[name] for name in site.attributes] for site in self.sites}
+        self._variables: list[nnx.Variable[jax.Array]] = []
+        self._places: dict[Site, range] = {}  # of its factors and ranks, among the variables
+        for site in self.sites:
+            start = len(self._variables)
+            self._variables += [vars(modules[site])[name] for name in site.attributes]
+            self._places[site] = range(start, len(self._variables))
         stamped = next(site for site in self.sites if site.stamped)
         stamps = vars(modules[stamped])[stamped.stamps]
         self._stamps = tuple(raw_value(stamps).shape)
-        self._variables = [*(v for site in self.sites for v in variables[site]), stamps]
+        self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
         self._number = 0  # of the last write
-        self._place = {site: 3 * i for i, site in enumerate(self.sites)}  # of A; B and the ranks follow
         self._lie = [_where(array) for array in self._known]
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[Chunk, int | None] | None, _Job] = {}
@@ -234,7 +238,7 @@ class Pool:
             for block in ready:
                 row, owner = block.chunk.place(block.row)
                 where = self._index(slot, row, block.start, owner)
-                self._run(self._job(block), (block.a, block.b, where, number), donate)
+                self._run(self._job(block), (*block.held, where, number), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
@@ -271,13 +275,12 @@ class Pool:
         at = None if block is None else (block.chunk, block.row)
         if at not in self._jobs:
             if block is None:
-                key, places = ("ranks",), (*range(2, len(self._variables) - 1, 3), len(self._variables) - 1)
+                key, places = ("ranks",), self._of_ranks()
             else:
                 chunk = block.chunk
                 sites = chunk.sites if block.row is None or chunk.spec.rows else (chunk.sites[block.row],)
                 key = _key(chunk, block.row is None)
-                places = (*(self._place[site] for site in sites), *(self._place[site] + 1 for site in sites))
-                places = (*places, len(self._variables) - 1)
+                places = self._of_factors(sites)
             program = self._program(key, tuple(self._lie[i] for i in places))
             self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
         return self._jobs[at]
@@ -306,11 +309,20 @@ class Pool:
 
     def _targets(self, block: Block) -> tuple[Where, Where]:
         """Where a block's A and B lie when they are written: split as the slots are."""
-        spec, place = block.chunk.spec, self._place[block.chunk.sites[0]]
-        if _as_sharded(spec, self._lie[place : place + 2]):
+        spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
+        if _as_sharded(spec, lie[:-1]):
             return _of_blocks(spec, whole=block.row is None)
-        whole = _whole(self._lie[place])
+        whole = _whole(lie[0])
         return whole, whole
+
+    def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
+        """Indices of all A and then all B of some sites of one spec, as far as they hold them, and of the stamps."""
+        found = [self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites]
+        return *found, len(self._variables) - 1
+
+    def _of_ranks(self) -> tuple[int, ...]:
+        """Indices of the ranks of all sites, and of the stamps."""
+        return *(self._places[site][-1] for site in self.sites), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -332,12 +344,11 @@ class Pool:
         """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
 
         def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
-            lie = (self._lie[self._place[site] + j] for j in (0, 1) for site in sites)
-            return _key(chunk, whole), (*lie, self._lie[-1])
+            return _key(chunk, whole), tuple(self._lie[i] for i in self._of_factors(sites))
 
         wanted = {job(chunk, True, chunk.sites) for chunk in self.chunks}
         wanted |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
-        return wanted | {(("ranks",), (*self._lie[2:-1:3], self._lie[-1]))}
+        return wanted | {(("ranks",), tuple(self._lie[i] for i in self._of_ranks()))}
 
     def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
@@ -375,8 +386,11 @@ def _lies(array: Any, where: Where) -> bool:
 
 
 def _as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
-    """Whether A and B of such a site lie as its spec says; whoever moved the model may have changed that."""
-    return spec.sharding is not None and tuple(lie) == spec.shardings[:2]
+    """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
+    that."""
+    if spec.sharding is None:
+        return False
+    return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
 
 
 def _of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
@@ -412,29 +426,31 @@ def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
 @lru_cache(maxsize=256)
 def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
     """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number
-    written.
+    written. Of a spec that holds one factor, with that one of `a` and `b`.
 
     The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
     """
     step = rank_step(spec)
-    count = len(lie) // 2
-    sharded = spec.sharding is not None and all(_as_sharded(spec, (lie[i], lie[count + i])) for i in range(count))
+    held = spec.factors
+    count = (len(lie) - 1) // len(held)
+    sharded = _as_sharded(spec, lie[:-1])
     over, alone = (), ()
     if sharded and spec.sharding is not None:
         over = spec.sharding.a[2]
         alone = spec.sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
 
-    def write(arrays: Arrays, a: jax.Array, b: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        written = write_block(spec, arrays[:count], arrays[count:-1], a, b, where, over, alone)
+    def write(arrays: Arrays, *operands: jax.Array) -> Arrays:
+        *blocks, where, number = operands
+        of_factors = [arrays[i * count : (i + 1) * count] for i in range(len(held))]
+        written = write_block(spec, of_factors, blocks, where, over, alone)
         return *written, _stamped(arrays[-1], where[0], number)
 
-    shape_a, shape_b, _ = spec.shapes
-    arrays = [(shape_a if i < count else shape_b, spec.dtype) for i in range(2 * count)]
+    arrays = [(spec.shapes[j], spec.dtype) for j in held for _ in range(count)]
     whole = _whole(lie[0])
     of_blocks = _of_blocks(spec, whole=not alone) if sharded else (whole, whole)
     blocks = [(rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)]
-    operands = [*((shape, spec.dtype) for shape in blocks), ((4,), "int32"), ((), "int32")]
-    places = [*of_blocks, whole, whole]
+    operands = [*((blocks[j], spec.dtype) for j in held), ((4,), "int32"), ((), "int32")]
+    places = [*(of_blocks[j] for j in held), whole, whole]
     if sharded and spec.sharding is not None:
         write = _by_shard(write, spec.sharding.mesh, lie, places)
     return _compile(write, [*arrays, (stamps, "int32")], lie, operands, places)

@@ -204,6 +204,13 @@ def test_bytes(world):
     assert world.manager.list_adapters()["s"].nbytes == LAYERS * 4 * (router + values + all_ranks)
 
 
+def test_no_array_stands_for_the_factor_that_is_not_held(world):
+    """XLA, of JAX 0.11, crashes where a map over a mesh takes an empty array beside another."""
+    world.serve()
+    operands = [of.in_avals for of in world.manager._pool._programs.values()]
+    assert all(array.size for array in jax.tree.leaves([world.manager.slots, operands]))
+
+
 def test_slots_that_do_not_fit_say_what_each_kind_takes():
     kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
     each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)

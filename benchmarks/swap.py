@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 import jlora
 from benchmarks.decode_step import CONTEXT, llama_3_8b
 from benchmarks.timing import machine
-from jlora.manager import pool
+from jlora.manager import programs
 from jlora.models import Decoder, DecoderConfig
 
 SLOTS, ADAPTERS, SEQUENCES = 8, 12, 64
@@ -320,8 +320,8 @@ def main() -> None:
         assert len(manager._pool.sites) == 7 * args.layers
         keep("224 separate", measure(manager, made, Path(folder), args.profile))
         del manager, made
-    pool._compiled_write.cache_clear()
-    pool._compiled_ranks.cache_clear()
+    programs.compiled_write.cache_clear()
+    programs.compiled_ranks.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         made = adapters(config, args.rank, "model.", ADAPTERS)
         model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -8,11 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_typing", "_threads", "config", "errors", "_compat"}
+COMMON = {"_typing", "_memory", "_threads", "config", "errors", "_compat"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
     "_typing": COMMON,
     "_compat": COMMON,
+    "_memory": COMMON,
     "_threads": COMMON,
     "errors": COMMON,
     "config": COMMON,

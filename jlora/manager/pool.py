@@ -6,27 +6,23 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jlora._compat import Device, is_committed, is_ready, raw_value, set_raw_value
-from jlora.layers.site import Site, SlotSpec
-from jlora.layers.writes import write_block, write_ranks
-from jlora.manager.blocks import Block, Chunk, cut, pack, rank_step
+from jlora.layers.site import Site
+from jlora.manager.blocks import Block, Chunk, cut, pack
 from jlora.manager.content import Content
 from jlora.manager.locks import Lock, within
+from jlora.manager.programs import Key, Part, Where, as_sharded, compiled_ranks, compiled_write, everywhere, of_blocks
 from jlora.sharding.put import put
 
-# Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
-Where: TypeAlias = Sharding | Device
-
-Arrays: TypeAlias = tuple[jax.Array, ...]
+_RANKS: Key = ()  # of the program that writes ranks
 
 _exhaust = collections.deque[Any](maxlen=0).extend
 
@@ -53,6 +49,7 @@ class Pool:
       writes: for each slot the number of the write that brought what it holds. The stamps say the same of the arrays.
       chunks: how the rows of a slot are cut into blocks.
       pins: whether the host cache is page-locked memory that the device reads by itself.
+      joined: the chunks that one program writes where an adapter brings all of them; see `_joins`.
       slot_nbytes: bytes of each slot over all layers: the first can hold weights of experts, maybe not all.
       compilations: how often the programs that write slots were made: once.
     """
@@ -71,6 +68,8 @@ class Pool:
         self.compilations = 0
         device = cast("Device", jax.devices()[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
+        dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
+        self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._max_bytes = max_staging_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
         self._places: dict[Site, range] = {}  # of its factors and ranks, among the variables
@@ -84,9 +83,9 @@ class Pool:
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
         self._number = 0  # of the last write
-        self._lie = [_where(array) for array in self._known]
+        self._lie = [_place_of(array) for array in self._known]
         self._unsynced: set[_Job] = set()
-        self._jobs: dict[tuple[Chunk, int | None] | None, _Job] = {}
+        self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
@@ -201,7 +200,7 @@ class Pool:
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
-        moved = _put([*arrays, *operands], [*targets, *[_whole(self._lie[-1])] * len(operands)])
+        moved = _put([*arrays, *operands], [*targets, *[everywhere(self._lie[-1])] * len(operands)])
         count = len(arrays)
         if count:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
@@ -235,17 +234,16 @@ class Pool:
             self._number += 1
             self.writes[slot] = self._number
         for wave in itertools.count():
-            for block in ready:
-                row, owner = block.chunk.place(block.row)
-                where = self._index(slot, row, block.start, owner)
-                self._run(self._job(block), (*block.held, where, number), donate)
+            for blocks in self._together(ready):
+                operands = tuple((*block.held, self._where(slot, block)) for block in blocks)
+                self._run(self._job(blocks), (operands, number), donate)
             if wave + 1 >= len(waves):
                 break
-            jax.block_until_ready([raw_value(self._job(block).variables[0]) for block in ready])
-            ready = block = ()  # lets go of this wave before the next is moved
+            jax.block_until_ready(self._last())
+            ready = blocks = operands = ()  # lets go of this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(self._job(None), (*ranks, self._index(slot, 0, 0, 0), number), donate)
+            self._run(self._job(()), (*ranks, self._index(slot, 0, 0, 0), number), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -270,20 +268,38 @@ class Pool:
             self._in_flight.clear()
         return waves
 
-    def _job(self, block: Block | None) -> "_Job":
-        """The program that writes a block, and the variables that it writes; None for the ranks."""
-        at = None if block is None else (block.chunk, block.row)
+    def _together(self, blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
+        """The blocks that a program each writes: those of the same ranks of all `joined` chunks, or one."""
+        groups: list[tuple[Block, ...]] = []
+        for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
+            of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
+            if of.keys() >= set(self.joined):
+                groups.append(tuple(of[chunk] for chunk in self.joined))
+        taken = {id(block) for group in groups for block in group}
+        return groups + [(block,) for block in blocks if id(block) not in taken]
+
+    def _where(self, slot: int, block: Block) -> jax.Array:
+        row, owner = block.chunk.place(block.row)
+        return self._index(slot, row, block.start, owner)
+
+    def _job(self, blocks: Sequence[Block]) -> "_Job":
+        """The program that writes some blocks, and the variables that it writes; of no block: that of the ranks."""
+        at = tuple((block.chunk, block.row) for block in blocks)
         if at not in self._jobs:
-            if block is None:
-                key, places = ("ranks",), self._of_ranks()
-            else:
-                chunk = block.chunk
-                sites = chunk.sites if block.row is None or chunk.spec.rows else (chunk.sites[block.row],)
-                key = _key(chunk, block.row is None)
-                places = self._of_factors(sites)
+            key, places = self._task(at) if at else (_RANKS, self._of_ranks())
             program = self._program(key, tuple(self._lie[i] for i in places))
             self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
         return self._jobs[at]
+
+    def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[Key, tuple[int, ...]]:
+        """What a program that writes these rows of chunks (None: all) is made for, and the variables that it writes."""
+        key: list[Part] = []
+        places: list[int] = []
+        for chunk, row in at:
+            sites = chunk.sites if row is None or chunk.spec.rows else (chunk.sites[row],)
+            key.append((chunk.spec, chunk.count if row is None else 1, len(sites)))
+            places += self._of_factors(sites)
+        return tuple(key), (*places, len(self._variables) - 1)
 
     def _run(self, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
         """Run one program on some of the arrays, and give its results to the model's variables."""
@@ -304,21 +320,20 @@ class Pool:
     def _index(self, *where: int) -> jax.Array:
         """[slot, row, rank, shard] on the device; kept, for it would be moved at every write."""
         if where not in self._indices:
-            (self._indices[where],) = _put([np.array(where, np.int32)], [_whole(self._lie[0])])
+            (self._indices[where],) = _put([np.array(where, np.int32)], [everywhere(self._lie[0])])
         return self._indices[where]
 
     def _targets(self, block: Block) -> tuple[Where, Where]:
         """Where a block's A and B lie when they are written: split as the slots are."""
         spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
-        if _as_sharded(spec, lie[:-1]):
-            return _of_blocks(spec, whole=block.row is None)
-        whole = _whole(lie[0])
+        if as_sharded(spec, lie):
+            return of_blocks(spec, whole=block.row is None)
+        whole = everywhere(lie[0])
         return whole, whole
 
     def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """Indices of all A and then all B of some sites of one spec, as far as they hold them, and of the stamps."""
-        found = [self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites]
-        return *found, len(self._variables) - 1
+        """Indices of all A and then all B of some sites of one spec, as far as they hold them."""
+        return tuple(self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
 
     def _of_ranks(self) -> tuple[int, ...]:
         """Indices of the ranks of all sites, and of the stamps."""
@@ -340,35 +355,42 @@ class Pool:
             programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
 
-    def _wanted(self) -> set[tuple[Any, tuple[Where, ...]]]:
+    def _wanted(self) -> set[tuple[Key, tuple[Where, ...]]]:
         """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
+        tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
+        tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
+        tasks.append((_RANKS, self._of_ranks()))
+        return {(key, tuple(self._lie[i] for i in places)) for key, places in tasks}
 
-        def job(chunk: Chunk, whole: bool, sites: Sequence[Site]) -> tuple[Any, tuple[Where, ...]]:
-            return _key(chunk, whole), tuple(self._lie[i] for i in self._of_factors(sites))
+    def _kinds(self, chunk: Chunk) -> range:
+        """Rows of a chunk among which those of every site are."""
+        return range(1) if chunk.spec.rows else range(chunk.count)
 
-        wanted = {job(chunk, True, chunk.sites) for chunk in self.chunks}
-        wanted |= {job(chunk, False, [site]) for chunk in self.chunks for site in chunk.sites}
-        return wanted | {(("ranks",), tuple(self._lie[i] for i in self._of_ranks()))}
-
-    def _program(self, key: Any, lie: tuple[Where, ...]) -> Callable[..., Any]:
+    def _program(self, key: Key, lie: tuple[Where, ...]) -> Callable[..., Any]:
         found = self._programs.get((key, lie))
         if found is not None:
             return found
-        if key == ("ranks",):
-            return _compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, lie)
-        return _compiled_write(*key, self._stamps, lie)
+        if key == _RANKS:
+            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, lie)
+        return compiled_write(key, self._stamps, lie)
 
 
 _is_deleted = operator.methodcaller("is_deleted")
 
 
-def _where(array: jax.Array) -> Where:
+def _joins(device: Device) -> bool:
+    """Whether one program is to write what several could: to start each takes an accelerator longer than to write. A
+    CPU would only compile one more."""
+    return device.platform != "cpu"
+
+
+def _place_of(array: jax.Array) -> Where:
     return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
 
 
 def _as_said(before: Where, array: jax.Array) -> Where:
     """Where an array lies, as it was said before if that is the same in other words."""
-    where = _where(array)
+    where = _place_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
         return before
     return where
@@ -385,22 +407,6 @@ def _lies(array: Any, where: Where) -> bool:
     return isinstance(where, Device) or array.sharding == where
 
 
-def _as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
-    """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
-    that."""
-    if spec.sharding is None:
-        return False
-    return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
-
-
-def _of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
-    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
-    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
-    if not whole:
-        a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
-    return a, b
-
-
 def _pinned(where: Where) -> Sharding:
     """The same place in page-locked host memory."""
     if isinstance(where, Device):
@@ -408,98 +414,6 @@ def _pinned(where: Where) -> Sharding:
     return where.with_memory_kind("pinned_host")
 
 
-def _whole(where: Where) -> Where:
-    """Where an operand lies that every device needs whole."""
-    return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
-
-
 def _put(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
     """Move operands of the programs, in one call."""
     return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])
-
-
-def _key(chunk: Chunk, whole: bool) -> tuple[SlotSpec, int]:
-    """Spec and number of rows: chunks of equal keys are written by one program."""
-    return chunk.spec, chunk.count if whole else 1
-
-
-@lru_cache(maxsize=256)
-def _compiled_write(spec: SlotSpec, rows: int, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, a, b, [slot, row, rank, shard], number)`: the arrays (donated) with a block and the number
-    written. Of a spec that holds one factor, with that one of `a` and `b`.
-
-    The arrays are all A, all B and the stamps, which lie as `lie` says; those have the axes of `stack`, then the slots.
-    """
-    step = rank_step(spec)
-    held = spec.factors
-    count = (len(lie) - 1) // len(held)
-    sharded = _as_sharded(spec, lie[:-1])
-    over, alone = (), ()
-    if sharded and spec.sharding is not None:
-        over = spec.sharding.a[2]
-        alone = spec.sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
-
-    def write(arrays: Arrays, *operands: jax.Array) -> Arrays:
-        *blocks, where, number = operands
-        of_factors = [arrays[i * count : (i + 1) * count] for i in range(len(held))]
-        written = write_block(spec, of_factors, blocks, where, over, alone)
-        return *written, _stamped(arrays[-1], where[0], number)
-
-    arrays = [(spec.shapes[j], spec.dtype) for j in held for _ in range(count)]
-    whole = _whole(lie[0])
-    of_blocks = _of_blocks(spec, whole=not alone) if sharded else (whole, whole)
-    blocks = [(rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)]
-    operands = [*((blocks[j], spec.dtype) for j in held), ((4,), "int32"), ((), "int32")]
-    places = [*(of_blocks[j] for j in held), whole, whole]
-    if sharded and spec.sharding is not None:
-        write = _by_shard(write, spec.sharding.mesh, lie, places)
-    return _compile(write, [*arrays, (stamps, "int32")], lie, operands, places)
-
-
-@lru_cache(maxsize=32)
-def _compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
-
-    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
-
-    meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    if meshes and all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True)):
-        write = _by_shard(write, meshes.pop(), lie, [_whole(lie[0])] * 3)
-    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
-    arrays = [*((spec.shapes[2], "int32") for spec in specs), (stamps, "int32")]
-    operands = [((total,), "int32"), ((4,), "int32"), ((), "int32")]
-    return _compile(write, arrays, lie, operands, [_whole(lie[0])] * 3)
-
-
-def _by_shard(
-    write: Callable[..., Any], mesh: Any, lie: Sequence[Where], places: Sequence[Where]
-) -> Callable[..., Any]:
-    """Each shard writes what it has of the operands: nothing is gathered."""
-    kept = tuple(cast("NamedSharding", where).spec for where in lie)
-    given = tuple(cast("NamedSharding", where).spec for where in places)
-    return jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
-
-
-def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:
-    return stamps.at[..., slot].set(number)
-
-
-def _compile(
-    write: Callable[..., Any],
-    arrays: Sequence[tuple[tuple[int, ...], str]],
-    lie: tuple[Where, ...],
-    operands: Sequence[tuple[tuple[int, ...], str]],
-    places: Sequence[Where],
-) -> Callable[..., Any]:
-    """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option."""
-    devices = {where for where in lie if isinstance(where, Device)}
-
-    def struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, Device) else where)
-
-    donated = tuple(struct(*array, where) for array, where in zip(arrays, lie, strict=True))
-    others = [struct(*operand, place) for operand, place in zip(operands, places, strict=True)]
-    jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
-    with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
-        return jitted.lower(donated, *others).compile()

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.manager import pool
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -75,8 +76,10 @@ class World:
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("config", [{}, {"fully_sharded": True, "max_staging_bytes": 64}])
-def test_swaps_through_one_program(twins, config):
+def test_swaps_through_one_program(monkeypatch, twins, config, joins):
+    monkeypatch.setattr(pool, "_joins", lambda device: joins)
     world = World(**config)
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))

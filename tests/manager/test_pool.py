@@ -1,6 +1,7 @@
 """The write of one adapter into one slot: what moves, in place, compiled once, in waves that are bounded."""
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
+from jlora.manager import blocks, pool, programs
 from jlora.manager.blocks import row_nbytes
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
@@ -87,9 +89,12 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
 
 
-@pytest.mark.parametrize(("layers", "programs"), [(16, 3), pytest.param(32, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layers", "programs"), [(16, 3), pytest.param(32, 4, marks=pytest.mark.slow), pytest.param(4, 1, id="joined")]
+)
 def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, monkeypatch, layers, programs):
     """Sites of two specs, five and two a layer, in chunks of 64 at most. The ranks are those that the slot had."""
+    monkeypatch.setattr(pool, "_joins", lambda device: programs == 1)
     model = Blocks(layers)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
     adapters = {name: block_adapter(name, layers, rng) for name in "abc"}
@@ -118,6 +123,32 @@ def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, m
             np.testing.assert_array_equal(projection.jlora_a[:, 0], np.stack([m.a for m in want]))
             np.testing.assert_array_equal(projection.jlora_b[...], np.stack([m.b.T for m in want]))
             np.testing.assert_array_equal(projection.jlora_ranks[...], [[2], [2]])
+
+
+@pytest.mark.parametrize("limit", [10**6, 400])
+def test_what_one_program_writes_for_all_chunks(monkeypatch, limit):
+    """Adapters that bring everything, or not, of one block of ranks or two; in one wave or many."""
+    monkeypatch.setattr(pool, "_joins", lambda device: True)
+    monkeypatch.setattr(blocks, "RANK_STEP", 2)
+    programs.compiled_write.cache_clear()  # of other steps
+    world = make_world(max_loras=2, max_cpu_loras=8, max_staging_bytes=limit)
+    assert len(world.manager._pool.joined) > 1
+    ran = []
+    run = world.manager._pool._run
+    monkeypatch.setattr(world.manager._pool, "_run", lambda *args: (ran.append(len(args[0].places)), run(*args)))
+    adapters = [
+        make_adapter("all", rank=2, modules=list(MODULES)),
+        make_adapter("deep", rank=4, modules=list(MODULES)),
+        make_adapter("some", rank=3, modules=["layers.0.q_proj", "embed"]),
+        make_adapter("flat", rank=1, modules=list(MODULES)),
+    ]
+    for adapter in adapters:
+        world.manager.add_adapter(adapter)
+    for first, second in itertools.permutations(adapters, 2):
+        world.check(world.serve([first.name, None, second.name]), [first, None, second])
+    joined = 2 * len(world.manager._pool.sites) + 1  # all A and B, and the stamps
+    assert (joined in ran) == (limit == 10**6)
+    programs.compiled_write.cache_clear()
 
 
 def spy_on_waves(monkeypatch, pool) -> list[int]:

@@ -1,0 +1,148 @@
+"""The programs that write slots: blocks of an adapter, already on the device, into one slot of many layers."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jlora._compat import Device
+from jlora.layers.site import SlotSpec
+from jlora.layers.writes import write_block, write_ranks
+from jlora.manager.blocks import rank_step
+
+# Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
+Where: TypeAlias = Sharding | Device
+
+# Sites of one spec that a program writes: the spec, how many rows the block has, and how many sites these are.
+Part: TypeAlias = tuple[SlotSpec, int, int]
+Key: TypeAlias = tuple[Part, ...]
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
+
+@lru_cache(maxsize=256)
+def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..), number)`: the arrays (donated) with blocks and the
+    number written.
+
+    Args:
+      parts: whose blocks, in the order of the operands.
+      stamps: shape of the stamps: the axes of `stack`, then the slots.
+      lie: where the arrays lie: of each part all A and all B that it has; then the stamps.
+    """
+    whole = everywhere(lie[0])
+    writers: list[Callable[..., Arrays]] = []
+    arrays: list[jax.ShapeDtypeStruct] = []
+    operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
+    meshes: set[Any] = set()
+    for spec, rows, count in parts:
+        held, step = spec.factors, rank_step(spec)
+        own = lie[len(arrays) : len(arrays) + len(held) * count]
+        sharding = spec.sharding if as_sharded(spec, own) else None
+        over, alone, of = (), (), (whole, whole)
+        if sharding is not None:
+            over = sharding.a[2]
+            alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
+            of = of_blocks(spec, whole=not alone)
+        meshes.add(None if sharding is None else sharding.mesh)
+        writers.append(partial(_write_part, spec, count, over, alone))
+        factors = [j for j in held for _ in range(count)]
+        arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(factors, own, strict=True)]
+        blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
+        operands.append((*(_struct(blocks[j], spec.dtype, of[j]) for j in held), _struct((4,), "int32", whole)))
+
+    def write(arrays: Arrays, operands: Sequence[Arrays], number: jax.Array) -> Arrays:
+        written: list[jax.Array] = []
+        for (spec, _, count), writer, (*blocks, where) in zip(parts, writers, operands, strict=True):
+            written += writer(arrays[len(written) : len(written) + len(spec.factors) * count], blocks, where)
+        return *written, _stamped(arrays[-1], operands[0][-1][0], number)
+
+    arrays.append(_struct(stamps, "int32", lie[-1]))
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return _compile(write, mesh, lie, arrays, (tuple(operands), _struct((), "int32", whole)))
+
+
+def _write_part(
+    spec: SlotSpec,
+    count: int,
+    over: tuple[str, ...],
+    alone: tuple[str, ...],
+    arrays: Arrays,
+    blocks: Sequence[jax.Array],
+    where: jax.Array,
+) -> Arrays:
+    of_factors = [arrays[i * count : (i + 1) * count] for i in range(len(spec.factors))]
+    return write_block(spec, of_factors, blocks, where, over, alone)
+
+
+@lru_cache(maxsize=32)
+def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
+    """`write(arrays, ranks, [slot, 0, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
+
+    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
+        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
+
+    meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
+    split = all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True))
+    mesh = meshes.pop() if meshes and split else None
+    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
+    arrays = [_struct(spec.shapes[2], "int32", where) for spec, where in zip(specs, lie[:-1], strict=True)]
+    operands = [_struct(shape, "int32", everywhere(lie[0])) for shape in ((total,), (4,), ())]
+    return _compile(write, mesh, lie, [*arrays, _struct(stamps, "int32", lie[-1])], operands)
+
+
+def as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
+    """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
+    that."""
+    if spec.sharding is None:
+        return False
+    return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
+
+
+def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
+    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
+    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
+    if not whole:
+        a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
+    return a, b
+
+
+def everywhere(where: Where) -> Where:
+    """Where an operand lies that every device needs whole."""
+    return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+
+
+def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:
+    return stamps.at[..., slot].set(number)
+
+
+def _struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, Device) else where)
+
+
+def _spec_of(struct: jax.ShapeDtypeStruct) -> PartitionSpec:
+    return cast("NamedSharding", struct.sharding).spec
+
+
+def _compile(
+    write: Callable[..., Arrays],
+    mesh: Any,
+    lie: Sequence[Where],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[Any],
+) -> Callable[..., Any]:
+    """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option.
+
+    On a mesh each shard writes what it has of the operands: nothing is gathered.
+    """
+    donated = tuple(arrays)
+    if mesh is not None:
+        kept, *given = jax.tree.map(_spec_of, (donated, *operands))
+        write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
+    devices = {where for where in lie if isinstance(where, Device)}
+    jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
+    with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
+        return jitted.lower(donated, *operands).compile()

@@ -118,7 +118,7 @@ class SlotSpec:
         """The same of B."""
         return _runs(self.out_blocks, self.out_features)
 
-    @property
+    @functools.cached_property
     def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
         """Of A, B and the ranks; None where nobody says so."""
         found = self.sharding
@@ -128,7 +128,7 @@ class SlotSpec:
         own = (experts,) if self.experts is not None else ()
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own)
 
-    @property
+    @functools.cached_property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
         """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]; one row is whole."""
         if (found := self.sharding) is None:

@@ -76,6 +76,7 @@ def _ragged_dot(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+@jax.jit  # traced and lowered once for all layers of a model, which takes a second each
 def _tokamax(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]  # an extra, for Python 3.12 and newer
 

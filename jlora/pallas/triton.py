@@ -150,6 +150,8 @@ def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTil
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
 
 
+# Traced and lowered once for all layers of a model whose operands are alike: a kernel takes half a second.
+@partial(jax.jit, static_argnames=("tiles", "h_dtype", "interpret"))
 def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret: bool):
     """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
     groups, n, rank, k = a.shape
@@ -165,6 +167,7 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k), *indexed)
 
 
+@partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "interpret"))
 def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
     """base + the delta of h [split_k, M, n * R], written over base."""
     units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # at most

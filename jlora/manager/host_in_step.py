@@ -29,6 +29,12 @@ class HostInStep(Host):
         super().__init__(*args)
         self._processes = processes
 
+    def touch(self, name: str) -> bool:
+        found = super().touch(name)
+        if found:  # if not, it is to be loaded, and the others hear of it
+            self._processes.check()
+        return found
+
     def load(self, request: LoRARequest, patience: Patience) -> bool:
         return bool(self.let_in(f"add_adapter({request.name!r})", request, patience, again=True))
 

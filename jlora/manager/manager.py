@@ -193,7 +193,7 @@ class LoRAManager:
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"add_adapter({adapter.name!r})"):
             if isinstance(adapter, LoRARequest):
                 request = replace(adapter, load_inplace=True) if load_inplace else adapter
                 if not request.load_inplace and self._host.touch(request.name):
@@ -241,7 +241,7 @@ class LoRAManager:
         """
         self._check_call("update_adapter")
         self._wrapped.check()
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"update_adapter({name!r})"):
             return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
@@ -406,7 +406,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._processes.in_turn(), self._books():
+        with self._processes.in_turn(f"unpin_adapter({name!r})"), self._books():
             self._host.newest(name)
             return self._registry.contents.unpin(name)
 
@@ -442,7 +442,7 @@ class LoRAManager:
                 self._registry.contents.pin(name)
             return bool(written)
 
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"activate_adapter({name!r})"):
             while True:
                 self._host.recall(name)
                 done = self._batches.bring(f"activate_adapter({name!r})", wanted, then)
@@ -523,7 +523,7 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         self._wrapped.check()
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"hold({name!r})"):
             while True:
                 self._host.recall(name)
                 with self._books():

@@ -28,7 +28,7 @@ class BatchesInStep(Batches):
         self._processes = processes
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        with self._processes.in_turn():
+        with self._processes.in_turn("prepare"):
             return super().prepare(asked, wait, deadline)
 
     def _again(self, asked: Asked) -> LoRABatch | None:

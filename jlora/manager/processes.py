@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import jax
@@ -26,7 +26,6 @@ from jlora.errors import LoRAError
 from jlora.manager.loader import POLL
 from jlora.manager.locks import Lock
 
-_FREE = nullcontext()
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 
 
@@ -54,6 +53,8 @@ class Processes:
         # One call after the other: what they decide depends on their order, which is that of all processes.
         self._calls = Lock()
         self._unsure: str | None = None
+        self._told = False  # whether it said so, or heard so
+        self._heard = False  # whether the others have heard of the interrupt of this call
         self._rounds = itertools.count()
         self._said: list[str] = []  # keys of this process that others may not have read yet
         self._me = jax.process_index()
@@ -74,9 +75,26 @@ class Processes:
                 )
             self._service = service
 
-    def in_turn(self) -> Any:
-        """Around calls that may change what must be the same: one after the other."""
-        return self._calls() if self.several else _FREE
+    @contextmanager
+    def in_turn(self, what: str) -> Generator[None, None, None]:
+        """Around calls that may change what must be the same: one after the other.
+
+        Where one is interrupted, and the others have not heard of it, they may wait for what this process will not say:
+        it is in doubt then, too.
+        """
+        if not self.several:
+            yield
+            return
+        with self._calls():
+            self._heard = False
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:
+                if not self._heard:
+                    self._unsure = self._unsure or what
+                raise
 
     @contextmanager
     def together(
@@ -104,13 +122,15 @@ class Processes:
         if not self.several:
             yield [None]
             return
-        with self._calls():
+        with self.in_turn(what):
             yield self._agree_at_last(what, ready, tries)
             self._unsure = None
 
     def check(self) -> None:
         """Raises LoRAError where this process does not know whether it did what the others have done."""
         if self._unsure is not None:
+            # Whoever waits in vain, for a call that this one does not come to any more, finds it.
+            self._service.key_value_set(f"{self._name}/cut/{self._me}", self._unsure, allow_overwrite=True)
             raise LoRAError(
                 f"{self._unsure} was cut short in one of the processes of this model; start them again, or unwrap the "
                 "model in all of them and make new managers"
@@ -130,9 +150,12 @@ class Processes:
 
     def _agree(self, what: str, ready: Callable[[], tuple[Any, Any] | None]) -> list[Any] | None:
         """See `together`. Where it returns a list, the call is in doubt until it is done."""
+        if self._told:
+            self.check()
+        self._told = self._unsure is not None
         name = f"{self._name}/{next(self._rounds)}"  # first: an interrupted call counts, as it does for the others
         error: BaseException | None = None
-        mine: dict[str, Any] = {"call": what}
+        mine: dict[str, Any] = {"call": what, "unsure": self._unsure}
         try:
             self.check()
             if (found := ready()) is not None:
@@ -143,12 +166,12 @@ class Processes:
         before = self._unsure
         said = self._exchange(name, what, mine)
         if error is not None and not isinstance(error, Exception):
-            self._unsure = before
+            self._heard, self._unsure = True, before
             raise error
         try:
             decided = self._decided(what, said, error)
         except LoRAError:  # in all of them; an interrupt is of this one
-            self._unsure = before
+            self._unsure = self._unsure if self._told else before
             raise
         if decided is None:
             self._unsure = before
@@ -156,6 +179,10 @@ class Processes:
 
     def _decided(self, what: str, said: list[Any], error: BaseException | None) -> list[Any] | None:
         """What follows from what all said: the same in all of them."""
+        unsure = next((other["unsure"] for other in said if other["unsure"]), None)
+        if unsure:
+            self._unsure, self._told = unsure, True
+            self.check()
         for i, other in zip(self._ids, said, strict=True):
             if other["call"] != what:
                 raise LoRAError(
@@ -187,10 +214,13 @@ class Processes:
             service.wait_at_barrier(name.replace("/", "-"), round(self.timeout * 1000), self._ids)
         except Exception as error:  # nobody has passed
             self._unsure = before
+            for _, cut in service.key_value_dir_get(f"{self._name}/cut/"):
+                self._unsure, self._told = cut, True
+            self.check()
             first = re.sub(r"\s+", " ", str(error))[:300]
             raise LoRAError(
                 f"{what}: not all of processes {self._ids} came within {self.timeout:g} s; all must make the same "
-                f"calls in the same order ({first})"
+                f"calls in the same order, or unwrap the model and make new managers ({first})"
             ) from error
         # Who has come to this round has read the one before.
         for one in old:

@@ -38,13 +38,14 @@ if TYPE_CHECKING:
         """`jax.Device`, as far as it is used here: jaxlib is compiled, and has no types."""
 
         platform: str
+        process_index: int
 
         def addressable_memories(self) -> list[Any]: ...
 
     class Coordination:
         """The client of JAX's coordination service, as far as it is used here."""
 
-        def key_value_set(self, key: str, value: str) -> None: ...
+        def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
         def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
@@ -57,12 +58,12 @@ else:
     Coordination = object
 
 
-def coordination() -> tuple[Coordination, int]:
-    """The service through which the processes of `jax.distributed.initialize` find each other, and which this is.
+def coordination() -> Coordination | None:
+    """The service through which the processes of `jax.distributed.initialize` find each other; None without that.
 
     No public name leads to it: JAX 0.10.0 to 0.11.2.
     """
-    return cast("Coordination", jax._src.distributed.global_state.client), jax.process_index()
+    return cast("Coordination | None", jax._src.distributed.global_state.client)
 
 
 def default_device() -> Any:

@@ -4,6 +4,7 @@ Each process reads by itself, on its loading threads, and keeps apart what it ha
 it in, once all have it: so caches are the same, and evict the same, whichever process was quicker.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content, Placement, fingerprint
-from jlora.manager.host import Host
+from jlora.manager.host import Host, in_use
 from jlora.manager.loader import Load, Patience
 from jlora.manager.processes import Processes
 from jlora.manager.report import unknown_name
@@ -27,6 +28,12 @@ class HostInStep(Host):
     def __init__(self, *args: Any, processes: Processes):
         super().__init__(*args)
         self._processes = processes
+
+    def touch(self, name: str) -> bool:
+        found = super().touch(name)
+        if found:  # if not, it is to be loaded, and the others hear of it
+            self._processes.check()
+        return found
 
     def load(self, request: LoRARequest, patience: Patience) -> bool:
         return bool(self.let_in(f"add_adapter({request.name!r})", request, patience, again=True))
@@ -60,6 +67,13 @@ class HostInStep(Host):
         if load.content is not None and not self._registry.newest(load.content):
             self._slots.release(load.content)
         self.loader.abandon(load)
+
+    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
+        """As `Host.wait_for`, but no longer than others would wait for this process: meanwhile no other thread can make
+        a call, and maybe needs one before it closes its batch."""
+        if time.monotonic() - patience.since > self._processes.timeout:
+            raise in_use(content.name, doing)
+        super().wait_for(content, doing, patience)
 
     def let_in(
         self,
@@ -102,7 +116,7 @@ class HostInStep(Host):
 
         admitted: bool | None = False
         try:
-            admitted = self._together(what, staged, patience)
+            admitted = self._together(what, staged, patience, wait)
         finally:
             if admitted is not None:  # also what another process failed to read is read anew the next time
                 with self._books():
@@ -125,7 +139,9 @@ class HostInStep(Host):
             self._drop(load)
         return bool(loads)
 
-    def _together(self, what: str, stage: Callable[[], Content | None], patience: Patience) -> bool | None:
+    def _together(
+        self, what: str, stage: Callable[[], Content | None], patience: Patience, wait: bool = True
+    ) -> bool | None:
         """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""
         content: Content | None = None
         victims: list[str] = []
@@ -140,6 +156,8 @@ class HostInStep(Host):
                     if old is None or not self.held(old):
                         victims = self._registry.victims_for(content, self.busy)
                         return [content.fingerprint, victims], self._registry.generation(content.name, content.key)
+                if not wait and patience.thread not in self._leases.threads(old):
+                    return None
                 self.wait_for(old, "replacing", patience)
 
         with self._processes.together(what, ready) as generations:

@@ -77,6 +77,10 @@ class Leases:
     def add_handle(self, handle: AdapterHandle) -> None:
         self._handles.add(weakref.ref(handle, self._handles.discard))
 
+    def gave(self, handle: AdapterHandle) -> bool:
+        """Whether a handle is of this manager."""
+        return weakref.ref(handle) in self._handles
+
     def open(self) -> Iterator[Lease]:
         for ref in list(self._leases):
             if (lease := ref()) is not None and not lease.closed:

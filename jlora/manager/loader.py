@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
 from jlora.errors import LoRAError
@@ -29,10 +29,12 @@ class Patience:
     Attributes:
       deadline: `time.monotonic()` at which it gives up; None for as long as it takes.
       thread: a thread whose own open batches it does not wait for: they cannot close while it waits.
+      since: `time.monotonic()` at which it began.
     """
 
     deadline: float | None
     thread: int | None = None
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def over(self) -> bool:

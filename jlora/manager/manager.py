@@ -23,7 +23,7 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.scope import staged
 from jlora.layers.select import PackedModules
 from jlora.layers.site import SlotParam
-from jlora.layers.wrap import LayerInfo, wrap_model
+from jlora.layers.wrap import LayerInfo, WrappedModel, wrap_model
 from jlora.manager.batches import Name, read_arguments
 from jlora.manager.content import Content
 from jlora.manager.export import export
@@ -91,6 +91,8 @@ class LoRAManager:
         a mesh in a way that is not served, or `name_map` is not what it should be. The model is as it was then.
     """
 
+    _wrapped: WrappedModel
+
     def __init__(
         self,
         model: nnx.Module,
@@ -103,21 +105,43 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
-        rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
+        self._processes = Processes(model, config.process_timeout)
         try:
-            self._wrapped = wrap_model(model, config, packed_modules, skip)
-            self._build(rules, resolve)
+            rules, memory = self._wrap(packed_modules, name_map, skip)
+            self._build(rules, memory, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
                 self._wrapped.unwrap()  # nobody else could
             raise
 
-    def _build(self, rules: NameRules, resolve: Callable[[LoRARequest], str] | None) -> None:
+    def _wrap(
+        self, packed_modules: PackedModules | None, name_map: NameMap | None, skip: Sequence[str]
+    ) -> tuple[NameRules, int]:
+        """Wrap the model, in all processes and with the same slots. Returns the bytes of their host caches, too."""
+        config = self.config
+        rules: NameRules | None = None
+
+        def ready() -> tuple[Any, Any]:
+            nonlocal rules
+            rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
+            self._wrapped = wrap_model(self.model, config, packed_modules, skip)
+            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
+            same = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
+            same = replace(same, target_modules=None, exclude_modules=None)  # which layers they name, the slots say
+            return [repr(same), slots], config.max_cpu_bytes or memory_bytes() // 2
+
+        if not self._processes.several:
+            memory = [ready()[1]]
+        else:
+            with self._processes.together("LoRAManager", ready, tries=1) as memory:
+                pass
+        assert rules is not None
+        assert memory is not None
+        return rules, min(memory)
+
+    def _build(self, rules: NameRules, memory: int, resolve: Callable[[LoRARequest], str] | None) -> None:
         config = self.config
         index = SiteIndex(self._wrapped, rules)
-        sharding = self._wrapped.tracking.sharding
-        self._processes = Processes(None if sharding is None else sharding.mesh, config.process_timeout)
-        memory = self._agreed(config)
         # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
         # for moments only, never while anything is read, cast or compiled.
         self._dispatch, self._books = locks = Lock(), Lock()
@@ -131,20 +155,15 @@ class LoRAManager:
         if self._processes.several:
             self._host = host = HostInStep(*of_host, resolve, processes=self._processes)
             self._batches = BatchesInStep(*of_batches, host=host, processes=self._processes)
+            self._processes.anew = self._forget_uses
         else:
             self._host = Host(*of_host, resolve)
             self._batches = Batches(*of_batches, self._host)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
 
-    def _agreed(self, config: LoRAConfig) -> int:
-        """See that all processes have the same slots. Returns the bytes of their host caches."""
-        memory = config.max_cpu_bytes or memory_bytes() // 2
-        if not self._processes.several:
-            return memory
-        same = repr(replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False))
-        slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
-        with self._processes.together("LoRAManager", lambda: ([same, slots], memory)) as found:
-            return min(found or [memory])
+    def _forget_uses(self) -> None:
+        with self._books():
+            self._slots.forget_uses()
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -174,7 +193,7 @@ class LoRAManager:
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"add_adapter({adapter.name!r})"):
             if isinstance(adapter, LoRARequest):
                 request = replace(adapter, load_inplace=True) if load_inplace else adapter
                 if not request.load_inplace and self._host.touch(request.name):
@@ -222,7 +241,7 @@ class LoRAManager:
         """
         self._check_call("update_adapter")
         self._wrapped.check()
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"update_adapter({name!r})"):
             return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
@@ -387,7 +406,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._processes.in_turn(), self._books():
+        with self._processes.in_turn(f"unpin_adapter({name!r})"), self._books():
             self._host.newest(name)
             return self._registry.contents.unpin(name)
 
@@ -423,7 +442,7 @@ class LoRAManager:
                 self._registry.contents.pin(name)
             return bool(written)
 
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"activate_adapter({name!r})"):
             while True:
                 self._host.recall(name)
                 done = self._batches.bring(f"activate_adapter({name!r})", wanted, then)
@@ -504,7 +523,7 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         self._wrapped.check()
-        with self._processes.in_turn():
+        with self._processes.in_turn(f"hold({name!r})"):
             while True:
                 self._host.recall(name)
                 with self._books():

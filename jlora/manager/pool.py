@@ -66,7 +66,7 @@ class Pool:
             for slot in slots:
                 self.slot_nbytes[slot] += nbytes
         self.compilations = 0
-        device = cast("Device", jax.devices()[0])
+        device = cast("Device", jax.local_devices()[0])  # of another process's nothing is told
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()

@@ -257,6 +257,8 @@ class Batches:
                 content = name.content
                 if content is None:
                     raise LoRAUsageError(f"prepare: {name!r} is closed")
+                if not self._leases.gave(name):
+                    raise LoRAUsageError(f"prepare: {name!r} is of another manager")
             else:
                 content = self._registry.contents.get(name.name if isinstance(name, LoRARequest) else name)
             if content is not None:

@@ -14,9 +14,9 @@ from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loader import POLL, Patience
 from jlora.manager.prepare import Batches, R
-from jlora.manager.processes import Disagreement, Processes
+from jlora.manager.processes import Processes
 
-_TRIES = 8  # to find the same slots in all processes
+_TRIES = 8  # a batch that another thread closes is closed a moment later in another process
 
 
 class BatchesInStep(Batches):
@@ -28,8 +28,14 @@ class BatchesInStep(Batches):
         self._processes = processes
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        with self._processes.in_turn():
+        with self._processes.in_turn("prepare"):
             return super().prepare(asked, wait, deadline)
+
+    def _again(self, asked: Asked) -> LoRABatch | None:
+        batch = super()._again(asked)
+        if batch is not None:
+            self._processes.check()
+        return batch
 
     def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         reloaded: set[Name] = set()
@@ -87,6 +93,7 @@ class BatchesInStep(Batches):
             self._wrapped.check()
             contents = wanted()
             if all(content in self._slots.pool.table for content in contents):
+                self._processes.check()
                 return then(self._slots.activate(contents, partly=partly))
         plan = dict[Content, int | None]()
 
@@ -102,15 +109,8 @@ class BatchesInStep(Batches):
                         raise
                 time.sleep(POLL)
 
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                with self._processes.together(what, ready), self._dispatch(), self._books():
-                    return then(self._slots.carry_out(plan, contents))
-            except Disagreement:  # a batch that another thread closes is closed a moment later in another process
-                if not tries_left:
-                    raise
-            time.sleep(POLL)
-        raise AssertionError
+        with self._processes.together(what, ready, tries=_TRIES), self._dispatch(), self._books():
+            return then(self._slots.carry_out(plan, contents))
 
 
 def _over(deadline: float | None) -> bool:

@@ -54,6 +54,11 @@ class Slots:
         if self._registry.newest(content):
             self._registry.contents.touch(content.name)
 
+    def forget_uses(self) -> None:
+        """Forget what was used when, in slots and on the host."""
+        self._used.clear()
+        self._registry.contents.forget_uses()
+
     def hit(self, contents: Iterable[Content]) -> None:
         """Mark a use of contents that were found in their slots."""
         for content in contents:

@@ -163,6 +163,17 @@ def test_in_place_waits_for_batches_by_name_only(world):
         load(world, "a", version=1)
 
 
+def test_a_handle_of_another_manager(world):
+    other = make_world()
+    load(other, "a")
+    load(world, "a")
+    with other.manager.hold("a") as handle:
+        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', generation=0\) is of another manager"):
+            world.manager.prepare([handle, None, None])
+        assert world.manager.slot_names == (None,) * world.manager.config.max_loras
+        other.check(other.serve([handle, None, None]), [make_adapter("a"), None, None])
+
+
 @pytest.mark.parametrize("end", ["close", "with", "collected"])
 def test_a_handle_ends(world, end):
     load(world, "a", "b", "c")

@@ -121,12 +121,15 @@ def read(folder, own, **options):
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("own", OWN, ids=str)
+@pytest.mark.parametrize(
+    "own", [OWN[2], *(pytest.param(o, marks=pytest.mark.slow) for o in (*OWN[:2], *OWN[3:]))], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_experts_are_read_and_others_are_not(folder_of, monkeypatch, kind, own):
     assert_own(folder_of, monkeypatch, kind, own, np.float32, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("stored", "dtype"), [(ml_dtypes.bfloat16, None), (np.float32, np.float16), (ml_dtypes.bfloat16, np.float32)]

@@ -75,7 +75,9 @@ def test_what_fits_no_float16_in_any_balance_is_refused():
 
 @pytest.mark.parametrize("slot_dtype", DTYPES[:3])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0])
-@pytest.mark.parametrize("power", range(-10, 7))
+@pytest.mark.parametrize(
+    "power", [pytest.param(p, marks=() if p in (-10, -3, 0, 6) else pytest.mark.slow) for p in range(-10, 7)]
+)
 def test_the_error_of_an_adapter_is_at_most_twice_that_of_peft(rng, slot_dtype, size, power):
     """PEFT in a float16 (bfloat16, float32) model: h = x A^T, y = h B^T, y * scaling, each rounded to that dtype."""
     scaling, model = 2.0**power, Merged()

@@ -37,7 +37,7 @@ SIZES = {
 }
 EACH, FUSED = KINDS[0], KINDS[5:]
 # shards of experts, and those of them that are this process's
-CASES = [(2, (1,)), (4, (1, 2)), (4, (0, 3))]
+CASES = [pytest.param(2, (1,), marks=pytest.mark.slow), (4, (1, 2)), pytest.param(4, (0, 3), marks=pytest.mark.slow)]
 
 
 def own_of(shards, own):

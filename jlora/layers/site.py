@@ -141,7 +141,7 @@ class SlotSpec:
         """Which of the model's slots these are."""
         return range(self.first_slot, self.first_slot + self.num_slots)
 
-    @property
+    @functools.cached_property
     def factors(self) -> tuple[int, ...]:
         """Which of A (0) and B (1) are held. No array is made for the other: XLA has crashed on empty ones."""
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)

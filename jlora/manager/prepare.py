@@ -46,6 +46,11 @@ class _Kept:
     generations: tuple[int | None, ...]
 
 
+def over(deadline: float | None) -> bool:
+    """Whether there is no time to wait for slots, or none left."""
+    return deadline is None or time.monotonic() >= deadline
+
+
 @dataclass(eq=False)
 class _Ticket:
     """A place in the queue for slots.
@@ -58,7 +63,7 @@ class _Ticket:
 
     @property
     def over(self) -> bool:
-        return self.deadline is None or time.monotonic() >= self.deadline
+        return over(self.deadline)
 
 
 class Batches:

@@ -13,7 +13,7 @@ from jlora.manager.content import Content
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loader import POLL, Patience
-from jlora.manager.prepare import Batches, R
+from jlora.manager.prepare import Batches, R, over
 from jlora.manager.processes import Processes
 
 _TRIES = 8  # a batch that another thread closes is closed a moment later in another process
@@ -74,7 +74,7 @@ class BatchesInStep(Batches):
                 with self._books():
                     return self._keep(asked)
             except NoFreeSlotError:
-                if _over(deadline):
+                if over(deadline):
                     raise
             time.sleep(POLL)
 
@@ -105,14 +105,9 @@ class BatchesInStep(Batches):
                         plan = self._slots.plan(contents, partly=partly)
                         return [(content.name, content.generation, slot) for content, slot in plan.items()], None
                 except NoFreeSlotError:
-                    if _over(deadline):
+                    if over(deadline):
                         raise
                 time.sleep(POLL)
 
         with self._processes.together(what, ready, tries=_TRIES), self._dispatch(), self._books():
             return then(self._slots.carry_out(plan, contents))
-
-
-def _over(deadline: float | None) -> bool:
-    """Whether there is no time to wait, or none left."""
-    return deadline is None or time.monotonic() >= deadline

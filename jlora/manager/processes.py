@@ -89,10 +89,8 @@ class Processes:
             self._heard = False
             try:
                 yield
-            except Exception:
-                raise
-            except BaseException:
-                if not self._heard:
+            except BaseException as raised:
+                if not (self._heard or isinstance(raised, Exception)):
                     self._unsure = self._unsure or what
                 raise
 

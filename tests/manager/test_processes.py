@@ -2,12 +2,11 @@
 
 import json
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.two_processes import run_two
 
 pytestmark = pytest.mark.mesh
 
@@ -19,24 +18,7 @@ SCENARIOS = re.findall(r"^@scenario\ndef (\w+)", WORKER.read_text("utf-8"), re.M
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.manager.process", str(i), str(port), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=400)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    run_two("tests.manager.process", lambda _: (folder,), timeout=400)
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 

@@ -3,9 +3,6 @@
 import collections
 import dataclasses
 import re
-import socket
-import subprocess
-import sys
 import tracemalloc
 
 import jax
@@ -18,6 +15,7 @@ from jax.sharding import AxisType
 from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pretrained, generate
 from tests.models import checkpoints, goldens
 from tests.models.recording import opened
+from tests.two_processes import run_two
 
 pytestmark = pytest.mark.mesh
 
@@ -334,25 +332,8 @@ def test_each_byte_is_read_once(folders, counts, name, axes, copies):
 def test_two_processes(folders, tmp_path):
     """Four devices each: the answers of one device, and each reads what its own devices hold."""
     folder, tensors, one = folders("mistral")
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     results = [tmp_path / f"{i}.npz" for i in range(2)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.mesh_process", str(i), str(port), folder, result],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i, result in enumerate(results)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    run_two("tests.models.mesh_process", lambda i: (folder, results[i]), timeout=200)
     prompts = TOKENS.tolist()
     answers = generate(one, prompts, max_new_tokens=6)
     sampled = generate(one, prompts, max_new_tokens=6, temperature=1.0, top_k=20)

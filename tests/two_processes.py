@@ -1,0 +1,29 @@
+"""Starts the two processes of a test of `jax.distributed`."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def run_two(module: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float) -> None:
+    """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, (i, port, *arguments(i)))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)

@@ -89,8 +89,10 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Of all rows; where processes have some of them each, of the process that has most."""
-        spec, whole = self.chunk.spec, self.a.nbytes + self.b.nbytes
-        return whole if self.row is not None else whole // spec.expert_shards * spec.most_shards
+        spec = self.chunk.spec
+        if self.row is not None:
+            return row_nbytes(spec)
+        return self.chunk.count * row_nbytes(spec) // spec.expert_shards * spec.most_shards
 
 
 def rank_step(spec: SlotSpec) -> int:

@@ -46,7 +46,8 @@ class Pool:
     Attributes:
       table: what each slot holds; None for nothing.
       dirty: slots whose arrays may not hold what the table says.
-      writes: for each slot the number of the write that brought what it holds. The stamps say the same of the arrays.
+      writes: how many programs have written each slot. The stamps count the same on the device, so that a copy of the
+        model which missed one is told.
       chunks: how the rows of a slot are cut into blocks.
       pins: whether the host cache is page-locked memory that the device reads by itself.
       joined: the chunks that one program writes where an adapter brings all of them; see `_joins`.
@@ -82,7 +83,6 @@ class Pool:
         self._stamps = tuple(raw_value(stamps).shape)
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
-        self._number = 0  # of the last write
         self._lie = [_place_of(array) for array in self._known]
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
@@ -143,18 +143,22 @@ class Pool:
           alive: whether a content means anything still.
           donate: as in `write`.
         """
-        for job in tuple(self._unsynced):
+        for job in self._unsynced:
             self._adopt(job)
-        lost = [
+        lost = {
             i
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
-        ]
+        }
         if lost:
             self.dirty.update(slot for slot, content in enumerate(self.table) if content is not None)
             self._ranks = [None] * len(self.table)
-            for i in lost:
+        if lost or self._unsynced:
+            lost.add(len(self._variables) - 1)  # whether the last write was counted depends on the line
+            self.writes = [count + 2 for count in self.writes]  # more than any copy has seen
+            for i in sorted(lost):
                 self._renew(i)
+            self._unsynced.clear()
         for slot in sorted(self.dirty):
             content = self.table[slot]
             if content is None or not alive(content):
@@ -168,16 +172,17 @@ class Pool:
             found = raw_value(self._variables[i])
             if not found.is_deleted():
                 self._known[i] = found
-        self._unsynced.discard(job)
 
     def _renew(self, i: int) -> None:
-        """Zeros in the place of an array that was lost, where a foreign one lies if there is one."""
+        """A new array in the place of one that was lost, where a foreign one lies if there is one: zeros, or the stamps
+        as they are counted here."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
         where = _as_said(self._lie[i], found if foreign else known)
         with within(jax.default_device(where if isinstance(where, Device) else None)):
-            zeros = np.zeros(known.shape, known.dtype)
-            fresh = jax.device_put(zeros) if isinstance(where, Device) else put([zeros], [where])[0]
+            stamps = i == len(self._variables) - 1
+            values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
+            fresh = jax.device_put(values) if isinstance(where, Device) else put([values], [where])[0]
         if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
             self._lie[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
@@ -224,26 +229,22 @@ class Pool:
         # Most adapters of a deployment have the same ranks: then the slot has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
-        operands = [np.int32(self._number + 1), *([content.ranks] if new_ranks else [])]
-        ready, (number, *ranks) = self.move(waves[0] if waves else [], operands)
+        ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
         self.table[slot] = content
-        if ready or new_ranks:  # else the slot is as it was
-            self._number += 1
-            self.writes[slot] = self._number
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = tuple((*block.held, self._where(slot, block)) for block in blocks)
-                self._run(self._job(blocks), (operands, number), donate)
+                self._run(slot, self._job(blocks), (operands,), donate)
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready(self._last())
             ready = blocks = operands = ()  # lets go of this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(self._job(()), (*ranks, self._index(slot, 0, 0, 0), number), donate)
+            self._run(slot, self._job(()), (*ranks, self._index(slot, 0, 0, 0)), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -263,10 +264,15 @@ class Pool:
         first = sum(block.nbytes for block in waves[0]) if waves else 0
         # Writes come one after the other, so all are over when the last is.
         full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
-        if self._in_flight and (full or is_ready(self._last())):
+        if full:
             jax.block_until_ready(self._last())
-            self._in_flight.clear()
+        self.let_go()
         return waves
+
+    def let_go(self) -> None:
+        """Give back the memory of blocks that were written, if they are."""
+        if self._in_flight and _is_done(self._last()):
+            self._in_flight.clear()
 
     def _together(self, blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
         """The blocks that a program each writes: those of the same ranks of all `joined` chunks, or one."""
@@ -301,8 +307,8 @@ class Pool:
             places += self._of_factors(sites)
         return tuple(key), (*places, len(self._variables) - 1)
 
-    def _run(self, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
-        """Run one program on some of the arrays, and give its results to the model's variables."""
+    def _run(self, slot: int, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
+        """Run one program on some of the arrays, which writes a slot, and give its results to the model's variables."""
         arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
@@ -311,6 +317,7 @@ class Pool:
         results = itertools.chain.from_iterable(itertools.starmap(job.program, ((arrays, *operands),)))
         _exhaust(map(set_raw_value, job.variables, results))
         _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
+        self.writes[slot] += 1
         self._unsynced.discard(job)
         self._written = job.variables[0]
 
@@ -376,6 +383,14 @@ class Pool:
 
 
 _is_deleted = operator.methodcaller("is_deleted")
+
+
+def _is_done(array: jax.Array) -> bool:
+    """Whether what makes an array is over; also of one that a step of another thread donates just now."""
+    try:
+        return is_ready(array)
+    except RuntimeError:  # of a deleted array, which is no use any more
+        return True
 
 
 def _joins(device: Device) -> bool:

@@ -25,8 +25,8 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 @lru_cache(maxsize=256)
 def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..), number)`: the arrays (donated) with blocks and the
-    number written.
+    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..))`: the arrays (donated) with blocks written, and one more
+    write of the slot in its stamps.
 
     Args:
       parts: whose blocks, in the order of the operands.
@@ -54,15 +54,15 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) 
         blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
         operands.append((*(_struct(blocks[j], spec.dtype, of[j]) for j in held), _struct((4,), "int32", whole)))
 
-    def write(arrays: Arrays, operands: Sequence[Arrays], number: jax.Array) -> Arrays:
+    def write(arrays: Arrays, operands: Sequence[Arrays]) -> Arrays:
         written: list[jax.Array] = []
         for (spec, _, count), writer, (*blocks, where) in zip(parts, writers, operands, strict=True):
             written += writer(arrays[len(written) : len(written) + len(spec.factors) * count], blocks, where)
-        return *written, _stamped(arrays[-1], operands[0][-1][0], number)
+        return *written, _stamped(arrays[-1], operands[0][-1][0])
 
     arrays.append(_struct(stamps, "int32", lie[-1]))
     mesh = meshes.pop() if len(meshes) == 1 else None
-    return _compile(write, mesh, lie, arrays, (tuple(operands), _struct((), "int32", whole)))
+    return _compile(write, mesh, lie, arrays, (tuple(operands),))
 
 
 def _write_part(
@@ -80,17 +80,17 @@ def _write_part(
 
 @lru_cache(maxsize=32)
 def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0, 0], number)`: the ranks of every site and the stamps (donated), written."""
+    """`write(arrays, ranks, [slot, 0, 0, 0])`: the ranks of every site (donated) written, and the stamps as above."""
 
-    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array, number: jax.Array) -> Arrays:
-        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0], number)
+    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array) -> Arrays:
+        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
     split = all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True))
     mesh = meshes.pop() if meshes and split else None
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
     arrays = [_struct(spec.shapes[2], "int32", where) for spec, where in zip(specs, lie[:-1], strict=True)]
-    operands = [_struct(shape, "int32", everywhere(lie[0])) for shape in ((total,), (4,), ())]
+    operands = [_struct(shape, "int32", everywhere(lie[0])) for shape in ((total,), (4,))]
     return _compile(write, mesh, lie, [*arrays, _struct(stamps, "int32", lie[-1])], operands)
 
 
@@ -115,8 +115,8 @@ def everywhere(where: Where) -> Where:
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
-def _stamped(stamps: jax.Array, slot: jax.Array, number: jax.Array) -> jax.Array:
-    return stamps.at[..., slot].set(number)
+def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:
+    return stamps.at[..., slot].add(1)
 
 
 def _struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:

@@ -242,6 +242,7 @@ class Slots:
             self._ahead[content] = None
             while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
+            self.pool.let_go()  # here, where no step waits for it
         moved, _ = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock():

@@ -328,6 +328,8 @@ def _off_explicit(operands: Any) -> Any:
         assert isinstance(mesh, Mesh)
         return jax.device_put(leaf, NamedSharding(_auto(mesh), leaf.sharding.spec))
 
+    if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for row in operands for leaf in row):
+        return operands
     return jax.tree.map(placed, operands)
 
 

@@ -67,7 +67,6 @@ def moves(monkeypatch) -> list:
 
 ROW = 4 * 4  # bytes of a float32 for each of the 4 ranks
 A_ROW = {"layers.0.q_proj": 3 * WIDTH + 32, "layers.0.o_proj": 2 * WIDTH, "embed": VOCAB + WIDTH}
-STAMP = 4
 RANKS = 4 * (2 + LAYERS * (3 + 1))
 
 
@@ -79,12 +78,12 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
     world.manager.deactivate_adapter("one")
     moved = moves(monkeypatch)
     world.manager.activate_adapter("one")  # the second time: where things go is on the device by now, and its ranks
-    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + STAMP
+    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module]
     world.manager.deactivate_adapter("one")
     world.manager.add_adapter(make_adapter("two", rank=2, modules=[module]))
     moved.clear()
     world.manager.activate_adapter("two")
-    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS + STAMP
+    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS
     world.manager.deactivate_adapter("two")
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
 
@@ -111,7 +110,7 @@ def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, m
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
     assert len(ran) == programs
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * layers + STAMP
+    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * layers
     factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
     assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * layers
     assert all(array.is_deleted() for array in old if array.ndim > 2)  # the ranks were there
@@ -135,7 +134,7 @@ def test_what_one_program_writes_for_all_chunks(monkeypatch, limit):
     assert len(world.manager._pool.joined) > 1
     ran = []
     run = world.manager._pool._run
-    monkeypatch.setattr(world.manager._pool, "_run", lambda *args: (ran.append(len(args[0].places)), run(*args)))
+    monkeypatch.setattr(world.manager._pool, "_run", lambda *args: (ran.append(len(args[1].places)), run(*args)))
     adapters = [
         make_adapter("all", rank=2, modules=list(MODULES)),
         make_adapter("deep", rank=4, modules=list(MODULES)),

@@ -4,13 +4,14 @@
         [--meshes tensor=8] [--out benchmarks/results/aot_mesh.json] [--more]
 
 Two layers of a model's shapes, compiled with and without adapters; what is counted in the two programs is of the same
-device. Decode: 64 sequences over a cache of `CONTEXT` positions; prefill: 4096 tokens as eight sequences. A row is good
-where the step with adapters has no collective more than the one without, and those of a kind give no more elements in
-all. Two kinds are allowed some, of no more than rank-r size: layers whose product cannot be reached ("opaque") an
-all-reduce for each row-parallel projection, and fully sharded slots that and an all-gather for each column-parallel
-one; where both, each row-parallel projection gathers the columns of its output too, which the base model has summed up
-already. And the bytes of slots on a device are those of the rules (`jlora.sharding.rules`), worked out here from the
-model's sizes; no array of the shape of a slot array that they split is in the program.
+device. Decode: 64 sequences over a cache of `CONTEXT` positions; prefill: 4096 tokens as eight sequences, or as many
+as an axis has shards. A row is good where the step with adapters has no collective more than the one without, and
+those of a kind give no more elements in all. Two kinds are allowed some, of no more than rank-r size: layers whose
+product cannot be reached ("opaque") an all-reduce for each row-parallel projection, and fully sharded slots that and
+an all-gather for each column-parallel one; where both, each row-parallel projection gathers the columns of its output
+too, which the base model has summed up already. And the bytes of slots on a device are those of the rules
+(`jlora.sharding.rules`), worked out here from the model's sizes; no array of the shape of a slot array that they
+split is in the program.
 
 The counts of a model of all its layers follow from those of two and of none. `--more` adds to the rows of an earlier
 run. Needs the `libtpu` wheel (extra `test`).
@@ -168,7 +169,8 @@ def operands_of(case: Case, model: nnx.Module) -> tuple[Any, int, tuple[Any, ...
     def operand(shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
         return _shape(shape, dtype, NamedSharding(mesh, P(*spec)))
 
-    sequences, length = (BATCH, 1) if case.step == "decode" else (8, 512)
+    sequences = BATCH if case.step == "decode" else max(8, max(case.mesh.values()))
+    length = 1 if case.step == "decode" else 4096 // sequences
     if not isinstance(model, Decoder):
         assert isinstance(model, Blocks)
         data = "data" if "data" in case.mesh else None

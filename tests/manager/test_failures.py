@@ -246,7 +246,7 @@ def test_a_failed_transfer_leaves_the_slots_as_they_were(full, monkeypatch):
     check_everything(full)
 
 
-def delete(job, operands, donate):
+def delete(slot, job, operands, donate):
     """What a device error leaves of donated arrays."""
     for variable in job.variables:
         raw_value(variable).delete()

@@ -381,7 +381,7 @@ def test_what_a_slot_held_before_is_masked_and_never_multiplied(world, rank):
     world.manager.warmup()
     pool = world.manager._pool
     for i, variable in enumerate(pool._variables):
-        if i % 3 != 2:
+        if i % 3 != 2 and variable.get_value().dtype.kind == "f":
             pool._known[i] = jnp.full_like(variable.get_value(), jnp.nan)
             variable.set_value(pool._known[i])
     adapters = {

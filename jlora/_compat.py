@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
         def addressable_memories(self) -> list[Any]: ...
 
+        def memory_stats(self) -> dict[str, int] | None: ...
+
     class Coordination:
         """The client of JAX's coordination service, as far as it is used here."""
 

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jlora._compat import Device, default_device
 from jlora._typing import Backend
 from jlora.layers.specs import Inferred
 from jlora.sharding.rules import KernelSharding
@@ -258,6 +259,37 @@ def allocate(site: Site) -> dict[str, SlotParam]:
         ranks: _variable(SlotRanks, shapes[2], "int32", shardings[2]),
         **stamps,
     }
+
+
+def check_room(sites: Sequence[Site]) -> None:
+    """Raises `MemoryError` where the slot arrays need more than all of the memory that a device says it has.
+
+    Its allocator would take ten seconds to say so, and XLA's compiler for GPUs, for arrays of 10^12 values, all of the
+    host's memory.
+    """
+    needed: dict[Device, int] = {}
+    for site in sites:
+        spec = site.spec
+        for j in (*spec.factors, 2):
+            where = spec.shardings[j]
+            device = _default_device() if where is None else cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
+            shape = spec.shapes[j] if where is None else where.shard_shape(spec.shapes[j])
+            size = jnp.dtype(spec.dtype if j < 2 else "int32").itemsize
+            needed[device] = needed.get(device, 0) + size * math.prod(shape)
+    for device, nbytes in needed.items():
+        limit = device_memory(device)
+        if limit is not None and nbytes > limit:
+            raise MemoryError(f"{nbytes:,} bytes on a device that has {limit:,}")
+
+
+def device_memory(device: Device) -> int | None:
+    """Bytes that JAX may use of a device, where it says so; a CPU does not."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _default_device() -> Device:
+    chosen = default_device()
+    return cast("Device", jax.local_devices(backend=chosen)[0]) if chosen is None or isinstance(chosen, str) else chosen
 
 
 def _variable(kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | None) -> SlotParam:

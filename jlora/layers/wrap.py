@@ -21,7 +21,17 @@ from jlora.layers.experts import experts_methods, prefix_of, product_of, shared_
 from jlora.layers.linear import linear_methods
 from jlora.layers.pieces import too_many_pieces
 from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
-from jlora.layers.site import Site, SlotParam, SlotSpec, allocate, attach, delete_attribute, detach, set_attribute
+from jlora.layers.site import (
+    Site,
+    SlotParam,
+    SlotSpec,
+    allocate,
+    attach,
+    check_room,
+    delete_attribute,
+    detach,
+    set_attribute,
+)
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.put import own_values
 from jlora.sharding.rules import KernelSharding, kernel_sharding
@@ -474,6 +484,7 @@ def _allocate(
 ) -> Iterable[tuple[Site, dict[str, Any]]]:
     """The slot arrays of all sites, on the device before the model is touched."""
     try:
+        check_room(sites)
         arrays = [(site, make(site)) for site in sites]
         jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jlora._compat import gpu_compute_capability
 from jlora.layers.site import SlotSpec
 
 
@@ -19,6 +20,8 @@ def write_block(
     where: Int[Array, "4"],
     ranks_over: tuple[str, ...] = (),
     rows_over: tuple[str, ...] = (),
+    *,
+    one_launch: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
     """All A and then all B, of those that the sites hold, with a block written into one slot of each.
 
@@ -30,6 +33,7 @@ def write_block(
       where: [slot of the model, first row, first rank, shard of experts that has a row which comes alone].
       ranks_over, rows_over: axes of the mesh that the ranks of A, and rows that come alone, are split over, where these
         are the arrays of a shard.
+      one_launch: by a Triton kernel, where that can: see `takes_kernels`.
     """
     slot, row, start, owner = where
     slot -= spec.first_slot
@@ -43,6 +47,12 @@ def write_block(
     tails = (zero, start, zero), (start, zero)
     for j, held, block in zip(spec.factors, arrays, blocks, strict=True):
         tail = tails[j]
+        if one_launch and not spec.rows and not (ranks_over and j == 0):
+            from jlora.pallas import triton_write  # of Pallas' Triton, whose import is slow
+
+            if triton_write.suits(held):
+                written += triton_write.write_rows(held, block, slot, start)
+                continue
         for i, array in enumerate(held):
             if spec.experts is not None:
                 update = block.reshape((1,) * (len(lead) - 1) + block.shape)
@@ -56,6 +66,11 @@ def write_block(
                 update = jnp.where(lax.axis_index(rows_over) == owner, update, now)
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
+
+
+def takes_kernels(device: object) -> bool:
+    """Whether Triton kernels run there: NVIDIA's GPUs from Ampere on."""
+    return getattr(device, "platform", None) in ("gpu", "cuda") and (gpu_compute_capability(device) or 0) >= 80
 
 
 def _own_ranks(

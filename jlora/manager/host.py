@@ -320,7 +320,9 @@ class Host:
             pass
         time.sleep(POLL)  # whoever woke this thread goes on first
         for content in to_copy:
-            blocks = self.pinned(to_host(content.blocks))
+            blocks = self.pinned(content.blocks)  # from the device, with no copy in between
+            if blocks is content.blocks:
+                blocks = to_host(blocks)
             with self._books():
                 content.blocks = blocks
                 content.on_host = True

@@ -1,6 +1,7 @@
 """The slot arrays of a model, and what each slot holds. Written by the dispatching thread only, between steps."""
 
 import collections
+import gc
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,17 @@ from jlora.layers.site import Site
 from jlora.manager.blocks import Block, Chunk, cut, pack
 from jlora.manager.content import Content
 from jlora.manager.locks import Lock, within
-from jlora.manager.programs import Key, Part, Where, as_sharded, compiled_ranks, compiled_write, everywhere, of_blocks
+from jlora.manager.programs import (
+    Key,
+    Part,
+    Where,
+    a_device,
+    as_sharded,
+    compiled_ranks,
+    compiled_write,
+    everywhere,
+    of_blocks,
+)
 from jlora.sharding.put import put
 
 _RANKS: Key = ()  # of the program that writes ranks
@@ -101,8 +112,15 @@ class Pool:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
         if not self.pins:
             return blocks
-        places = [_pinned(where) for block in blocks for where in self._targets(block)]
-        moved = put([array for block in blocks for array in (block.a, block.b)], places)
+        targets = [target for block in blocks for target in self._targets(block)]
+        arrays = [array for block in blocks for array in (block.a, block.b)]
+        arrays = [
+            array if _lies(array, target) else np.asarray(array) for array, target in zip(arrays, targets, strict=True)
+        ]
+        moved = put(arrays, list(map(_pinned, targets)))
+        jax.block_until_ready(moved)
+        # What JAX has copied from it gives back at a collection, in whatever thread. That is not to be a step's.
+        gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def blank_blocks(self) -> tuple[Block, ...]:
@@ -400,7 +418,7 @@ def _joins(device: Device) -> bool:
 
 
 def _place_of(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else _device(array)  # also of deleted ones
+    return array.sharding if is_committed(array) else a_device(array.sharding)  # also of deleted ones
 
 
 def _as_said(before: Where, array: jax.Array) -> Where:
@@ -409,10 +427,6 @@ def _as_said(before: Where, array: jax.Array) -> Where:
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
         return before
     return where
-
-
-def _device(array: jax.Array) -> Device:
-    return next(iter(cast("set[Device]", array.sharding.device_set)))
 
 
 def _lies(array: Any, where: Where) -> bool:

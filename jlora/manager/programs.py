@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jlora._compat import Device
 from jlora.layers.site import SlotSpec
-from jlora.layers.writes import write_block, write_ranks
+from jlora.layers.writes import takes_kernels, write_block, write_ranks
 from jlora.manager.blocks import rank_step
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
@@ -25,8 +25,8 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 @lru_cache(maxsize=256)
 def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..))`: the arrays (donated) with blocks written, and one more
-    write of the slot in its stamps.
+    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..))`: the arrays (donated) with blocks written; the stamps
+    count one more write of the slot.
 
     Args:
       parts: whose blocks, in the order of the operands.
@@ -48,7 +48,7 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) 
             alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
-        writers.append(partial(_write_part, spec, count, over, alone))
+        writers.append(partial(_write_part, spec, count, over, alone, takes_kernels(a_device(lie[0]))))
         factors = [j for j in held for _ in range(count)]
         arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(factors, own, strict=True)]
         blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
@@ -70,12 +70,13 @@ def _write_part(
     count: int,
     over: tuple[str, ...],
     alone: tuple[str, ...],
+    one_launch: bool,
     arrays: Arrays,
     blocks: Sequence[jax.Array],
     where: jax.Array,
 ) -> Arrays:
     of_factors = [arrays[i * count : (i + 1) * count] for i in range(len(spec.factors))]
-    return write_block(spec, of_factors, blocks, where, over, alone)
+    return write_block(spec, of_factors, blocks, where, over, alone, one_launch=one_launch)
 
 
 @lru_cache(maxsize=32)
@@ -117,6 +118,11 @@ def everywhere(where: Where) -> Where:
 
 def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:
     return stamps.at[..., slot].add(1)
+
+
+def a_device(where: Where) -> Device:
+    """The device, or one of them."""
+    return where if isinstance(where, Device) else next(iter(cast("set[Device]", where.device_set)))
 
 
 def _struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:

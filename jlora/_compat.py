@@ -90,6 +90,15 @@ def to_device(array: np.ndarray) -> jax.Array:
     return _batched_device_put(shape, SingleDeviceSharding(device), [array], [device], committed=False)
 
 
+def without_graphs(platform: str) -> dict[str, Any] | None:
+    """Options of `jax.jit` and `Lowered.compile` for a program whose arrays are never the same.
+
+    XLA makes CUDA graphs of such programs, too, and to tell a graph of other addresses takes the host longer than to
+    launch its kernels. Flags of XLA are undocumented: jaxlib 0.10.2 and 0.11.2.
+    """
+    return {"xla_gpu_graph_min_graph_size": 2**31 - 1} if platform in ("gpu", "cuda") else None
+
+
 def abstract_device() -> tuple[str, str] | None:
     """(platform, device kind) that a program is being lowered for under `use_abstract_mesh`, or None.
 

@@ -50,7 +50,7 @@ def write_block(
         if one_launch and not spec.rows and not (ranks_over and j == 0):
             from jlora.pallas import triton_write  # of Pallas' Triton, whose import is slow
 
-            if triton_write.suits(held):
+            if triton_write.suits(held[0].shape, len(held)):
                 written += triton_write.write_rows(held, block, slot, start)
                 continue
         for i, array in enumerate(held):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jlora._compat import Device
+from jlora._compat import Device, without_graphs
 from jlora.layers.site import SlotSpec
 from jlora.layers.writes import takes_kernels, write_block, write_ranks
 from jlora.manager.blocks import rank_step
@@ -151,4 +151,4 @@ def _compile(
     devices = {where for where in lie if isinstance(where, Device)}
     jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
     with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
-        return jitted.lower(donated, *operands).compile()
+        return jitted.lower(donated, *operands).compile(without_graphs(a_device(lie[0]).platform))

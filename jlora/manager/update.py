@@ -2,17 +2,19 @@
 
 import collections
 import contextlib
+import copy
 import functools
-from collections.abc import Generator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jlora._compat import without_graphs
 from jlora.adapters.checkpoint import all_finite, sorted_keys
 from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
@@ -22,6 +24,8 @@ from jlora.manager.casting import in_slot_dtype
 from jlora.manager.content import Content, Placement
 from jlora.manager.fit import rank_vector
 from jlora.manager.pool import Pool
+
+_shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,17 @@ def updated(
         )
     names = tuple(arrays)
     on_device = any(isinstance(array, jax.Array) for array in arrays.values())
-    shapes = [(array.shape, array.dtype) if hasattr(array, "dtype") else None for array in arrays.values()]
+    try:
+        shapes = list(map(_shape_and_dtype, arrays.values()))
+    except AttributeError:  # which, and what it should be, is found out below
+        shapes = []
     plan: _Plan | None = content.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = _assemble_on_device(where, plan, arrays, {}, allow_nonfinite)
-        same = replace(content, blocks=(), request=None, key=None, on_host=False, ahead=None)
+        same = copy.copy(content)  # of the same modules in the same slots
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
+        same.request = same.key = same.ahead = None
+        same.on_host = False
         return same, written
     had = {placement.module: placement for placement in content.placements}
     parts = _parts(names, where)
@@ -220,14 +229,21 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """What `_assemble` computes, as one object that is quick to compare: `_shape` makes one of each."""
+    """What `_assemble` computes, as one object that is quick to compare: `_shape` makes one of each.
+
+    Attributes:
+      groups: rows of a spec that come out together: the spec, the first ranks of their blocks, and of each row whether
+        its old factors are not needed, and its modules.
+      order: which of the new arrays comes next: the halves of these modules, one after the other.
+    """
 
     groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Part, ...]], ...]], ...]
+    order: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
-def _shape(groups: Any) -> _Shape:
-    return _Shape(groups)
+def _shape(groups: Any, order: tuple[int, ...]) -> _Shape:
+    return _Shape(groups, order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +254,7 @@ class _Plan:
       names, shapes: of the arrays that it is for.
       rows: what it writes.
       blocks: (chunk, row of it, first ranks) of the blocks that come out, a group of rows each.
-      feed: names of the operands of `_assemble`, in order: a row whose old factors are needed, or a module's halves.
+      old: rows whose old factors are needed, in the order in which `_assemble` takes them.
       scales: of the modules.
       shape: the static part.
     """
@@ -247,7 +263,7 @@ class _Plan:
     shapes: list[Any]
     rows: set[Row]
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]]
-    feed: list[tuple[Row | None, tuple[str, ...]]]
+    old: list[Row]
     scales: np.ndarray
     shape: _Shape
 
@@ -271,7 +287,8 @@ def _plan(
         else:
             chosen.extend((chunk, i, [chunk.rows[i]]) for i in touched)
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]] = []
-    feed: list[tuple[Row | None, tuple[str, ...]]] = []
+    kept: list[Row] = []
+    keys: list[str] = []
     scales: list[float] = []
     groups: list[Any] = []
     for chunk, i, rows in chosen:
@@ -279,25 +296,28 @@ def _plan(
         parts: list[tuple[bool, tuple[_Part, ...]]] = []
         for row in rows:
             if row in old:
-                feed.append((row, ()))
-            feed.extend((None, new.keys) for new in by_row[row])
+                kept.append(row)
+            keys.extend(key for new in by_row[row] for key in new.keys)
             scales.extend(new.placement.scaling for new in by_row[row])
             parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
         groups.append((chunk.spec, starts, tuple(parts)))
-    shape = _shape(tuple(groups))
-    return _Plan(names, shapes, set(by_row), blocks, feed, np.asarray(scales, np.float32), shape)
+    place = {name: i for i, name in enumerate(names)}
+    shape = _shape(tuple(groups), tuple(place[key] for key in keys))
+    return _Plan(names, shapes, set(by_row), blocks, kept, np.asarray(scales, np.float32), shape)
 
 
 def _assemble_on_device(
     where: str, plan: _Plan, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
 ) -> tuple[Block, ...]:
-    tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
-    operands = [
-        tuple(arrays[key] for key in keys) if row is None else _fitted(old[row], tops[row]) for row, keys in plan.feed
-    ]
+    kept: list[Any] = []
+    if plan.old:
+        tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
+        kept = [_fitted(old[row], tops[row]) for row in plan.old]
+    given = _off_explicit(list(arrays.values()))
     with _auto_axes():
-        made, finite = cast("tuple[Any, jax.Array]", _assemble(plan.shape, _off_explicit(operands), plan.scales))
+        assemble = _assembler(jax.default_backend())
+        made, finite = assemble(plan.shape, given, kept, plan.scales)
     if not allow_nonfinite and not bool(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
@@ -318,19 +338,19 @@ def _auto_axes() -> Generator[None, None, None]:
         yield
 
 
-def _off_explicit(operands: Any) -> Any:
-    """The operands, on Auto axes where they lie on a mesh: nothing moves."""
+def _off_explicit(arrays: list[Any]) -> list[Any]:
+    """The arrays, on Auto axes where they lie on a mesh: nothing moves."""
+    if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in arrays):
+        return arrays
+    return list(map(_placed, arrays))
 
-    def placed(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
-            return leaf
-        mesh = leaf.sharding.mesh
-        assert isinstance(mesh, Mesh)
-        return jax.device_put(leaf, NamedSharding(_auto(mesh), leaf.sharding.spec))
 
-    if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for row in operands for leaf in row):
-        return operands
-    return jax.tree.map(placed, operands)
+def _placed(array: Any) -> Any:
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return array
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.device_put(array, NamedSharding(_auto(mesh), array.sharding.spec))
 
 
 def _auto(mesh: Mesh) -> Mesh:
@@ -349,10 +369,17 @@ def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarr
     return np.pad(a[:, :rank], ((0, 0), (0, more), (0, 0))), np.pad(b[:rank], ((0, more), (0, 0)))
 
 
-@partial(jax.jit, static_argnums=0)
-def _assemble(shape: _Shape, operands: Sequence[Any], scales: jax.Array) -> tuple[Any, jax.Array]:
+@functools.cache
+def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
+    """`_assemble`, compiled. As a CUDA graph each of its arrays would be told anew: they are never the same."""
+    return jax.jit(_assemble, static_argnums=0, compiler_options=without_graphs(platform))
+
+
+def _assemble(
+    shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any], scales: jax.Array
+) -> tuple[Any, jax.Array]:
     """The blocks of every group of rows, and whether all of their values are finite."""
-    feed, scale = iter(operands), iter(scales)
+    feed, kept, scale = (given[i] for i in shape.order), iter(old), iter(scales)
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.groups:
@@ -364,9 +391,9 @@ def _assemble(shape: _Shape, operands: Sequence[Any], scales: jax.Array) -> tupl
                 a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
                 b = jnp.zeros((size, spec.out_features), spec.dtype)
             else:
-                a, b = (jnp.asarray(factor) for factor in next(feed))
+                a, b = (jnp.asarray(factor) for factor in next(kept))
             for part in parts:
-                a, b = _fill(spec, part, a, b, next(feed), next(scale))
+                a, b = _fill(spec, part, a, b, feed, next(scale))
             all_a.append(a)
             all_b.append(b)
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
@@ -389,12 +416,11 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def _fill(
-    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, halves: Sequence[jax.Array], scale: jax.Array
+    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One module's halves in the factors of its row."""
     start = sum(spec.out_sizes[: part.first])
     stop = start + sum(spec.out_sizes[part.first : part.first + part.count])
-    feed = iter(halves)
     if part.has_a:
         new = (next(feed).astype(jnp.float32) * 2.0**part.shift).astype(spec.dtype)
         rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: part.rank].set(new)

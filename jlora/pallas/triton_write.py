@@ -21,9 +21,9 @@ WARPS = 8
 MOST_ARRAYS = 128  # a kernel takes 4 KiB of arguments, and each array is two
 
 
-def suits(arrays: Sequence[Float[Array, "S *mid R F"]]) -> bool:
-    """Whether the kernel can write such arrays: its indices are 32 bits wide."""
-    return len(arrays) <= MOST_ARRAYS and math.prod(arrays[0].shape) < 2**31
+def suits(shape: tuple[int, ...], count: int) -> bool:
+    """Whether the kernel can write so many arrays of a shape: its indices are 32 bits wide."""
+    return count <= MOST_ARRAYS and math.prod(shape) < 2**31
 
 
 def write_rows(

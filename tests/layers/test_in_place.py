@@ -265,6 +265,24 @@ def test_slots_that_no_machine_holds():
     assert held(model) == before
 
 
+def test_slots_that_are_more_than_a_device_has_are_not_begun(monkeypatch):
+    """A GPU's allocator would take ten seconds to say so."""
+    model, made = Model(), []
+    before = held(model)
+    needed = 3 * (4 * 4 * (17 + 17 + 4 * 12) + 6 * 4)  # as above
+    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: needed - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("jlora.layers.site.jnp.zeros", lambda *args, **kwargs: made.append(args))
+        with pytest.raises(
+            LoRAError, match=f"do not fit on the device: {needed:,} .*on a device that has {needed - 1:,}"
+        ):
+            make_manager(model)
+    assert not made
+    assert held(model) == before
+    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: needed)
+    make_manager(model)
+
+
 class Stop(KeyboardInterrupt):
     pass
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.site import check_room
 from jlora.manager import pool
 from tests.layers.merging import (
     assert_close,
@@ -216,6 +217,20 @@ def test_warmup_and_stats(twins):
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
     assert world.compiled() == (1, 1)
+
+
+def test_what_slots_take_of_a_device(monkeypatch, world):
+    """Their shards, not the whole."""
+    first = MESH.devices.flat[0]
+    *arrays, _ = world.manager._pool.arrays()  # the stamps are a few numbers
+    shards = [shard for array in arrays for shard in array.addressable_shards if shard.device == first]
+    taken = sum(shard.data.nbytes for shard in shards)
+    sites = tuple(world.manager._wrapped.modules)
+    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: taken)
+    check_room(sites)
+    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: taken - 1)
+    with pytest.raises(MemoryError, match=f"{taken:,} bytes on a device"):
+        check_room(sites)
 
 
 def test_unwrap_gives_the_model_back():

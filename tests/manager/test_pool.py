@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jlora
 from jlora.manager import blocks, pool, programs
 from jlora.manager.blocks import row_nbytes
+from jlora.pallas import triton_write
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
 pytestmark = pytest.mark.optimised
@@ -147,6 +148,34 @@ def test_what_one_program_writes_for_all_chunks(monkeypatch, limit):
         world.check(world.serve([first.name, None, second.name]), [first, None, second])
     joined = 2 * len(world.manager._pool.sites) + 1  # all A and B, and the stamps
     assert (joined in ran) == (limit == 10**6)
+    programs.compiled_write.cache_clear()
+
+
+def test_what_the_kernel_of_gpus_writes(monkeypatch):
+    """Interpreted: adapters of one block of ranks or two, of all modules or some, beside one that keeps its slot."""
+    calls, kernel = [], triton_write.write_rows
+
+    def interpreted(arrays, *args):
+        calls.append(len(arrays))
+        return kernel(arrays, *args, interpret=True)
+
+    monkeypatch.setattr(triton_write, "write_rows", interpreted)
+    monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
+    monkeypatch.setattr(pool, "_joins", lambda device: True)
+    monkeypatch.setattr(blocks, "RANK_STEP", 2)
+    programs.compiled_write.cache_clear()  # of other steps, without kernels
+    world = make_world(max_loras=3, max_cpu_loras=8)
+    adapters = [
+        make_adapter("deep", rank=4, modules=list(MODULES)),
+        make_adapter("some", rank=3, modules=["layers.0.q_proj", "embed"]),
+        make_adapter("flat", rank=1, modules=list(MODULES)),
+        make_adapter("last", rank=2, modules=["lm_head"]),
+    ]
+    for adapter in adapters:
+        world.manager.add_adapter(adapter)
+    for first, second in itertools.permutations(adapters, 2):
+        world.check(world.serve([first.name, None, second.name]), [first, None, second])
+    assert max(calls) > 1
     programs.compiled_write.cache_clear()
 
 

@@ -54,7 +54,8 @@ class Content:
       request: what it was loaded from, if it was loaded from a request.
       key: what tells this content from another of the same name; None where nothing does.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
-      on_host: False while the blocks of a device update are still being copied back.
+      on_host: False until the blocks of a device update are copied back.
+      copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
       ahead: its blocks on the device already, for the next write of them.
       update_plan: what the last update from device arrays worked out, for the next of the same names and shapes.
       sites: those that it brings weights for.
@@ -72,6 +73,7 @@ class Content:
     key: Hashable = None
     fingerprint: str = ""
     on_host: bool = True
+    copying: bool = False
     ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
     sites: frozenset[Site] = field(init=False)

@@ -307,6 +307,7 @@ class Host:
                         content.generation = self._registry.generation(name, None)
                         if not content.on_host:
                             to_copy.append(content)
+                            content.copying = True
                         self._registry.put(content)
                         self._slots.replace(old, content, written)
                         break
@@ -320,12 +321,15 @@ class Host:
             pass
         time.sleep(POLL)  # whoever woke this thread goes on first
         for content in to_copy:
-            blocks = self.pinned(content.blocks)  # from the device, with no copy in between
-            if blocks is content.blocks:
-                blocks = to_host(blocks)
-            with self._books():
-                content.blocks = blocks
-                content.on_host = True
+            try:
+                blocks = self.pinned(content.blocks)  # from the device, with no copy in between
+                if blocks is content.blocks:
+                    blocks = to_host(blocks)
+                with self._books():
+                    content.blocks = blocks
+                    content.on_host = True
+            finally:
+                content.copying = False
 
     # --- letting go -------------------------------------------------------------------------------------------------
 

@@ -220,8 +220,9 @@ class LoRAManager:
         """New weights for an adapter, as a new generation, in the slot that it has: all of them or none.
 
         From device arrays nothing goes through the host: they are cast, scaled and written where they are, and copied
-        to the host cache in the background; until then the adapter is not evicted. Open batches with the old weights
-        are waited for, unless handles hold those. After that the adapter is no longer what its request would load.
+        to the host cache in the background; until then the adapter is not evicted, and who needs its slot waits. Open
+        batches with the old weights are waited for, unless handles hold those. After that the adapter is no longer what
+        its request would load.
 
         Args:
           name: which.

@@ -151,7 +151,7 @@ class Batches:
                         self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
                         return self._batch(asked, contents, keep=wait)
                     except NoFreeSlotError:
-                        if not self._lined_up(ticket):
+                        if not (self._slots.copying or self._lined_up(ticket)):
                             raise
                 time.sleep(POLL)
         finally:
@@ -176,9 +176,15 @@ class Batches:
           deadline: until when to wait for slots that open batches hold, where that is decided with other processes.
         """
         self._slots.pool.compile()
-        with self._dispatch(), self._books():
-            self._wrapped.check()
-            return then(self._slots.activate(wanted(), partly=partly))
+        while True:
+            with self._dispatch(), self._books():
+                self._wrapped.check()
+                try:
+                    return then(self._slots.activate(wanted(), partly=partly))
+                except NoFreeSlotError:
+                    if not self._slots.copying:
+                        raise
+            time.sleep(POLL)
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""

@@ -43,6 +43,11 @@ class Slots:
         held = self._leases.leased() | self._leases.handled()
         return lambda content: self._registry.newest(content) or content in held
 
+    @property
+    def copying(self) -> bool:
+        """Whether a slot waits for an update to be copied back, and can be given away then."""
+        return any(content is not None and content.copying for content in self.pool.table)
+
     def names(self) -> tuple[str | None, ...]:
         alive = self.alive()
         return tuple(c.name if c is not None and alive(c) else None for c in self.pool.table)

@@ -1,16 +1,20 @@
 """One content of a name is one generation: what batches say of it, and handles that go on with an old one."""
 
 import copy
+import dataclasses
 import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jlora
-from tests.manager.tiny import make_adapter, make_world
+from jlora.manager import host
+from tests.manager.tiny import MODULES, make_adapter, make_world
 
 
 def load(world, *names, version=0):
@@ -328,3 +332,62 @@ def test_replacing_through_prepare_does_not_wait_for_its_own_thread(narrow, tmp_
     assert not thread.is_alive()
     assert "'a' is held by an open batch" in str(found[0])
     narrow.reset()
+
+
+# --- Updates from the device, while they are copied back -------------------------------------------------------------
+
+
+def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
+    """The weights of another version put under a name from device arrays; the scaling stays."""
+    old, new = (make_adapter(name, version, rank=2, modules=list(MODULES)).modules for version in (0, seed))
+    new = jlora.Adapter(name=name, modules={m: dataclasses.replace(old[m], a=new[m].a, b=new[m].b) for m in old})
+    arrays = {}
+    for module, lora in new.modules.items():
+        halves = ("lora_embedding_A", "lora_embedding_B") if module == "embed" else ("lora_A.weight", "lora_B.weight")
+        arrays.update({f"{module}.{half}": jnp.asarray(a) for half, a in zip(halves, (lora.a, lora.b), strict=True)})
+    world.manager.update_adapter(name, arrays)
+    return new
+
+
+@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
+def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
+    load(world, "b")
+    world.manager.activate_adapter("a")
+    go, to_host = threading.Event(), host.to_host
+    monkeypatch.setattr(host, "to_host", lambda blocks: (go.wait(30), to_host(blocks))[1])
+    new = updated_on_device(world, "a", 3)
+    with ThreadPoolExecutor() as pool:
+        call = {"prepare": lambda: world.manager.prepare(["b", None, None]).close()}.get(
+            how, lambda: world.manager.activate_adapter("b")
+        )
+        waits = pool.submit(call)
+        with pytest.raises(TimeoutError):
+            waits.result(0.3)
+        assert world.manager.slot_names == ("a",)
+        go.set()
+        waits.result(30)
+    assert world.manager.slot_names == ("b",)
+    world.check(world.serve(["a", None, None]), [new, None, None])
+
+
+def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
+    """Nobody waits for what will not come, and what is served stays right."""
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
+    load(world, "b")
+    world.manager.activate_adapter("a")
+    failed = threading.Event()
+
+    def fails(blocks):
+        failed.set()
+        raise MemoryError("no room on the host")
+
+    monkeypatch.setattr(host, "to_host", fails)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    new = updated_on_device(world, "a", 3)
+    assert failed.wait(30)
+    with pytest.raises(jlora.NoFreeSlotError):
+        world.manager.prepare(["b", None, None])
+    world.check(world.serve(["a", None, None]), [new, None, None])

@@ -1,11 +1,24 @@
-"""Memory that goes back to the system as soon as it is free."""
+"""How much memory there is, and memory that goes back to the system as soon as it is free."""
 
 import contextlib
 import mmap
+import os
 
 import numpy as np
 
+from jlora._compat import Device
+
 _MAPPED = 1 << 20  # bytes from which an array has memory of its own
+
+
+def machine_bytes() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_bytes(device: Device) -> int | None:
+    """Bytes that JAX may use of a device, where it says so; of a CPU, all of the machine's."""
+    return machine_bytes() if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
 
 
 def fresh(count: int, dtype: np.dtype, *, sparse: bool = False) -> np.ndarray:

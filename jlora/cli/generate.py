@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
-import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jlora._memory import machine_bytes
 from jlora.adapters import Adapter
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
 from jlora.cli.text import shown, shown_lines, size
@@ -157,7 +157,7 @@ def check_memory(model: "Decoder", lengths: Sequence[int], limit: int) -> None:
 
     config, (rows, capacity) = model.config, cache_size(lengths, limit)
     one = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = machine_bytes()
     if jax.default_backend() == "cpu" and one * rows * capacity > have:
         raise LoRAUsageError(
             f"--max-new-tokens {limit}: the keys and values of {rows} x {capacity} tokens would take "

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jlora._compat import Device, default_device
+from jlora._memory import device_bytes
 from jlora._typing import Backend
 from jlora.layers.specs import Inferred
 from jlora.sharding.rules import KernelSharding
@@ -262,10 +263,10 @@ def allocate(site: Site) -> dict[str, SlotParam]:
 
 
 def check_room(sites: Sequence[Site]) -> None:
-    """Raises `MemoryError` where the slot arrays need more than all of the memory that a device says it has.
+    """Raises `MemoryError` where the slot arrays need more than all of the memory that a device has.
 
-    Its allocator would take ten seconds to say so, and XLA's compiler for GPUs, for arrays of 10^12 values, all of the
-    host's memory.
+    A GPU's allocator would take ten seconds to say so, and a system that promises more memory than it has would kill
+    the process.
     """
     needed: dict[Device, int] = {}
     for site in sites:
@@ -277,14 +278,9 @@ def check_room(sites: Sequence[Site]) -> None:
             size = jnp.dtype(spec.dtype if j < 2 else "int32").itemsize
             needed[device] = needed.get(device, 0) + size * math.prod(shape)
     for device, nbytes in needed.items():
-        limit = device_memory(device)
+        limit = device_bytes(device)
         if limit is not None and nbytes > limit:
             raise MemoryError(f"{nbytes:,} bytes on a device that has {limit:,}")
-
-
-def device_memory(device: Device) -> int | None:
-    """Bytes that JAX may use of a device, where it says so; a CPU does not."""
-    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _default_device() -> Device:

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jlora._compat import trace_state_clean
+from jlora._memory import machine_bytes
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
@@ -38,7 +39,7 @@ from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep
 from jlora.manager.processes import Processes
-from jlora.manager.registry import Registry, memory_bytes
+from jlora.manager.registry import Registry
 from jlora.manager.report import AdapterInfo, Stats
 from jlora.manager.slots import Slots
 from jlora.manager.verify import Forward, VerifyReport, verify
@@ -128,7 +129,7 @@ class LoRAManager:
             slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
             same = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
             same = replace(same, target_modules=None, exclude_modules=None)  # which layers they name, the slots say
-            return [repr(same), slots], config.max_cpu_bytes or memory_bytes() // 2
+            return [repr(same), slots], config.max_cpu_bytes or machine_bytes() // 2
 
         if not self._processes.several:
             memory = [ready()[1]]

@@ -1,17 +1,11 @@
 """The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
 
-import os
 from collections.abc import Callable, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.manager.content import Content
 from jlora.manager.lru import LRU
-
-
-def memory_bytes() -> int:
-    """Bytes of memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Registry:

@@ -270,7 +270,7 @@ def test_slots_that_are_more_than_a_device_has_are_not_begun(monkeypatch):
     model, made = Model(), []
     before = held(model)
     needed = 3 * (4 * 4 * (17 + 17 + 4 * 12) + 6 * 4)  # as above
-    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: needed - 1)
+    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr("jlora.layers.site.jnp.zeros", lambda *args, **kwargs: made.append(args))
         with pytest.raises(
@@ -279,7 +279,7 @@ def test_slots_that_are_more_than_a_device_has_are_not_begun(monkeypatch):
             make_manager(model)
     assert not made
     assert held(model) == before
-    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: needed)
+    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: needed)
     make_manager(model)
 
 

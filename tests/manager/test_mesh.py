@@ -226,9 +226,9 @@ def test_what_slots_take_of_a_device(monkeypatch, world):
     shards = [shard for array in arrays for shard in array.addressable_shards if shard.device == first]
     taken = sum(shard.data.nbytes for shard in shards)
     sites = tuple(world.manager._wrapped.modules)
-    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: taken)
+    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: taken)
     check_room(sites)
-    monkeypatch.setattr("jlora.layers.site.device_memory", lambda device: taken - 1)
+    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: taken - 1)
     with pytest.raises(MemoryError, match=f"{taken:,} bytes on a device"):
         check_room(sites)
 

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
-from jlora.manager import pool
+from jlora.manager import pool, programs
+from jlora.pallas import triton_write
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -77,14 +78,22 @@ class World:
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("how", ["each", "joined", "kernels"])
 @pytest.mark.parametrize("config", [{}, {"fully_sharded": True, "max_staging_bytes": 64}])
-def test_swaps_through_one_program(monkeypatch, twins, config, joins):
-    monkeypatch.setattr(pool, "_joins", lambda device: joins)
+def test_swaps_through_one_program(monkeypatch, twins, config, how):
+    monkeypatch.setattr(pool, "_joins", lambda device: how != "each")
+    kernel, ran = triton_write.write_rows, []
+    if how == "kernels":  # as on GPUs, where a kernel writes what a shard has; here interpreted
+        monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
+        monkeypatch.setattr(triton_write, "write_rows", lambda *args: (ran.append(1), kernel(*args, interpret=True))[1])
+        programs.compiled_write.cache_clear()
     world = World(**config)
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
     assert world.compiled() == (1, 1)
+    assert bool(ran) == (how == "kernels")
+    if how == "kernels":
+        programs.compiled_write.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
+import atexit
 import gc
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,14 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib") < "0.11":
     # Another third of it; later versions do not know the flag, and stop at what they do not know.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What several tests compile is compiled once a run, for all workers and for the processes that tests start.
+    _compiled = tempfile.mkdtemp(prefix="jlora-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jaxtyping
@@ -80,6 +91,15 @@ def as_users_compile() -> Iterator[None]:
     """With all of XLA's optimisations, in `make test` too."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def quickly_compiled() -> Iterator[None]:
+    """Without most of XLA's optimisations, in `make test-slow` too: for what looks at no number of a program."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 

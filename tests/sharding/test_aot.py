@@ -54,7 +54,8 @@ def on_tpu(monkeypatch):
     ],
 )
 def test_no_collective_is_added(chip, model, kind, mesh, step, dispatch):
-    row = aot.compare(aot.Case(chip, model, kind, mesh, step, dispatch))
+    # What lies between two layers, the small ones show: of those of real models one is enough.
+    row = aot.compare(aot.Case(chip, model, kind, mesh, step, dispatch), layers=2 if model.startswith("small") else 1)
     assert row["base"], "a program without collectives shows nothing"
     assert row["more"] == row["fewer"] == {}, row["other"]
     check_memory(row)

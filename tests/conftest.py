@@ -38,6 +38,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; and not
@@ -96,8 +97,18 @@ def as_users_compile() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_cache() -> Iterator[None]:
+    """What is compiled for a TPU that is not there cannot be read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
 def quickly_compiled() -> Iterator[None]:
-    """Without most of XLA's optimisations, in `make test-slow` too: for what looks at no number of a program."""
+    """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

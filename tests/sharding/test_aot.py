@@ -6,7 +6,7 @@ from benchmarks import aot
 from jlora.models import DecoderConfig
 from jlora.models.config import MoEConfig
 
-pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile", "on_tpu")]
+pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile", "without_cache", "on_tpu")]
 slow = pytest.mark.slow
 
 

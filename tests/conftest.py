@@ -41,10 +41,11 @@ from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
-# jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; and not
-# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds; nor _typing,
-# whose two functions are asked about any object, tens of thousands of times where models are walked. Tests that
-# hand over what is wrong, to see it refused, or what is taken beyond what is promised, use `unchecked_calls`.
+# jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
+# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds; and not
+# jlora._typing, whose two functions are asked about any object, tens of thousands of times where models are walked.
+# Tests that hand over what is wrong, to see it refused, or what is taken beyond what is promised, use
+# `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "files", "messages", "peft_config", "resolve")),

@@ -29,8 +29,14 @@ BACKENDS = {
     "triton": triton,
     "mosaic_tpu": mosaic_tpu,
 }
-# The others' kernels are interpreted here: what XLA makes of that, nobody runs.
 XLA = pytest.param("xla", marks=pytest.mark.optimised)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    """The others' kernels are interpreted here: what XLA's optimisations make of that, nobody runs."""
+    if "backend" in request.fixturenames and request.getfixturevalue("backend") != "xla":
+        request.getfixturevalue("quickly_compiled")
 
 
 def run_of(backend, op):

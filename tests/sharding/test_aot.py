@@ -47,7 +47,8 @@ def on_tpu(monkeypatch):
                 ("v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
                 ("v6e", "small-moe", "decoder", {"expert": 8}, "decode", "all_gather"),
                 ("v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
-                ("tpu7x", "llama-3-70b", "decoder", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
+                ("tpu7x", "llama-3-70b", "decoder", {"data": 2, "tensor": 4}, "decode", "all_gather"),
+                ("tpu7x", "small", "decoder", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
                 ("v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),
             )
         ),

@@ -1,10 +1,13 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
+import atexit
 import gc
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,18 +25,29 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.ve
     # Another third of it; later versions do not know the flag, and stop at what they do not know.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What several tests compile is compiled once a run, for all workers and for the processes that tests start.
+    _compiled = tempfile.mkdtemp(prefix="jlora-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
-# jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; and not
-# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds. Tests that
-# hand over what is wrong, to see it refused, or what is taken beyond what is promised, use `unchecked_calls`.
+# jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
+# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds; and not
+# jlora._typing, whose two functions are asked about any object, tens of thousands of times where models are walked.
+# Tests that hand over what is wrong, to see it refused, or what is taken beyond what is promised, use
+# `unchecked_calls`.
 CHECKED = (
-    *("jlora._compat", "jlora._typing", "jlora.errors", "jlora.ops"),
+    *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "files", "messages", "peft_config", "resolve")),
     *(f"jlora.adapters.{name}" for name in ("shapes", "strict_json", "tensor_file")),
     *("jlora.layers", "jlora.manager", "jlora.pallas"),
@@ -80,6 +94,25 @@ def as_users_compile() -> Iterator[None]:
     """With all of XLA's optimisations, in `make test` too."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def without_cache() -> Iterator[None]:
+    """What is compiled for a TPU that is not there cannot be read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def quickly_compiled() -> Iterator[None]:
+    """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 

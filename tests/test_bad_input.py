@@ -628,7 +628,7 @@ _RAW = save(tensors_of({Q: 4, V: 2, EMBED: 3, HEAD: 1}, seed=9))
 _BODY = 8 + struct.unpack("<Q", _RAW[:8])[0]  # where the header ends
 
 
-@settings(max_examples=4 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     changes=st.one_of(
         edits(_RAW),
@@ -644,7 +644,7 @@ def test_fuzzed_weights(world, fuzzed, changes):
     survives(world, folder)
 
 
-@settings(max_examples=4 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     changes=st.dictionaries(
         st.sampled_from(["r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora"]),
@@ -667,7 +667,7 @@ _PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=4 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     tensors=st.dictionaries(
         st.tuples(_MODULES, _PARTS),

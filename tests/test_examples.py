@@ -72,6 +72,7 @@ def test_serve_multihost():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
 def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
     run(monkeypatch, "train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")

@@ -21,7 +21,7 @@ from tests.models.test_mesh import collectives, make_mesh
 
 pytestmark = pytest.mark.mesh
 
-EXPERTS, HIDDEN, INNER, LAYERS, LENGTH = 4, 16, 12, 2, 5
+EXPERTS, HIDDEN, INNER, LAYERS, LENGTH = 4, 16, 12, 1, 5
 BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
 
 
@@ -48,7 +48,7 @@ ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(
 
 
 class Served:
-    """A decoder with two layers of experts, and its answers to three batches that swap adapters."""
+    """A decoder with a layer of experts, and its answers to three batches that swap adapters."""
 
     def __init__(self, axes=None, dispatch="all_gather", *, moe=None, **config):
         shape = DecoderConfig(

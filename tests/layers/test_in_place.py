@@ -26,7 +26,7 @@ from tests.layers.merging import (
     serve,
 )
 
-pytestmark = pytest.mark.optimised
+optimised = pytest.mark.optimised
 
 
 class Block(nnx.Module):
@@ -79,6 +79,7 @@ def test_paths_attributes_and_classes_stay():
     chex.assert_trees_all_equal_structs(manager.slots, nnx.state(model, SlotParam))
 
 
+@optimised
 def test_unwrap_gives_the_very_same_model():
     """Attributes, classes and flax's own bookkeeping: a function compiled for the model needs no second compilation."""
     model = Model()
@@ -104,6 +105,7 @@ def test_unwrap_gives_the_very_same_model():
     np.testing.assert_array_equal(forward(model, tokens), before)
 
 
+@optimised
 def test_wrapping_twice_is_refused_and_wrapping_again_after_unwrap_is_not():
     model = Model()
     first = make_manager(model)
@@ -138,6 +140,7 @@ class Aliased(nnx.Module):
         return self.bank["b"](self.again(jnp.tanh(self.first(x))))
 
 
+@optimised
 @pytest.mark.parametrize("name", ["first", "again", "bank.a"])
 def test_an_alias_is_wrapped_once_and_served_under_every_name(name):
     manager = check_against_merged(Aliased(), [Target(name, 6, 6, "first.kernel")], normal(3, 2, 6))
@@ -170,6 +173,7 @@ def test_reference_cycles_are_walked_once():
     assert [site.aliases for site in manager._pool.sites] == [("child.proj",)]
 
 
+@optimised
 def test_containers_of_modules():
     class Boxes(nnx.Module):
         def __init__(self):

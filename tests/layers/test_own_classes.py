@@ -26,7 +26,7 @@ from tests.layers.merging import (
     serve,
 )
 
-pytestmark = pytest.mark.optimised
+optimised = pytest.mark.optimised
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,7 @@ class ObligingModel(nnx.Module):
         return self.proj(x)
 
 
+@optimised
 def test_a_layer_that_answers_none_to_everything_is_not_taken_for_wrapped():
     check_against_merged(ObligingModel(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
 
@@ -99,6 +100,7 @@ class Sealed(nnx.Linear):
         raise AttributeError(f"{name} is sealed")
 
 
+@optimised
 def test_a_layer_that_lets_nobody_set_attributes_is_wrapped_all_the_same():
     check_against_merged(Holder(Sealed(6, 5, rngs=nnx.Rngs(0))), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
 
@@ -286,6 +288,7 @@ def into(*shape, order):
     return lambda d: d.T.reshape(shape).transpose(order)
 
 
+@optimised
 def test_einsum_class_in_one_line():
     register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
     q = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
@@ -294,6 +297,7 @@ def test_einsum_class_in_one_line():
     check_against_merged(Holder(Einsum("BTNH,NHD->BTD", (2, 4, 6))), [out], normal(3, 2, 2, 4))
 
 
+@optimised
 @pytest.mark.parametrize("how", ["positions", "keywords", "another equation"])
 def test_einsum_class_with_the_equation_in_the_call(how):
     class Model(nnx.Module):
@@ -351,6 +355,7 @@ GUESSED = {
 }
 
 
+@optimised
 @pytest.mark.parametrize("kind", GUESSED)
 def test_a_guessed_layer_takes_no_adapter_until_it_is_verified(kind):
     build, how = GUESSED[kind]
@@ -401,6 +406,7 @@ class Routed(nnx.Module):
         return self.proj(x) * weights.sum(-1, keepdims=True)
 
 
+@optimised
 def test_a_guess_that_does_not_hold_leaves_the_model_alone():
     """And no adapter is ever taken for it."""
     manager = check_against_merged(Routed(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 2, 6))
@@ -428,6 +434,7 @@ class AddsBiasLater(nnx.Linear):
         return x @ self.kernel[...], self.bias[...] if self.has_bias else None
 
 
+@optimised
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_layer_that_returns_its_bias_apart(has_bias):
     class Model(nnx.Module):
@@ -483,6 +490,7 @@ def test_padded_heads():
     check_against_merged(PaddedHeads(), targets, normal(3, 6))
 
 
+@optimised
 def test_padded_columns_are_the_bits_of_the_base():
     class Zeros(nnx.Module):
         """-0.0 everywhere, so that an addition of 0.0 shows."""
@@ -524,6 +532,7 @@ class Interleaved(nnx.Linear):
     pass
 
 
+@optimised
 def test_interleaved_shards_of_a_merged_projection():
     register_layer(Interleaved, lambda layer: jlora.LinearSpec(6, 16, out_index=INTERLEAVED))
     model = Merged()
@@ -557,6 +566,7 @@ class PaddedVocab(nnx.Module):
         return self.embedder.decode(hidden) if self.tied else self.lm_head(hidden)
 
 
+@optimised
 def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
     register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
     model = PaddedVocab()
@@ -588,6 +598,7 @@ def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
         manager.add_adapter(other)
 
 
+@optimised
 def test_rows_of_padding_keep_negative_zeros():
     model = Holder(nnx.Embed(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0)))
 
@@ -607,6 +618,7 @@ class PaddedHead(nnx.Linear):
     pass
 
 
+@optimised
 def test_an_untied_head_of_a_padded_vocabulary():
     register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
     register_layer(PaddedHead, lambda layer: jlora.LinearSpec(6, 128, real_vocab=100))
@@ -632,6 +644,7 @@ class Positions(nnx.Module):
         return self.proj(x + self.positions(jnp.arange(x.shape[1]))[None])
 
 
+@optimised
 def test_where_the_scope_has_no_plan_the_layer_serves_the_base(monkeypatch):
     """Linear layers, lookups and logits alike: no row of theirs is changed, and nothing else is asked of the scope."""
     model, x = Positions(), normal(3, 5, 6)
@@ -657,6 +670,7 @@ def _scope_of(manager):
         return scope._current.get()
 
 
+@optimised
 def test_a_position_table_is_left_out_by_name():
     manager = check_against_merged(
         Positions(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 5, 6), exclude_modules=["positions"]

@@ -13,8 +13,6 @@ from tests import oracle
 from tests.layers.merging import assert_close, normal
 from tests.layers.rowwise import ADAPTERS, NAMES, K, N, World, base_of, bits
 
-pytestmark = pytest.mark.optimised
-
 
 @pytest.fixture(scope="module")
 def world():

@@ -13,7 +13,7 @@ import jlora
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 from tests.layers.rowwise import LOOKUP, NAMES, K, N, World, base_of, bits
 
-pytestmark = pytest.mark.optimised
+optimised = pytest.mark.optimised
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,7 @@ NOBODYS = {
 }
 
 
+@optimised
 @pytest.mark.parametrize("what", NOBODYS)
 def test_rows_of_nobody_take_no_adapter_and_hurt_nobody(world, what):
     """An adapter that touches them is refused by name; the others are served, the layer itself is bitwise the base."""
@@ -159,6 +160,7 @@ def test_rows_of_nobody_take_no_adapter_and_hurt_nobody(world, what):
             through_both(world.model, rows, odd, batch)
 
 
+@optimised
 def test_base_sequences_are_bitwise_the_base_beside_others(world):
     x = normal(3, 4, K)
     with world.manager.prepare(NAMES) as batch:

@@ -15,7 +15,7 @@ from jlora.layers.scope import use
 from jlora.layers.specs import LinearSpec
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
-pytestmark = pytest.mark.optimised
+optimised = pytest.mark.optimised
 
 
 class Model(nnx.Module):
@@ -167,6 +167,7 @@ def test_flattened_rows_of_another_length_are_refused(served, rows):
 # --- The base, bitwise ----------------------------------------------------------------------------------------------
 
 
+@optimised
 def test_base_model_is_bitwise_the_unwrapped_one(served):
     model, manager, _, base = served
 
@@ -181,6 +182,7 @@ def test_base_model_is_bitwise_the_unwrapped_one(served):
     np.testing.assert_array_equal(found.view(np.int32), base.view(np.int32))
 
 
+@optimised
 def test_negative_zero_stays_negative():
     class Zeros(nnx.Module):
         def __init__(self):
@@ -211,6 +213,7 @@ def test_negative_zero_stays_negative():
     assert (found[0, :, :12] != 0).any()
 
 
+@optimised
 def test_a_sequence_does_not_depend_on_its_neighbours(served):
     """Bitwise, whoever shares the batch and wherever the sequence stands in it."""
     model, manager, _, _ = served

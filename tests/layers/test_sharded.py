@@ -47,12 +47,8 @@ MESHES = [({"u": 2, "t": 2}, {"fully_sharded": True})]
 MORE = [
     ({"data": 2, "t": 4}, {"data_axes": ["data"]}),
     ({"t": 1, "data": 2}, {}),
-    ({"t": 2}, {}),
-    ({"t": 4}, {}),
     ({"t": 2}, {"fully_sharded": True}),
-    ({"t": 4}, {"fully_sharded": True}),
     ({"data": 4, "t": 2}, {"data_axes": ["data"]}),
-    ({"u": 2, "t": 2}, {}),
     ({"data": 2, "u": 2, "t": 2}, {"data_axes": ["data"]}),
     ({"data": 2, "u": 2, "t": 2}, {"data_axes": ["data"], "fully_sharded": True}),
     ({"u": 2, "t": 4}, {"fully_sharded": True}),

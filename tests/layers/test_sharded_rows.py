@@ -275,7 +275,8 @@ def test_flax_jit_split_models_and_one_trace(twins):
             assert_close(merged(manager.slots, rest, TOKENS, batch), expected_rows(twins, names, TOKENS))
 
 
-@pytest.mark.slow  # JAX compiles every small step of it
+@pytest.mark.slow  # JAX compiles every small step of it, in none of which there is anything to optimise
+@pytest.mark.usefixtures("quickly_compiled")
 def test_called_without_jit(served, want):
     model, manager = served
     with manager.prepare(NAMES) as batch:

@@ -421,8 +421,9 @@ def unless_lost(harm: Harm) -> None:
 def test_real_interrupts_harm_nothing(times: int) -> None:
     """In a process of its own: a signal that comes late must not hit pytest."""
     code = (
-        "from tests.manager.test_interrupts import Signals, unless_lost\n"
-        f"s = Signals(harm=unless_lost); s.run({times}); print(sum(s.caught.values()))"
+        "import gc; from tests.manager.test_interrupts import Signals, unless_lost\n"
+        "s = Signals(harm=unless_lost); gc.collect(); gc.freeze()\n"  # so that the collections of every check are short
+        f"s.run({times}); print(sum(s.caught.values()))"
     )
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code],

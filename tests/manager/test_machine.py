@@ -598,6 +598,6 @@ def machine_world() -> Iterator[None]:
     assert len(world.traces) == world.manager.stats().compilations == 1
 
 
-# `make test-slow` has a hundred of them.
-ManagerMachine.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=40)
+# `make test-slow` has 75 of them.
+ManagerMachine.TestCase.settings = settings(max_examples=3 * settings().max_examples // 2, stateful_step_count=40)
 TestManager = ManagerMachine.TestCase

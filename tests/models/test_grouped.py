@@ -76,6 +76,7 @@ def test_values_on_tpu_interpreted(counts, k, n, dtype):
 
 
 @pytest.mark.skipif(ON_GPU, reason="compiled ahead of time")
+@pytest.mark.usefixtures("without_cache")
 @pytest.mark.parametrize(
     ("chip", "rows", "experts", "k", "n"),
     [

@@ -6,7 +6,8 @@ from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, expe
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")  # what is read off a program must be that of an optimised one
+# What is read off a program must be that of an optimised one.
+pytestmark = pytest.mark.usefixtures("as_users_compile", "without_cache")
 slow = pytest.mark.slow
 # Every chip, projection, rank and number of tokens of the matrix occurs, at least once each; one chip of the four in
 # `make test`.

@@ -14,7 +14,8 @@ from tests import oracle
 from tests.pallas.lowering import lowered_text
 from tests.pallas.test_xla import close, problem
 
-pytestmark = pytest.mark.optimised
+# What XLA's optimisations make of kernels that are interpreted, nobody runs.
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 TILES = GPUTiles(
     block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1

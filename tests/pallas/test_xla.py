@@ -44,7 +44,7 @@ def close_in_sum(got, want, terms):
 
 
 @given(
-    st.integers(0, 99), st.sampled_from([1, 13, 40]), st.sampled_from([((5,), 3), ((7, 1, 19), 8)]),
+    st.integers(0, 99), st.sampled_from([1, 40]), st.sampled_from([((5,), 3), ((7, 1, 19), 8)]),
     st.sampled_from([None, 3]), st.booleans(),
 )  # fmt: skip
 def test_values(seed, rows, shape, tile_m, with_ranks):

@@ -345,7 +345,7 @@ class LoRAManager:
             }
 
     def list_evicted(self) -> dict[str, LoRARequest]:
-        """The adapters that were evicted from the host cache, and from what each is loaded again when it is asked for."""
+        """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
         with self._books():
             return dict(self._registry.known)
 

@@ -80,9 +80,11 @@ def generate(
         most = model.config.vocab_size if top_k is None else _integer("top_k", top_k, 1)
         rows = len(prompts)
         sampling = Sampling(
-            temperature=np.full(rows, max(temperature, COLDEST), np.float32),
-            top_k=np.full(rows, most, np.int32),
-            top_p=np.full(rows, math.inf if top_p in (None, 1) else top_p, np.float32),
+            temperature=jnp.full(rows, max(temperature, COLDEST), jnp.float32),
+            top_k=jnp.full(rows, most, jnp.int32),
+            top_p=jnp.full(
+                rows, math.inf if top_p in (None, 1) else top_p, jnp.float32
+            ),  # rounded sums cut the tail off
             keys=jax.vmap(partial(jax.random.fold_in, jax.random.key(_integer("seed", seed, 0))))(ids),
         )
     elif top_k is not None or top_p is not None:

@@ -228,7 +228,7 @@ class Engine:
     # --- adapters -----------------------------------------------------------------------------------------------
 
     def add_lora(self, request: LoRARequest, *, timeout: float | None = None) -> None:
-        """Load an adapter. With `load_inplace` it replaces one of its name; sequences that have begun go on with theirs.
+        """Load an adapter. With `load_inplace` it replaces one of its name; sequences that run go on with theirs.
 
         Args:
           request: what to load.

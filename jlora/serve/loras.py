@@ -1,4 +1,4 @@
-"""The adapters of an engine: who uses which generation, what is being loaded, what goes once its last request has begun.
+"""The adapters of an engine: who uses which generation, what is being loaded, and what is to go.
 
 A sequence holds the generation that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
 runs. A request that waits still needs the name; a name that is unloaded meanwhile is refused to new requests at once,

@@ -87,13 +87,13 @@ class Rows(NamedTuple):
     Attributes:
       last: its newest token, which is not in the cache yet.
       length: how many of its positions the cache holds.
-      count: how many tokens it has drawn.
+      drawn: how many tokens were chosen for it.
       sampling: how.
     """
 
     last: Int[Array, "R"]
     length: Int[Array, "R"]
-    count: Int[Array, "R"]
+    drawn: Int[Array, "R"]
     sampling: Sampling
 
 
@@ -173,8 +173,8 @@ class Steps:
                 top_p=jnp.full(rows, jnp.inf),
                 keys=jax.random.split(jax.random.key(0), rows),
             )
-            zeros = (jnp.zeros(rows, jnp.int32) for _ in range(3))
-            return model.init_cache(rows, self.capacity), Rows(*zeros, sampling)
+            last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
+            return model.init_cache(rows, self.capacity), Rows(last, length, drawn, sampling)
 
         @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
         def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
@@ -202,14 +202,14 @@ class Steps:
             token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
             sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
             last = rows.last.at[row].set(jnp.maximum(token[0], 0))
-            return token, rows._replace(last=last, count=rows.count.at[row].set(1), sampling=sampling)
+            return token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)
 
         @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
         def pick(logits: Any, rows: Rows, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
-            tokens = _chosen(logits, rows.count, rows.sampling, sampled, ranked)
+            tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
             step = active.astype(jnp.int32)
             last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
-            return tokens, rows._replace(last=last, length=rows.length + step, count=rows.count + step)
+            return tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)
 
         @jax.jit
         def report(logits: Any, tokens: Any) -> Any:
@@ -241,7 +241,7 @@ class Steps:
     def compiled(self) -> int:
         """How many variants of the steps are compiled."""
         steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
-        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportFunctionMemberAccess]
+        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class Steps:
         chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
         for start in range(self.chunk, self.capacity, self.chunk):
             chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
-        variants = [How(*bits) for bits in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1))]
+        variants = [How(), How(True), How(True, True), How(reported=True)]
         total = 1 + len(chunks) + len(variants) + len(self.extents) + len(variants)
         done = 1
         progress(done, total)
@@ -379,7 +379,7 @@ def _cache_axes(model: ServableModel) -> list[tuple[int, int]]:
     """The axes of sequences and of positions of every array of a cache, found by asking for other sizes.
 
     Raises:
-      LoRAUsageError: an array lacks one: a row of it could not be given to another sequence, or padding would change it.
+      LoRAUsageError: an array lacks one: a row of it could not go to another sequence, or padding would change it.
     """
 
     def shapes(batch: int, capacity: int) -> list[tuple[int, ...]]:

@@ -104,6 +104,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B L"],
         rotation: Rotation,
         cache: LayerCache | None,
+        extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         batch, length, _ = x.shape
         config = self.config
@@ -120,7 +121,7 @@ class Attention(nnx.Module):
             key_positions = positions
         else:
             cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))
-            k, v = cache
+            k, v = cache.keys[:, :extent], cache.values[:, :extent]
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
         # Cache rows that were never written lie at later positions than any query, so causality hides them as well.
         distance = positions[:, :, None] - key_positions[:, None, :]

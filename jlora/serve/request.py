@@ -27,6 +27,10 @@ class RequestTimeoutError(LoRAError):
     """A request took longer than it was given."""
 
 
+class StepFailedError(LoRAError):
+    """The step that a request was part of raised; the message names the error. Other requests go on."""
+
+
 class AdapterExistsError(LoRAError):
     """An adapter of this name is loaded already, and the request does not say to replace it."""
 

@@ -26,7 +26,7 @@ def make_service(engine=None, *, root=None, repos=(), state="serving", names=("b
     for request in before.values():
         adapters.load(LoRARequest(request.name, request.path), request.path, None)
     service = Service(
-        engine, fake_manager(), engine.tokenizer, names, "models/base", 128, adapters, state=state, **options
+        engine, fake_manager(engine), engine.tokenizer, names, "models/base", 128, adapters, state=state, **options
     )
     engine.calls.clear()
     return service

@@ -142,10 +142,11 @@ class FakeEngine:
             raise AdapterNotFoundError(name)
         self.pinned.discard(name)
 
-    def list_loras(self):
+    def resident(self):
+        """What the manager would list: the first two adapters are in slots, the next two on the host."""
         return {
             name: AdapterInfo(name, 8, 2, 100, i if i < 2 else None, name in self.pinned, False, r.path, None, 0)
-            for i, (name, r) in enumerate(self.loras.items())
+            for i, (name, r) in enumerate([*self.loras.items()][:4])
         }
 
     def stats(self):
@@ -171,10 +172,11 @@ def _ended(generation):
     return generation.cancelled or not (last is None or (isinstance(last, Piece) and last.finish_reason is None))
 
 
-def fake_manager():
+def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
                   registered=2, active=2, leased=1, slot_bytes=1000, host_bytes=2000)  # fmt: skip
-    return SimpleNamespace(stats=lambda: stats, config=SimpleNamespace(max_loras=4))
+    config = SimpleNamespace(max_loras=4)
+    return SimpleNamespace(stats=lambda: stats, config=config, list_adapters=engine.resident)
 
 
 BROKEN = AdapterFormatError("adapter 'broken': adapter_model.safetensors: is cut short")

@@ -26,7 +26,9 @@ def complete(service, **body):
 
 
 def chat(service, **body):
-    return post(service, "/v1/chat/completions", {"model": "sort", "messages": [{"role": "user", "content": "hi"}], **body})
+    return post(
+        service, "/v1/chat/completions", {"model": "sort", "messages": [{"role": "user", "content": "hi"}], **body}
+    )
 
 
 # --- whole answers ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """Adapters that come and go over HTTP: from where they may be loaded, which there are, and vLLM's endpoints for them."""
 
-import bisect
 import os
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from jlora.cli.text import shown
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora.serve.counts import Histogram
 from jlora.serve.http.body import Fields, read_object
 from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError
 from jlora.serve.http.log import log, log_event
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME, _LONGEST_PATH = 256, 4096
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-LOAD_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 @dataclass(frozen=True)
@@ -86,22 +85,6 @@ class Known:
     created: int
 
 
-@dataclass
-class Histogram:
-    """Counts of values up to each bound and above the last, and their sum."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)
-    total: float = 0.0
-
-    def __post_init__(self):
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
 class Adapters:
     """Every adapter that may be asked for, in memory or not, and what loads and unloads them. Threads may share it.
 
@@ -113,7 +96,7 @@ class Adapters:
 
     def __init__(self, engine: "Engine", places: Places, taken: Sequence[str]):
         self.places = places
-        self.load_seconds = Histogram(LOAD_SECONDS)
+        self.load_seconds = Histogram()
         self._engine = engine
         self._taken = frozenset(taken)
         self._known: dict[str, Known] = {}

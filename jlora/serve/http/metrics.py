@@ -36,7 +36,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 def _lines(service: Service) -> Iterator[str]:
-    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.engine.list_loras()
+    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
     model = {"model_name": service.names[0]}
     running, waiting = stats.running_by_lora, stats.waiting_by_lora
     config = service.manager.config
@@ -79,8 +79,7 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:lora_adapter_loaded", "gauge", resident)
     yield from _family("vllm:num_gpu_loaded_lora_adapters", "gauge", [(model, len(in_slots))])
     yield from _family("vllm:max_gpu_lora_adapters", "gauge", [(model, config.max_loras)])
-    seconds = service.adapters.load_seconds
-    yield from _histogram("vllm:lora_adapter_load_seconds", model, seconds.bounds, seconds.counts, seconds.total)
+    yield from _histogram("vllm:lora_adapter_load_seconds", model, *service.adapters.load_seconds.read())
     used = [({"adapter_name": info.name}, float(stats.by_lora.get(info.name, 0))) for info in in_slots[:_MOST]]
     yield from _family("jlora:adapter_requests_total", "counter", used)
 

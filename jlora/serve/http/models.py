@@ -33,12 +33,26 @@ def _cards(service: Service) -> dict[str, dict[str, Any]]:
 
 def _card(service: Service, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
     permission = {
-        **{"id": f"modelperm-{name}", "object": "model_permission", "created": created},
-        **{"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True},
-        **{"allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False},
-        **{"organization": "*", "group": None, "is_blocking": False},
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
     }
     return {
-        **{"id": name, "object": "model", "created": created, "owned_by": "jlora", "root": root, "parent": parent},
-        **{"max_model_len": service.max_model_len, "permission": [permission]},
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jlora",
+        "root": root,
+        "parent": parent,
+        "max_model_len": service.max_model_len,
+        "permission": [permission],
     }

@@ -50,7 +50,7 @@ def _page() -> tuple[bytes, str]:
 
 
 def _status(service: Service) -> dict[str, Any]:
-    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.engine.list_loras()
+    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
     slots: list[str | None] = [None] * service.manager.config.max_loras
     for info in loaded.values():
         if info.slot is not None:
@@ -60,8 +60,11 @@ def _status(service: Service) -> dict[str, Any]:
     names = heapq.nlargest(_MOST, {**known, **loaded}, key=lambda name: (name in loaded, stats.by_lora.get(name, 0)))
     adapters = [
         {
-            **{"name": name, "requests": stats.by_lora.get(name, 0), "running": stats.running_by_lora.get(name, 0)},
-            **{"waiting": stats.waiting_by_lora.get(name, 0), "path": known[name].path if name in known else None},
+            "name": name,
+            "requests": stats.by_lora.get(name, 0),
+            "running": stats.running_by_lora.get(name, 0),
+            "waiting": stats.waiting_by_lora.get(name, 0),
+            "path": known[name].path if name in known else None,
             **({key: getattr(loaded[name], key) for key in ("slot", "rank", "pinned")} if name in loaded else {}),
             "level": None if name not in loaded else "host" if loaded[name].slot is None else "slot",
         }
@@ -72,9 +75,13 @@ def _status(service: Service) -> dict[str, Any]:
         "state": service.state if service.state != "serving" or service.engine.ready else "failed",
         "progress": service.progress,
         "seconds": round(time.time() - service.started),
-        **{"running": stats.running, "waiting": stats.waiting, "cache_usage": stats.cache_usage},
-        **{"prompt_tokens": stats.prompt_tokens, "generated_tokens": stats.generated_tokens},
-        **{"finished": dict(stats.finished), "failed_steps": stats.failed_steps},
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "cache_usage": stats.cache_usage,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "finished": dict(stats.finished),
+        "failed_steps": stats.failed_steps,
         "slots": slots,
         "registered": len(known),
         "adapters": adapters,

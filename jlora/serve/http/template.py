@@ -40,7 +40,7 @@ class ChatTemplate:
       LoRAError: it is no template.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str] = {}, *, max_text: int = _MAX_TEXT):  # noqa: B006
+    def __init__(self, source: str, tokens: Mapping[str, str] = {}, *, max_text: int = _MAX_TEXT):
         self._max = max_text
         environment = _Sandbox(max_text)
         try:

@@ -118,7 +118,7 @@ def budget(
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
-        # Logits in float32, three of them at a time (themselves, their softmax, their order), and a layer's activations.
+        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer.
         steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide
         return Budget(weights, slots, lora.max_staging_bytes, one, steps, memory, count)
 

@@ -1,6 +1,7 @@
 """`jlora serve`: a model and its adapters over HTTP."""
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jlora.cli.loading import load_model, load_tokenizer, progress
+from jlora.cli.loading import load_model, load_tokenizer
 from jlora.cli.text import one_line, shown
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
@@ -24,12 +25,9 @@ _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serves until a signal. What can be checked is checked before anything is allocated."""
-    try:
-        import jinja2  # noqa: F401 - whether they are there
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise LoRAError(f'{error.name} is not installed: pip install "jlora[serve]"') from None
+    for package in ("jinja2", "starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
     import jax
 
     from jlora.cli.budget import budget, stored_dtype
@@ -100,10 +98,8 @@ def run_serve(args: argparse.Namespace) -> int:
     )
     engine = Engine(model, manager, tokenizer=tokenizer, options=options)
     adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names)
-    if modules:
-        with progress(f"loading {len(modules)} adapters"):
-            for request in modules:
-                adapters.load(request, request.path, None)
+    for request in modules:
+        adapters.load(request, request.path, None)
     service = Service(
         engine=engine,
         manager=manager,

@@ -8,7 +8,10 @@ from jlora.serve.request import EngineClosedError, Piece, RequestTimeoutError, S
 from tests.serve.client import make_service, post
 from tests.serve.fake_engine import BUSY, FakeEngine, letters
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 @pytest.fixture

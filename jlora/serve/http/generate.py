@@ -1,4 +1,4 @@
-"""From a request to its answer: submitted to the engine, listened to on the event loop, cancelled where the client left."""
+"""From a request to its answer: submitted to the engine, heard on the event loop, cancelled where the client left."""
 
 import asyncio
 import json

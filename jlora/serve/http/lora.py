@@ -1,4 +1,4 @@
-"""Adapters that come and go over HTTP: from where they may be loaded, which there are, and vLLM's endpoints for them."""
+"""Adapters that come and go over HTTP: from where they may be loaded, which there are, and vLLM's endpoints."""
 
 import os
 import threading
@@ -62,7 +62,7 @@ class Places:
             found = (root / path).resolve()
             inside, there = found.is_relative_to(root), found.is_dir()
         except (OSError, RuntimeError, ValueError):  # loops of links, NUL
-            inside, there = False, False
+            found, inside, there = self.root, False, False
         if not inside:
             raise _invalid(
                 f"lora_path {path!r:.200} is not below the folder that adapters are loaded from", "lora_path"

@@ -1,7 +1,7 @@
 """`/metrics`, in Prometheus' text format, under the names that routers scrape.
 
-The number of series does not grow with the number of adapters that are registered: adapters have series of their own while
-they are in memory, slots first and then those used last, `_MOST` at most; the rest is counted.
+The number of series does not grow with that of registered adapters: those in memory have series of their own, slots
+first and then those used last, `_MOST` at most; the rest is counted.
 """
 
 import time

@@ -74,7 +74,7 @@ class Service:
     adapters: Adapters
     chat: ChatTemplate | None = None
     keys: Keys = field(default_factory=Keys)
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     administration: bool = False
     state: State = "warming"
     progress: tuple[int, int] = (0, 0)

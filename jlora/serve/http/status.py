@@ -95,7 +95,7 @@ def _status(service: Service) -> dict[str, Any]:
 
 
 def _quantiles(histogram: _Histogram) -> dict[str, float | None]:
-    """Bounds below which half, and 99 of 100, of the values lie; None where there are none, or no bound is that high."""
+    """Bounds that half, and 99 of 100, of the values lie below; None where there are none, or no bound is that high."""
     bounds, counts, _ = histogram
     found: dict[str, float | None] = {}
     for name, share in (("p50", 0.5), ("p99", 0.99)):

@@ -1,14 +1,14 @@
 """A model's own chat template, from messages to the text of a prompt.
 
-Templates come with models, so they run in Jinja2's immutable sandbox, and are bounded: the length of what they write, of
-strings and lists that they multiply or join, their powers, and their time. Filters such as `replace` are not bounded one
-by one; what they make is, once it is written.
+Templates come with models, so they run in Jinja2's immutable sandbox, with bounds: of the length of what they write, of
+strings and lists that they multiply or join, of their powers and of their time. Filters such as `replace` have none
+of their own; what they make has, once it is written.
 """
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -17,9 +17,10 @@ from typing import Any, cast
 from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.compiler import Frame as CompilerFrame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jlora.errors import LoRAError, LoRAUsageError
 
@@ -79,7 +80,7 @@ class ChatTemplate:
 
 
 def load_template(folder: Path, own: Path | None = None) -> ChatTemplate | None:
-    """The chat template of a model folder: `own`, else chat_template.jinja, else tokenizer_config.json. None: it has none.
+    """The chat template of a model folder: `own`, else chat_template.jinja, else tokenizer_config.json; None without.
 
     Raises:
       LoRAError: a file is malformed; a list of templates without one called "default".
@@ -181,8 +182,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self._longest = longest
         self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _refuse
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        functions: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
+        self.globals.update(functions)
 
     def joined(self, parts: Sequence[Any]) -> str:
         texts = [str(part) for part in parts]
@@ -195,13 +196,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{left!r:.40} ** {right!r:.40}")
         if operator == "*":
             for one, times in ((left, right), (right, left)):
-                if not isinstance(one, int | float) and isinstance(times, int) and len(one) * times > self._longest:
+                counted = isinstance(one, str | list | tuple) and isinstance(times, int)
+                if counted and len(cast("Sized", one)) * times > self._longest:
                     raise SecurityError(f"a text or list of more than {self._longest} items")
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
                 raise SecurityError("a number of more than 4096 bits")
         if operator == "+" and hasattr(left, "__len__") and len(left) > self._longest:
             raise SecurityError(f"a text or list of more than {self._longest} items")
         return super().call_binop(context, operator, left, right)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> None:

@@ -37,6 +37,6 @@ class TokenTexts:
         return text, text.encode()
 
     def key(self, token: int) -> str:
-        r"""As the keys of a completion's `top_logprobs` name it: its text, or `bytes:\xe2\x80` where it is part of one."""
+        r"""As keys of a completion's `top_logprobs` name it: its text, or `bytes:\xe2\x80` where that is not whole."""
         text, raw = self.of(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw) if raw != text.encode() else text

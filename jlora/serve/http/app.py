@@ -23,6 +23,7 @@ from jlora.serve.http.status import status_json, status_page
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
+_LONGEST_PATH = 300  # in the log
 _QUIET = ("/health", "/metrics", "/status.json")  # asked every few seconds
 
 
@@ -73,7 +74,7 @@ async def _health(service: Service, request: Request) -> Response:
         service.check_ready()
     except ApiError as error:
         done, total = service.progress
-        body = {"status": service.state, "done": done, "total": total, **error.body()}
+        body = {"status": service.condition, "done": done, "total": total, **error.body()}
         return JSONResponse(body, error.status, error.headers())
     return Response()
 
@@ -132,7 +133,8 @@ class _Outermost:
         finally:
             if scope["path"] not in _QUIET:
                 seconds = round(time.monotonic() - started, 4)
-                log_event("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds, **note)
+                about = {"method": scope["method"], "path": scope["path"][:_LONGEST_PATH], "status": status}
+                log_event("request", **about, seconds=seconds, **note)
         return None
 
 

@@ -44,7 +44,8 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.status}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+        found = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return found if self.retry_after is None else {**found, "retry-after": str(max(1, math.ceil(self.retry_after)))}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

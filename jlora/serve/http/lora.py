@@ -142,10 +142,17 @@ class Adapters:
           AdapterNotFoundError: there is none of that name.
         """
         with self._turn(name):
-            self._engine.remove_lora(name)
-            with self._books:
-                self._known.pop(name, None)
+            try:
+                self._engine.remove_lora(name)
+            except AdapterNotFoundError:  # it was removed beside the server: nobody may ask for it all the same
+                self._forget(name)
+                raise
+            self._forget(name)
         log_event("unloaded", adapter=name)
+
+    def _forget(self, name: str) -> None:
+        with self._books:
+            self._known.pop(name, None)
 
     @contextmanager
     def _turn(self, name: str) -> Generator[None, None, None]:

@@ -87,11 +87,16 @@ class Service:
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self._mailbox: Mailbox | None = None
 
+    @property
+    def condition(self) -> State:
+        """`state`, but for an engine that failed while it served."""
+        return "failed" if self.state == "serving" and not self.engine.ready else self.state
+
     def check_ready(self) -> None:
         """Raises `ApiError` (503) while nothing is served."""
-        if self.state == "serving" and self.engine.ready:
+        state = self.condition
+        if state == "serving":
             return
-        state = "failed" if self.state == "serving" else self.state
         what = {"warming": "is warming up", "closing": "is closing", "failed": "has failed"}[state]
         raise ApiError(503, UNAVAILABLE, f"the server {what}", retry_after=5 if state == "warming" else 1)
 

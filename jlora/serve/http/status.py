@@ -72,7 +72,7 @@ def _status(service: Service) -> dict[str, Any]:
     ]
     return {
         "model": service.names[0],
-        "state": service.state if service.state != "serving" or service.engine.ready else "failed",
+        "state": service.condition,
         "progress": service.progress,
         "seconds": round(time.time() - service.started),
         "running": stats.running,

@@ -87,7 +87,7 @@ def load_template(folder: Path, own: Path | None = None) -> ChatTemplate | None:
     """
     config = _read_object(folder / _CONFIG)
     tokens: dict[str, str] = {}
-    for name, value in {**_read_object(folder / _TOKENS), **config}.items():
+    for name, value in (*_read_object(folder / _TOKENS).items(), *config.items()):
         text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
@@ -197,7 +197,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             for one, times in ((left, right), (right, left)):
                 counted = isinstance(one, str | list | tuple) and isinstance(times, int)
-                if counted and len(cast("Sized", one)) * times > self._longest:
+                if counted and len(cast(Sized, one)) * cast(int, times) > self._longest:
                     raise SecurityError(f"a text or list of more than {self._longest} items")
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
                 raise SecurityError("a number of more than 4096 bits")

@@ -180,8 +180,8 @@ def test_a_gigabyte_in_chunks_is_not_read(served):
 def test_lines_and_headers_have_limits(served):
     for request in (
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 50_000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 50_000 + b"\r\n",
+        b"GET /nothing HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
         b"\x16\x03\x01 this is no HTTP\r\n\r\n",
     ):
         with connect(served) as connection:
@@ -228,7 +228,9 @@ def test_the_openai_client(served, engine):
         with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
             client.completions.create(model="sort", prompt="a", frequency_penalty=1)
         with pytest.raises(openai.BadRequestError, match="tools"):
-            client.chat.completions.create(model="sort", messages=[], tools=[{"type": "function"}])
+            client.chat.completions.create(
+                model="sort", messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function"}]
+            )
         engine.refuse = BUSY
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model="sort", prompt="a")

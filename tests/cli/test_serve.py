@@ -150,8 +150,13 @@ def test_what_is_counted_is_what_is_allocated(tensor):
 def test_a_known_shape():
     """64 sequences of 8,192 tokens of Llama-3-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token."""
     raw = {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
     }
     config = _config(raw)

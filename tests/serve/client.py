@@ -98,7 +98,7 @@ def on_socket(service: Service):
     config = uvicorn.Config(build_app(service), http=_protocol(service.limits), log_config=None, access_log=False,
                             ws="none", timeout_graceful_shutdown=1)  # fmt: skip
     server = _Server(config)
-    thread = threading.Thread(target=lambda: server.run([bound]))
+    thread = threading.Thread(target=lambda: server.run([bound]), daemon=True)
     thread.start()
     try:
         until(lambda: server.started)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
@@ -24,11 +24,12 @@ LETTERS = ["<s>", "</s>", "?", *"abcdefghijklmnopqrstuvwxyz =:|\n"]
 
 
 def letters() -> Tokenizer:
-    """One token a letter: <s> 0, </s> 1, anything unknown 2, a 3, ..."""
+    """One token a letter: <s> 0, </s> 1, anything unknown 2, a 3, ...; an <s> is put before a text."""
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
 
 
@@ -91,7 +92,7 @@ class FakeEngine:
             raise self.refuse
         if lora is not None and lora not in self.loras:
             raise AdapterNotFoundError(f"adapter {lora!r} is not loaded")
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids if isinstance(prompt, str) else list(prompt)
         if any(token >= len(LETTERS) for token in tokens):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = prompt if isinstance(prompt, str) else "".join(LETTERS[token] for token in tokens)

@@ -1,6 +1,7 @@
 """Adapters over HTTP: vLLM's bodies and statuses, the calls of those who drive it, and where adapters may come from."""
 
 import threading
+import time
 
 import pytest
 
@@ -187,6 +188,8 @@ def test_loads_of_one_name_take_turns_and_others_go_on(service, engine):
     for thread in threads:
         thread.start()
     until(lambda: engine.calls["add"] == 2)  # one of each name
+    time.sleep(0.2)
+    assert engine.calls["add"] == 2
     assert post(service, "/v1/completions", {"model": "sort", "prompt": "a"}).status == 200  # meanwhile
     engine.gate.set()
     for thread in threads:

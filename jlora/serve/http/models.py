@@ -11,7 +11,8 @@ from jlora.serve.http.service import Service
 
 async def list_models(service: Service, request: Request) -> Response:
     """`GET /v1/models`."""
-    return JSONResponse({"object": "list", "data": list(_cards(service).values())})
+    # On a thread: thousands of them take a while, and routers ask often.
+    return await service.work(lambda: JSONResponse({"object": "list", "data": list(_cards(service).values())}))
 
 
 async def show_model(service: Service, request: Request) -> Response:

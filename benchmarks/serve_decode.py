@@ -27,7 +27,7 @@ from flax import nnx
 import jlora
 from benchmarks.decode_step import llama_3_8b
 from benchmarks.timing import machine
-from jlora.models import Decoder
+from jlora.models import Decoder, attention
 from jlora.serve import Engine, EngineOptions, SamplingParams
 
 REACHABLE = 4.3e12  # bytes a second of an H200
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--no-kernel", action="store_true", help="attention as XLA compiles it, on a GPU too")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     config = dataclasses.replace(llama_3_8b(args.layers), max_position_embeddings=extent_of(args.context))
@@ -166,6 +167,8 @@ def main() -> None:
             num_key_value_heads=2,
             head_dim=16,
         )
+    if args.no_kernel:
+        attention.Attention._kernels = lambda *_: None
     model = Decoder(config, dtype=jnp.float32 if args.tiny else jnp.bfloat16, rngs=nnx.Rngs(0))
     rows = [bare_loop(model, args.batch, args.context, args.steps)]
     print(json.dumps(rows[-1]), flush=True)
@@ -174,9 +177,7 @@ def main() -> None:
         model, jlora.LoRAConfig(max_loras=slots, max_lora_rank=args.rank, max_cpu_loras=max(slots, args.adapters))
     )
     names = make_adapters(manager, args.adapters, args.rank)
-    engine = Engine(
-        model, manager, options=EngineOptions(max_num_seqs=args.batch, max_num_batched_tokens=args.chunk)
-    )
+    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=args.batch, max_num_batched_tokens=args.chunk))
     start = time.perf_counter()
     engine.start()
     print(f"# warm after {time.perf_counter() - start:.1f} s", flush=True)

@@ -129,7 +129,9 @@ class Dispatcher:
             if one.lora is None or (one.lora not in failed and not self._loras.hopeless(one.lora)):
                 continue
             self._queue.remove(one)
-            none = NoFreeSlotError(f"adapter {one.lora!r} needs a slot, and each is pinned; unpin one or raise max_loras")
+            none = NoFreeSlotError(
+                f"adapter {one.lora!r} needs a slot, and each is pinned; unpin one or raise max_loras"
+            )
             self._end(one.item, failed.get(one.lora, none))
 
     def _check(self, sequence: Sequence, now: float) -> bool:

@@ -68,7 +68,7 @@ def started() -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
-    """The engine with the demo's four adapters, at rest; whatever a test does, it compiles nothing and leaves nothing."""
+    """The engine with the demo's four adapters, at rest. Whatever a test does, nothing compiles and nothing is left."""
     yield started
     started.wait_idle()
     for name in set(started.engine.list_loras()) - set(ADAPTERS):

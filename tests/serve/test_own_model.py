@@ -1,4 +1,4 @@
-"""A model of another codebase joins by `config`, `init_cache` and `extend`; and engines of tiny models, begun and ended."""
+"""A model of another codebase joins by `config`, `init_cache` and `extend`; engines begin and end."""
 
 import threading
 from types import SimpleNamespace
@@ -28,14 +28,14 @@ class Block(nnx.Module):
 class Recurrent(nnx.Module):
     """Another style: learned positions, one array for all layers with positions first, written by a loop over rows."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, blocks=2):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.places = nnx.Embed(2 * CONTEXT, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
         self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=CONTEXT, eos_token_ids=(0,))
 
     def init_cache(self, batch, capacity):
-        return {"memory": jnp.zeros((2, capacity, batch, 2, WIDTH))}
+        return {"memory": jnp.zeros((len(self.blocks), capacity, batch, 2, WIDTH))}
 
     def extend(self, tokens, positions, cache, last):
         memory = cache["memory"]
@@ -61,7 +61,9 @@ def adapter(name, seed):
         for i in range(2)
         for module, (k, n) in shapes.items()
     }
-    return jlora.Adapter.from_arrays(name, {k: (a.astype("f4"), b.astype("f4")) for k, (a, b) in arrays.items()}, alpha=2)
+    return jlora.Adapter.from_arrays(
+        name, {k: (a.astype("f4"), b.astype("f4")) for k, (a, b) in arrays.items()}, alpha=2
+    )
 
 
 def numpy_greedy(model, lora, prompt, count):
@@ -116,8 +118,8 @@ def test_a_model_of_another_style_is_served(rng):
     with pytest.raises(jlora.LoRAUsageError, match="tokenizer"):
         engine.submit("text")
     assert {name: info.rank for name, info in engine.list_loras().items()} == {"a": 2, "b": 2, "c": 2}
-    threads = {thread.name for thread in threading.enumerate()}
-    assert {"jlora-serve-steps", "jlora-serve-text"} <= threads
+    threads = {engine._dispatcher.thread, engine._writer.thread}
+    assert threads <= set(threading.enumerate())
 
     # It drains, refuses, and leaves no thread.
     late = [engine.submit([1], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for _ in range(9)]
@@ -128,13 +130,13 @@ def test_a_model_of_another_style_is_served(rng):
     for call in (lambda: engine.submit([1]), lambda: engine.remove_lora("a")):
         with pytest.raises(EngineClosedError):
             call()
-    assert not [t for t in threading.enumerate() if t.name in ("jlora-serve-steps", "jlora-serve-text")]
+    assert not threads & set(threading.enumerate())
     assert manager.leases() == ()
     assert manager.unwrap() is not None  # nothing is held any more
 
 
 def test_closing_in_a_hurry_ends_what_runs_and_waits():
-    engine, _ = make_engine(max_num_seqs=1)
+    engine, _ = make_engine(Recurrent(nnx.Rngs(0), blocks=1), max_num_seqs=1, max_num_batched_tokens=32)
     engine.start()
     dispatcher = engine._dispatcher
     dispatcher._decode = lambda: False  # nothing ends by itself
@@ -146,7 +148,7 @@ def test_closing_in_a_hurry_ends_what_runs_and_waits():
 
 
 def test_an_engine_that_fails_for_good_says_so(caplog):
-    engine, _ = make_engine(max_num_seqs=1)
+    engine, _ = make_engine(Recurrent(nnx.Rngs(0), blocks=1), max_num_seqs=1, max_num_batched_tokens=32)
     engine.start()
 
     def fail():
@@ -180,11 +182,11 @@ def test_what_cannot_be_served_is_refused():
     with pytest.raises(jlora.LoRAUsageError, match="max_num_seqs"):
         Engine(model, manager, options=EngineOptions(max_num_seqs=0))
     other = NoPositions(nnx.Rngs(0))
-    with pytest.raises(jlora.LoRAUsageError, match="one axis of positions"):
+    with pytest.raises(jlora.LoRAUsageError, match="and one of positions"):
         Engine(other, jlora.LoRAManager(other, config))
-    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    block = Block(nnx.Rngs(0))
     with pytest.raises(jlora.LoRAUsageError, match="config"):
-        Engine(linear, jlora.LoRAManager(linear, config))
+        Engine(block, jlora.LoRAManager(block, config))
 
 
 def test_the_cache_is_updated_in_place_and_read_as_far_as_it_is_live():
@@ -211,5 +213,5 @@ def test_the_cache_is_updated_in_place_and_read_as_far_as_it_is_live():
     for one in memory.values():
         assert one.alias_size_in_bytes >= nbytes  # what goes in comes out, in the same place
     for step in ("decode", "prefill"):
-        assert memory[step, 512].temp_size_in_bytes < nbytes / 8  # and is copied nowhere
+        assert memory[step, 512].temp_size_in_bytes < nbytes / 4  # and is copied nowhere: keys alone are half of it
     assert memory["decode", 512].temp_size_in_bytes < memory["decode", 8192].temp_size_in_bytes / 4

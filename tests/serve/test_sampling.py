@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jlora.models.sampling import Sampling, choose
 from jlora.models import sampling as module
+from jlora.models.sampling import Sampling, choose
 
 ROWS, VOCAB = 4, 9
 

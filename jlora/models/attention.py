@@ -124,7 +124,7 @@ class Attention(nnx.Module):
             key_positions = positions
         else:
             cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))
-            kernels = self._kernels(q, k) if length == 1 else None
+            kernels = self.kernels(q.dtype) if length == 1 else None
             if kernels is not None:
                 here = positions[:, 0]
                 begin = jnp.zeros_like(here) if self.window is None else jnp.maximum(here + 1 - self.window, 0)
@@ -141,10 +141,10 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if config.sinks else None
         return self.o_proj(attend(q, k, v, visible, sinks).reshape(batch, length, -1)), cache
 
-    def _kernels(self, q: Float[Array, "B 1 H D"], k: Float[Array, "B 1 G D"]) -> ModuleType | None:
+    def kernels(self, dtype: DType) -> ModuleType | None:
         """The kernel for one query a sequence, which reads no more of the cache than is live, where there is one."""
         if self.on_mesh or platform() != "gpu":
             return None
         from jlora.pallas import triton_decode  # slow to import, and for GPUs alone
 
-        return triton_decode if triton_decode.unsupported_reason(q.dtype, k.dtype, q.shape[-1]) is None else None
+        return triton_decode if triton_decode.unsupported_reason(dtype, self.config.head_dim) is None else None

@@ -15,10 +15,10 @@ _PROGRAMS = 512  # at least, where sequences and heads are few: some to each mul
 _LEAST = -1e30  # below every score, and finite: differences of two are numbers
 
 
-def unsupported_reason(dtype: DType, keys_dtype: DType, width: int) -> str | None:
-    """Why the kernel cannot run for queries and keys of these dtypes and this width; None if it can."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16) or dtype != keys_dtype:
-        return f"takes bfloat16 or float16 queries and keys, got {dtype} and {keys_dtype}"
+def unsupported_reason(dtype: DType, width: int) -> str | None:
+    """Why the kernel cannot run for queries, keys and values of this dtype and width; None if it can."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, got {jnp.dtype(dtype)}"
     if width < 16 or width & (width - 1):
         return f"takes heads whose width is a power of two from 16 on, got {width}"
     return None

@@ -200,6 +200,11 @@ class Decoder(nnx.Module):
 
         return tuple(LayerCache(empty(), empty()) for _ in range(self.config.num_hidden_layers))
 
+    @property
+    def reads_what_is_live(self) -> bool:
+        """Whether one token a sequence reads no more of a cache than is live, whatever the `extent`."""
+        return self.model.layers[0].self_attn.kernels(self.dtype) is not None
+
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Scores of every token, float32."""
         if self.config.tie_word_embeddings:

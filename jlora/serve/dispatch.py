@@ -125,10 +125,14 @@ class Dispatcher:
             if self._check(one.item, now):
                 self._queue.remove(one)
         failed = self._loras.load_ahead(one.item for one in self._queue)
-        for one in self._queue if failed else ():
-            if one.lora in failed:
-                self._queue.remove(one)
-                self._end(one.item, failed[one.lora])
+        for one in self._queue:
+            if one.lora is None or (one.lora not in failed and not self._loras.hopeless(one.lora)):
+                continue
+            self._queue.remove(one)
+            none = NoFreeSlotError(
+                f"adapter {one.lora!r} needs a slot, and each is pinned; unpin one or raise max_loras"
+            )
+            self._end(one.item, failed.get(one.lora, none))
 
     def _check(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence has to end; then it does."""

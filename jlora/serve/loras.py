@@ -174,6 +174,11 @@ class Loras:
             taken=len(self._held) + len(pinned - names),
         )
 
+    def hopeless(self, name: str) -> bool:
+        """Whether no slot will ever be free for it, unless somebody unpins one."""
+        with self._lock:
+            return len(self._pinned) >= self._manager.config.max_loras and name not in self._pinned
+
     def loaded(self, name: str) -> bool:
         return self._manager.level(name) in ("slot", "host")
 

@@ -76,7 +76,8 @@ class ServableModel(Protocol):
           Float32 logits [B, V] after each sequence's last token, and the cache with these tokens.
 
         A model whose `extend` has a keyword `extent` is told how much of the cache is live: positions 0..extent-1,
-        static. It reads no more than that, and returns the whole cache. Without, all of the cache is read.
+        static. It reads no more than that, and returns the whole cache. Without, all of the cache is read. One that has
+        `reads_what_is_live` set knows it from the positions of decode steps, which are compiled for one extent then.
         """
         ...
 
@@ -148,7 +149,8 @@ class Steps:
         self.rows = rows
         self.chunk = min(chunk, max_model_len)
         self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
-        self.extents = _doubled(_LEAST_EXTENT, self.capacity)
+        live = getattr(model, "reads_what_is_live", False)
+        self.extents = [self.capacity] if live else _doubled(_LEAST_EXTENT, self.capacity)
         self._manager = manager
         self._slots: tuple[Any, list[jax.Array]] | None = None
         graph, slots, rest = nnx.split(model, jlora.SlotParam, ...)

@@ -35,7 +35,7 @@ class Budget:
     Attributes:
       weights, slots, staging: of the model, of all slots, and the most that adapters on their way to slots take.
       cache: keys and values of a whole sequence; times `sequences`.
-      steps: about what a step needs beside: logits and the largest layer's activations.
+      steps: about what a step needs beside: logits, the largest layer's activations, a sequence's part of the cache.
       memory: what there is; None where nobody knows.
     """
 
@@ -118,8 +118,9 @@ def budget(
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
-        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer.
-        steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide
+        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer; the
+        # row of the cache that a prompt is written to, which is taken out of it and put back.
+        steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one
         return Budget(weights, slots, lora.max_staging_bytes, one, steps, memory, count)
 
     if sequences is not None:

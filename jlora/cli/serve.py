@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jlora.cli.generate import device_errors
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.cli.text import one_line, shown
 from jlora.config import LoRAConfig, LoRARequest
@@ -79,7 +80,10 @@ def run_serve(args: argparse.Namespace) -> int:
         share=args.gpu_memory_utilization,
     )
     plan.check()
-    bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
+    try:
+        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
+    except OSError as error:
+        raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
     _log_to_stderr()
     from jlora.manager.manager import LoRAManager
@@ -87,8 +91,9 @@ def run_serve(args: argparse.Namespace) -> int:
     from jlora.serve.options import EngineOptions
 
     logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
-    model = load_model(folder, dtype, mesh)
-    manager = LoRAManager(model, lora)
+    with device_errors():
+        model = load_model(folder, dtype, mesh)
+        manager = LoRAManager(model, lora)
     options = EngineOptions(
         max_num_seqs=plan.sequences,
         max_model_len=max_model_len,
@@ -117,7 +122,8 @@ def run_serve(args: argparse.Namespace) -> int:
     def ready() -> None:
         print(f"jlora serves {shown(names[0])} at {address(bound)}", flush=True)
 
-    return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
+    with device_errors():
+        return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
 
 
 def _module(text: str) -> LoRARequest:

@@ -69,7 +69,7 @@ def test_a_command_line_of_vllm():
         (["--enable-expert-parallel"], "no experts"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--max-num-seqs", "65536", "--gpu-memory-utilization", "0.000001"], "does not fit"),
-        (["--host", "203.0.113.1"], "error"),
+        (["--host", "203.0.113.1"], "--host 203.0.113.1 --port 8000: "),
         (["--port", "65536"], "65535"),
         (["--dtype", "int8"], "int8"),
         (["--request-timeout", "0"], "seconds"),

@@ -92,7 +92,9 @@ class FakeEngine:
             raise self.refuse
         if lora is not None and lora not in self.loras:
             raise AdapterNotFoundError(f"adapter {lora!r} is not loaded")
-        tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids if isinstance(prompt, str) else list(prompt)
+        tokens = (
+            self.tokenizer.encode(prompt, add_special_tokens=False).ids if isinstance(prompt, str) else list(prompt)
+        )
         if any(token >= len(LETTERS) for token in tokens):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = prompt if isinstance(prompt, str) else "".join(LETTERS[token] for token in tokens)

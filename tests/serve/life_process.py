@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from pathlib import Path
 
 from jlora.cli.serve import _log_to_stderr
 from jlora.errors import LoRAError
@@ -29,6 +30,11 @@ class Engine(FakeEngine):
         self.hold = prompt == "wait"
         return super().submit(prompt, params, lora=lora, timeout=timeout)
 
+    def add_lora(self, request, *, timeout=None):
+        if request.name == "hangs":
+            time.sleep(60)
+        super().add_lora(request, timeout=timeout)
+
     def close(self, timeout=None):
         if len(sys.argv) > 3:  # what is under way ends by itself
             threading.Timer(1, self.go).start()
@@ -43,5 +49,5 @@ class Engine(FakeEngine):
 _log_to_stderr()
 bound = listen("127.0.0.1", 0)
 print(address(bound), flush=True)
-service = make_service(Engine(), state="warming")
+service = make_service(Engine(), state="warming", root=Path(__file__).parent)
 sys.exit(serve(service, bound, drain_seconds=float(sys.argv[2]), ready=lambda: print("ready", flush=True)))

@@ -310,6 +310,15 @@ def test_a_chat_without_a_template_is_told_so(engine):
     assert engine.generations == []
 
 
+def test_a_text_that_cannot_fit_is_not_tokenized(service, engine):
+    """128 positions, of tokens of four characters (</s>) at most."""
+    long = "a" * (128 * 4 + 1)
+    service.tokenizer = None
+    for answer in (complete(service, prompt=["a", long]), chat(service, messages=[{"role": "user", "content": long}])):
+        assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
+    assert [(one.prompt, one.cancelled) for one in engine.generations] == [("a", True)]
+
+
 def test_a_chat_that_the_template_refuses(engine):
     service = make_service(engine, chat=ChatTemplate("{{ raise_exception('only users may speak') }}"))
     answer = chat(service)

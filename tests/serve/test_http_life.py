@@ -1,10 +1,13 @@
 """Warm-up, drain and end of a server, by signals to a process of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -128,6 +131,21 @@ def test_with_nothing_to_drain_the_status_is_0(start):
     out, err, status = server.end()
     assert (out, status) == ("ready\n", 0)
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_load_that_hangs_keeps_nobody(start):
+    server = start("ready")
+    until(lambda: server.health() == (200, "serving"))
+    body = {"lora_name": "hangs", "lora_path": "."}
+    with httpx.Client(timeout=30) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, f"{server.url}/v1/load_lora_adapter", json=body)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        _, _, status = server.end()
+        assert status == 0
+        with contextlib.suppress(httpx.TransportError):
+            assert asked.result().status_code == 500
 
 
 def test_while_it_warms_up(start):

@@ -1,6 +1,5 @@
 """The ASGI application: which endpoint is where, who may call it, and what becomes of errors."""
 
-import importlib.metadata
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import jlora
 from jlora.serve.http.errors import BAD_REQUEST, INTERNAL, NOT_FOUND, ApiError
 from jlora.serve.http.generate import chat_completions, completions
 from jlora.serve.http.log import log, log_event
@@ -80,7 +80,7 @@ async def _health(service: Service, request: Request) -> Response:
 
 
 async def _version(service: Service, request: Request) -> Response:
-    return JSONResponse({"version": importlib.metadata.version("jlora")})
+    return JSONResponse({"version": jlora.__version__})
 
 
 class _Outermost:

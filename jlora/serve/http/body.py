@@ -33,11 +33,16 @@ class Limits:
     sequences: int = 128
 
 
-async def read_object(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> dict[str, Json]:
-    """The JSON object that a request brings.
+async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, Json]:
+    """The JSON object that a request brings. Raises what `read_body` and `parse_body` do."""
+    return parse_body(await read_body(request, limits, kind), kind)
+
+
+async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytes:
+    """What a request brings, which it says is JSON.
 
     Raises:
-      ApiError: 400 for another content type or another JSON, 408 where it is slow to come, 413 where it is too long.
+      ApiError: 400 for another content type, 408 where it is slow to come, 413 where it is too long.
       ClientDisconnect: the client left.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -58,8 +63,13 @@ async def read_object(request: Request, limits: Limits, kind: str = BAD_REQUEST)
     except TimeoutError:
         message = f"the body did not come within {limits.body_seconds:g} seconds"
         raise ApiError(408, "RequestTimeoutError", message) from None
+    return b"".join(parts)
+
+
+def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
+    """The JSON object that a body is. Raises `ApiError` (400)."""
     try:
-        return parse_object(b"".join(parts), "the body")
+        return parse_object(body, "the body")
     except AdapterFormatError as error:
         raise ApiError(400, kind, str(error)) from None
 

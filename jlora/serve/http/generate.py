@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,37 +12,37 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from jlora.adapters.strict_json import Json
 from jlora.errors import LoRAError
 from jlora.serve.http.answers import Choice, Writer, usage_of
 from jlora.serve.http.asked import Asked, read_chat, read_completion
-from jlora.serve.http.body import read_object
+from jlora.serve.http.body import Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
 from jlora.serve.http.mailbox import Event, Mailbox
 from jlora.serve.http.service import Service
 from jlora.serve.request import Generation, Piece, SamplingParams
 
+Read = Callable[[dict[str, Json], Limits], Asked]
 Pieces = list[tuple[int, Piece]]  # (which answer, its next part)
 
 
 async def completions(service: Service, request: Request) -> Response:
     """`POST /v1/completions`."""
-    asked = read_completion(await read_object(request, service.limits), service.limits)
-    return await _answer(service, request, asked)
+    return await _answer(service, request, read_completion)
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """`POST /v1/chat/completions`."""
-    asked = read_chat(await read_object(request, service.limits), service.limits)
-    if service.chat is None:
-        message = "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
-        raise bad_request(message)
-    return await _answer(service, request, asked)
+    return await _answer(service, request, read_chat)
 
 
-async def _answer(service: Service, request: Request, asked: Asked) -> Response:
+async def _answer(service: Service, request: Request, read: Read) -> Response:
     note: dict[str, Any] = request.scope["jlora.note"]
-    note |= {"model": asked.model, "stream": asked.stream}
     started = time.monotonic()
+    body = await read_body(request, service.limits)
+    # Megabytes of JSON or text take a while to read: on a thread, so that streams go on.
+    asked = await service.work(lambda: read(parse_body(body), service.limits))
+    note |= {"model": asked.model, "stream": asked.stream}
     try:
         generations = await service.work(partial(_submit, service, asked))
         run = Run(asked, generations, service.mailbox(), request.receive, note)
@@ -72,6 +72,8 @@ def _submit(service: Service, asked: Asked) -> list[Generation]:
     generations: list[Generation] = []
     try:
         for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(service, prompt)
             for i in range(asked.n):
                 params = _with_seed(asked.params, i)
                 generations.append(service.engine.submit(prompt, params, lora=lora, timeout=asked.timeout))
@@ -83,10 +85,21 @@ def _submit(service: Service, asked: Asked) -> list[Generation]:
 
 
 def _render(service: Service, asked: Asked) -> tuple[int, ...]:
-    assert service.chat is not None
+    if service.chat is None:
+        message = "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
+        raise bad_request(message)
     text = service.chat.render(asked.messages, asked.template)
+    _check_length(service, text)
     # The template writes the special tokens itself.
     return tuple(service.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _check_length(service: Service, text: str) -> None:
+    """A text that no tokens could make short enough is not worth tokenizing, which takes seconds for megabytes."""
+    most = service.max_model_len * service.texts.longest
+    if len(text) > most:
+        message = f"the prompt has {len(text)} characters; {service.max_model_len} tokens have {most} at most"
+        raise bad_request(message)
 
 
 def _with_seed(params: SamplingParams, i: int) -> SamplingParams:

@@ -134,12 +134,16 @@ class _Life:
             self._server.should_exit = True
             await serving
         finally:
-            service.close()
+            idle = service.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         warm.result()
         log_event("closed", drained=drained)
-        return 0 if drained else 1
+        status = 0 if drained else 1
+        if not idle:  # a load that hangs, on a disk or a network, and would be waited for
+            sys.stdout.flush()
+            os._exit(status)
+        return status
 
     def _start(self, loop: asyncio.AbstractEventLoop, warm: "asyncio.Future[None]") -> None:
         error: BaseException | None = None

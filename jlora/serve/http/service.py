@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,8 @@ class Service:
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self._mailbox: Mailbox | None = None
+        self._lock = threading.Lock()
+        self._calls = 0  # under way on a thread
 
     @property
     def condition(self) -> State:
@@ -109,13 +112,27 @@ class Service:
 
     async def work(self, call: Callable[[], T]) -> T:
         """A call that takes milliseconds, or waits for locks, on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+        return await self._on(self._workers, call)
 
     async def load(self, call: Callable[[], T]) -> T:
         """A call that may take minutes, on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._loaders, call)
+        return await self._on(self._loaders, call)
 
-    def close(self) -> None:
-        """No more calls; those under way are not waited for."""
+    async def _on(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        def counted() -> T:
+            with self._lock:
+                self._calls += 1
+            try:
+                return call()
+            finally:
+                with self._lock:
+                    self._calls -= 1
+
+        return await asyncio.get_running_loop().run_in_executor(pool, counted)
+
+    def close(self) -> bool:
+        """No more calls. Those under way are not waited for: False where there are any."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            return self._calls == 0

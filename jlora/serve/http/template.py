@@ -201,7 +201,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     raise SecurityError(f"a text or list of more than {self._longest} items")
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
                 raise SecurityError("a number of more than 4096 bits")
-        if operator == "+" and hasattr(left, "__len__") and len(left) > self._longest:
+        if operator == "+" and isinstance(left, str | list | tuple) and len(cast(Sized, left)) > self._longest:
             raise SecurityError(f"a text or list of more than {self._longest} items")
         return super().call_binop(context, operator, left, right)
 

@@ -15,11 +15,16 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TokenTexts:
-    """What single tokens of a `tokenizers.Tokenizer` stand for, special ones included."""
+    """What single tokens of a `tokenizers.Tokenizer` stand for, special ones included.
+
+    Attributes:
+      longest: characters of the longest token, as the vocabulary writes it.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._letters = _byte_letters()
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.of = lru_cache(maxsize=65536)(self._of)
 
     def _of(self, token: int) -> tuple[str, bytes]:

@@ -224,6 +224,7 @@ def test_answers_across_extents_are_those_of_whole_forward_passes(monkeypatch, r
         num_key_value_heads=1, head_dim=8, max_position_embeddings=60,
     )  # fmt: skip
     model = Decoder(config, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda weight: 12 * weight, nnx.state(model)))  # so that attention matters
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
     engine = Engine(model, manager, options=EngineOptions(max_num_seqs=3, max_num_batched_tokens=8))
     assert engine._steps.extents == [8, 16, 32, 64]

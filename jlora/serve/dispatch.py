@@ -5,6 +5,7 @@ that run; and only then read the tokens of the step before, so that the device n
 sequence is thus seen one step late, and the token that this step drew for it is dropped.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,6 +28,9 @@ from jlora.serve.writer import News, Writer
 
 _log = logging.getLogger("jlora")
 _POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
+_OFTEN = 0.002  # seconds between looks at the queue, however often it is told of
+_IDLE = 1.0
+_ROWS_A_PROMPT = 8  # free rows for which one more prompt is taken on between two decode steps
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,22 @@ class Dispatcher:
         self._stop = False
         self._queue = Queue(max_wait_ratio)
         self._filling: Sequence | None = None  # whose prompt is on its way into the cache
+        self._filled = 0  # tokens of the last step that took one on, with padding
         self._rows: list[Sequence | None] = [None] * steps.rows  # those that decode
         self._batch: Any = None  # of the rows that run, or ran when it was prepared
         self._stale = False  # whether others run now
         self._active = jnp.zeros(steps.rows, bool)
         self._how = How()
         self._drawn: deque[_Drawn] = deque()
-        self._looked = 0.0
+        self._looked, self._told = 0.0, False
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
     def submit(self, sequence: Sequence) -> None:
         self._arrived.append(sequence)
         self._signal.set()
+        if self.failure is not None:  # it may have come after the thread has looked for the last time
+            self._refuse(self.failure)
 
     def wake(self) -> None:
         self._signal.set()
@@ -103,13 +110,16 @@ class Dispatcher:
         self._look(woken)
         if self._stale and len(self._queue):  # those that ended give their slots to those that begin
             self._compose()
-        busy = self._fill()
+        busy = self._fill_some()
         busy |= self._decode()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
-        if not busy and not self._drawn:
-            waits = len(self._queue) > 0
-            self._signal.wait(_POLL if waits else 1.0)
+        if busy:
+            return
+        if self._stale:  # what nobody runs with any more is let go at once
+            self._compose()
+        else:
+            self._signal.wait((_OFTEN if self._told else _POLL) if len(self._queue) else _IDLE)
 
     def _look(self, woken: bool) -> None:
         """Who is cancelled, late or done by a stop string; which adapters are loaded now."""
@@ -117,22 +127,27 @@ class Dispatcher:
         for sequence in (self._filling, *self._rows):
             if sequence is not None:
                 self._check(sequence, now)
-        if not len(self._queue) or not (woken or now - self._looked >= _POLL):
+        self._told |= woken
+        if now - self._looked < (_OFTEN if self._told else _POLL):
             return
-        self._looked = now
+        self._looked, self._told = now, False
         self._loras.tidy()
         for one in self._queue:
             if self._check(one.item, now):
                 self._queue.remove(one)
         failed = self._loras.load_ahead(one.item for one in self._queue)
+        pinned = self._loras.all_pinned()
+        if not failed and pinned is None:
+            return
         for one in self._queue:
-            if one.lora is None or (one.lora not in failed and not self._loras.hopeless(one.lora)):
+            if one.lora in failed:
+                error = failed[one.lora]
+            elif pinned is not None and one.lora is not None and one.lora not in pinned:
+                error = NoFreeSlotError(f"adapter {one.lora!r} needs a slot, and each is pinned; raise max_loras")
+            else:
                 continue
             self._queue.remove(one)
-            none = NoFreeSlotError(
-                f"adapter {one.lora!r} needs a slot, and each is pinned; unpin one or raise max_loras"
-            )
-            self._end(one.item, failed.get(one.lora, none))
+            self._end(one.item, error)
 
     def _check(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence has to end; then it does."""
@@ -147,12 +162,25 @@ class Dispatcher:
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
+    def _fill_some(self) -> bool:
+        """Take prompts on: one chunk, and more of short ones while many rows are free, which decode nothing yet.
+
+        Those that run wait for no more tokens of prompts than fit one step.
+        """
+        room, tokens = 1 + self._rows.count(None) // _ROWS_A_PROMPT, self._steps.chunk
+        busy = False
+        while room > 0 and tokens > 0 and self._fill():
+            room, busy = room - 1, True
+            tokens -= self._filled
+        return busy
+
     def _fill(self) -> bool:
         """Take a prompt on by a chunk. False where there is none."""
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
         self._filling = sequence
+        self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
         try:
             logits, sequence.filled = self._steps.prefill(
                 sequence.batch, sequence.row, sequence.prompt, sequence.filled
@@ -314,11 +342,15 @@ class Dispatcher:
         for sequence in (self._filling, *self._rows, *(one.item for one in self._queue)):
             if sequence is not None and not sequence.left:
                 self._end(sequence, error)
-        while self._arrived:
-            self._end(self._arrived.popleft(), error)
+        self._refuse(error)
         self._compose()
         self._drawn.clear()
         self._steps.close()
+
+    def _refuse(self, error: LoRAError) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._end(self._arrived.popleft(), error)
 
 
 def _logprob(chosen: Chosen, i: int, token: int, asked: int | None) -> TokenLogprob | None:

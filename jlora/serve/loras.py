@@ -174,10 +174,10 @@ class Loras:
             taken=len(self._held) + len(pinned - names),
         )
 
-    def hopeless(self, name: str) -> bool:
-        """Whether no slot will ever be free for it, unless somebody unpins one."""
+    def all_pinned(self) -> set[str] | None:
+        """The pinned adapters, where they take every slot: no other can run until somebody unpins one."""
         with self._lock:
-            return len(self._pinned) >= self._manager.config.max_loras and name not in self._pinned
+            return set(self._pinned) if len(self._pinned) >= self._manager.config.max_loras else None
 
     def loaded(self, name: str) -> bool:
         return self._manager.level(name) in ("slot", "host")

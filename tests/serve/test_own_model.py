@@ -215,3 +215,28 @@ def test_the_cache_is_updated_in_place_and_read_as_far_as_it_is_live():
     for step in ("decode", "prefill"):
         assert memory[step, 512].temp_size_in_bytes < nbytes / 4  # and is copied nowhere: keys alone are half of it
     assert memory["decode", 512].temp_size_in_bytes < memory["decode", 8192].temp_size_in_bytes / 4
+
+
+def test_answers_across_extents_are_those_of_whole_forward_passes(monkeypatch, rng):
+    monkeypatch.setattr("jlora.serve.steps._LEAST_EXTENT", 8)
+    config = DecoderConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=60,
+    )  # fmt: skip
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda weight: 12 * weight, nnx.state(model)))  # so that attention matters
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=3, max_num_batched_tokens=8))
+    assert engine._steps.extents == [8, 16, 32, 64]
+    engine.start()
+    prompts = [rng.integers(0, 64, size).tolist() for size in (1, 7, 8, 9, 31, 33, 48)]
+    found = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=12)) for prompt in prompts]
+    answers = [list(one.result(60).tokens) for one in found]
+    assert engine.close(60)
+    manager.unwrap()
+    padded = np.zeros((len(prompts), 60), np.int32)
+    for row, prompt, answer in zip(padded, prompts, answers, strict=True):
+        row[: len(prompt) + 12] = prompt + answer
+    likeliest = np.asarray(jax.jit(lambda model, tokens: model(tokens).argmax(-1))(model, padded))
+    for row, prompt, answer in zip(likeliest, prompts, answers, strict=True):
+        assert row[len(prompt) - 1 : len(prompt) + 11].tolist() == answer

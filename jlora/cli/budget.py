@@ -118,8 +118,8 @@ def budget(
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
-        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer; the
-        # row of the cache that a prompt is written to, which is taken out of it and put back.
+        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer;
+        # the row of the cache that a prompt is written to, which is taken out of it and put back.
         steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one
         return Budget(weights, slots, lora.max_staging_bytes, one, steps, memory, count)
 

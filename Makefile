@@ -16,7 +16,7 @@ demo: .venv/.demo
 SERVE ?=
 ADAPTERS := jlora/demo/adapters
 serve: .venv/.serve
-	@$(BIN)/jlora serve jlora/demo/model --served-model-name demo --max-loras 4 --max-lora-rank 32 \
+	@$(BIN)/jlora serve jlora/demo/model --served-model-name demo --dtype float32 --max-loras 4 --max-lora-rank 32 \
 	  --lora-root $(ADAPTERS) --lora-modules $(foreach name,reverse shift sort swap,$(name)=$(ADAPTERS)/$(name)) $(SERVE)
 
 test: .venv/.test

@@ -26,22 +26,23 @@ ADAPTERS = ROOT / "jlora" / "demo" / "adapters"
 NAMES = ("reverse", "shift", "sort", "swap")
 
 
-def recipe() -> list[str]:
-    """The arguments of `make serve`."""
+def recipe(*more: str) -> list[str]:
+    """The arguments of `make serve`, and more."""
     printed = subprocess.run(
         ["make", "-n", "serve", "SERVE=--port 0 --max-num-seqs 16 --max-loras 3 --max-cpu-loras 4"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.replace("\\\n", " ")  # fmt: skip
     (line,) = [line for line in printed.splitlines() if line.startswith(".venv/bin/jlora serve")]
-    return line.split()[1:]
+    return [*line.split()[1:], *more]
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
     """The address of a server, and its process. Three slots for four adapters: they are swapped."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jlora", *recipe()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    template = tmp_path_factory.mktemp("chat") / "template.jinja"
+    template.write_text("<bos>{{ messages[-1].content }}{% if add_generation_prompt %}={% endif %}")
+    command = [sys.executable, "-m", "jlora", *recipe("--chat-template", str(template))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr))
     reader.start()
@@ -153,8 +154,19 @@ def test_logprobs_seeds_and_stops(server):
     assert len({choice.text for choice in one.choices}) > 1
     with pytest.raises(openai.BadRequestError, match="64"):
         client.completions.create(model="sort", prompt="a" * 100)
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        client.chat.completions.create(model="sort", messages=[{"role": "user", "content": "a"}])
+
+
+def test_chats(server):
+    """The template writes what a completion's prompt is: the special token at its start, and once."""
+    client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+    right = {"demo": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
+    for name, text in right.items():
+        asked = {"model": name, "messages": [{"role": "user", "content": "planet"}], "temperature": 0}
+        answer = client.chat.completions.create(**asked)
+        assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, 8)
+        parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(part.delta.content or "" for part in parts) == text
+        assert parts[-1].finish_reason == "stop"
 
 
 def test_clients_that_leave_do_not_hold_rows(server):

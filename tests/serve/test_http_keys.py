@@ -84,6 +84,13 @@ def test_headers(header):
     assert Keys(("u",)).admit(header, admin=False) == (header == "bearer  u ")
 
 
+def test_keys_of_other_letters(engine, tmp_path):
+    """As clients send them, in UTF-8."""
+    service = served(engine, tmp_path, Keys(("clé à part",)))
+    assert post(service, "/v1/completions", COMPLETION, authorization="Bearer clé à part".encode()).status == 200
+    assert post(service, "/v1/completions", COMPLETION, authorization=b"Bearer cl\xe9 \xe0 part").status == 401
+
+
 def test_a_refused_call_is_not_read(engine, tmp_path):
     """Neither its JSON, nor whether the model exists."""
     service = served(engine, tmp_path, Keys(("u",)))

@@ -149,6 +149,9 @@ def test_hub_repositories(root, monkeypatch, tmp_path):
     with pytest.raises(ApiError, match="folder"):
         places.find("owner/one")
     assert Places(root, ("owner/two",)).find("one") == str(root / "one")
+    # What lies below the root comes first.
+    assert Places(root, ("team/*",)).find("team/three") == str(root / "team" / "three")
+    assert Places(root, ("team/*",)).find("team/four") == "team/four"
 
 
 @pytest.mark.parametrize(

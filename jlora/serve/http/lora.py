@@ -35,7 +35,7 @@ class Places:
     """From where requests may load adapters.
 
     Attributes:
-      root: the folder below which they lie; None for none.
+      root: the folder below which they lie; None for none. What is there comes before a repository of that name.
       repos: of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
     """
 
@@ -51,7 +51,7 @@ class Places:
         Raises:
           ApiError: 400 where it is outside of the places (whether it exists or not), 404 where nothing is there.
         """
-        if self._allowed(path):
+        if self._allowed(path) and not (self.root is not None and os.path.isdir(self.root / path)):
             if os.path.isdir(path):  # which the library would take for it
                 raise _invalid(f"lora_path {path!r} is a repository, and a folder where the server runs", "lora_path")
             return path

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,20 +35,20 @@ class Keys:
     """
 
     def __init__(self, users: Sequence[str] = (), admins: Sequence[str] = ()):
-        self._users = [_digest(key) for key in (*users, *admins)] if users else []
-        self._admins = [_digest(key) for key in admins or users]
+        self._users = [_digest(os.fsencode(key)) for key in (*users, *admins)] if users else []
+        self._admins = [_digest(os.fsencode(key)) for key in admins or users]
 
     def admit(self, authorization: str, *, admin: bool) -> bool:
         """Whether a header `Authorization: Bearer KEY` is enough. Takes as long for any key of the same length."""
         keys = self._admins if admin else self._users
         scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip())
+        given = _digest(key.strip(" \t").encode("latin-1", "replace"))  # as which Starlette shows bytes
         same = [hmac.compare_digest(given, one) for one in keys]  # all of them, whichever fits
         return not keys or (scheme.lower() == "bearer" and any(same))
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 @dataclass

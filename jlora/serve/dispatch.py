@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -108,8 +109,6 @@ class Dispatcher:
             sequence = self._arrived.popleft()
             self._queue.add(Waiting(sequence.lora, sequence))
         self._look(woken)
-        if self._stale and len(self._queue):  # those that ended give their slots to those that begin
-            self._compose()
         busy = self._fill_some()
         busy |= self._decode()
         while len(self._drawn) > busy:
@@ -210,11 +209,14 @@ class Dispatcher:
             try:
                 sequence.held, sequence.batch = self._loras.begin(sequence.lora)
             except (NoFreeSlotError, NotLoaded) as error:
-                if isinstance(error, NotLoaded) or self._loras.num_held:
+                if isinstance(error, NotLoaded) or self._loras.num_held or self._stale:
                     self._queue.put_back(one)
                 else:  # nothing that ends here will free one
                     self._end(sequence, error)
-                return None
+                if isinstance(error, NotLoaded) or not self._stale:
+                    return None
+                self._compose()  # those that ended give up their slots
+                continue
             except LoRAError as error:
                 self._end(sequence, error)
                 continue
@@ -257,7 +259,7 @@ class Dispatcher:
             names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
             try:
                 self._batch = self._manager.prepare(names)
-                self._active = jnp.asarray(np.array([one is not None for one in self._rows]))
+                self._active = jax.device_put(np.array([one is not None for one in self._rows]))
             except Exception as error:
                 self._failed(error, [one for one in self._rows if one is not None])
                 self._batch = None

@@ -7,7 +7,7 @@ WORKERS ?= logical --maxprocesses=8
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve test test-mesh test-slow parity lint format clean same-python
+.PHONY: demo serve test test-mesh test-slow test-browser parity lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -20,7 +20,7 @@ serve: .venv/.serve
 	  --lora-root $(ADAPTERS) --lora-modules $(foreach name,reverse shift sort swap,$(name)=$(ADAPTERS)/$(name)) $(SERVE)
 
 test: .venv/.test
-	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh" -n $(WORKERS)
+	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS)
 
 test-mesh: .venv/.test
 	@$(BIN)/python -m pytest -m "mesh and not slow" -n $(WORKERS)
@@ -28,6 +28,10 @@ test-mesh: .venv/.test
 # These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
 test-slow: .venv/.test
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised or hypothesis" -n $(WORKERS)
+
+# Needs Chromium (apt-get install chromium), or another that CHROMIUM names.
+test-browser: .venv/.test
+	@$(BIN)/python -m pytest -m browser tests/serve
 
 parity: .venv/.parity
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)

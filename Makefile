@@ -7,13 +7,20 @@ WORKERS ?= logical --maxprocesses=8
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo test test-mesh test-slow parity lint format clean same-python
+.PHONY: demo serve test test-mesh test-slow test-browser parity lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
 
+# More flags for the server: make serve SERVE="--port 9000".
+SERVE ?=
+ADAPTERS := jlora/demo/adapters
+serve: .venv/.serve
+	@$(BIN)/jlora serve jlora/demo/model --served-model-name demo --dtype float32 --max-loras 4 --max-lora-rank 32 \
+	  --lora-root $(ADAPTERS) --lora-modules $(foreach name,reverse shift sort swap,$(name)=$(ADAPTERS)/$(name)) $(SERVE)
+
 test: .venv/.test
-	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh" -n $(WORKERS)
+	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS)
 
 test-mesh: .venv/.test
 	@$(BIN)/python -m pytest -m "mesh and not slow" -n $(WORKERS)
@@ -21,6 +28,10 @@ test-mesh: .venv/.test
 # These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
 test-slow: .venv/.test
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised or hypothesis" -n $(WORKERS)
+
+# Needs Chromium (apt-get install chromium), or another that CHROMIUM names.
+test-browser: .venv/.test
+	@$(BIN)/python -m pytest -m browser tests/serve
 
 parity: .venv/.parity
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)
@@ -59,10 +70,15 @@ endif
 	@$(PIP_INSTALL) -e '.[demo]'
 	@touch $@
 
+.venv/.serve: pyproject.toml | .venv/.created
+	@echo "Installing jlora and the server's requirements into .venv (about a minute, once)"
+	@$(PIP_INSTALL) -e '.[serve]'
+	@touch $@ .venv/.demo
+
 .venv/.test: pyproject.toml | .venv/.created
 	@echo "Installing jlora and the tests' requirements into .venv (a minute or two, once)"
 	@$(PIP_INSTALL) -e '.[test]'
-	@touch $@ .venv/.demo
+	@touch $@ .venv/.demo .venv/.serve
 
 # torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings
 # gigabytes of CUDA libraries. Elsewhere, and on a mirror without that page, pip takes the wheel it has.
@@ -70,4 +86,4 @@ endif
 	@echo "Installing torch, transformers and peft into .venv (a few minutes, once)"
 	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
 	@$(PIP_INSTALL) -e '.[parity]'
-	@touch $@ .venv/.test .venv/.demo
+	@touch $@ .venv/.test .venv/.serve .venv/.demo

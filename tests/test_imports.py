@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "sharding": COMMON,
     "layers": COMMON | {"adapters", "pallas", "sharding"},
     "manager": COMMON | {"adapters", "sharding", "layers"},
-    "models": COMMON - {"config"},  # a model like any user's: it knows nothing of LoRA
+    "models": COMMON - {"config"} | {"pallas"},  # a model like any user's: it knows nothing of LoRA
     "_public": COMMON | {"adapters", "sharding", "layers", "manager"},
     "__init__": {"_public", "models", "ops"},  # all when they are asked for
-    "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models"},
+    "serve": COMMON | {"__init__", "adapters", "layers", "manager", "models", "cli"},
+    "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models", "serve"},
     "__main__": {"cli"},
 }
 # The one import that must stay inside a function: generate() opens the scope of a batch it is handed.

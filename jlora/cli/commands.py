@@ -79,7 +79,57 @@ def _parser() -> argparse.ArgumentParser:
         help="modules that the model lacks on purpose, passed over as LoRAManager(skip=) does; may be repeated",
     )  # fmt: skip
     inspect.set_defaults(run=_inspect)
+
+    _serve_arguments(commands.add_parser("serve", help="a model and its adapters over HTTP, as OpenAI's clients ask"))
     return parser
+
+
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
+    """Flags that vLLM's server has are called as they are there, and mean the same; docs/serve.md has all."""
+    most = 2**31 - 1
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    serve.add_argument("model", type=_text, metavar="MODEL", help="Hugging Face checkpoint folder with tokenizer.json")
+    serve.add_argument("--served-model-name", nargs="+", type=_text, metavar="NAME", help="instead of MODEL")
+    serve.add_argument("--host", type=_text, default="127.0.0.1", help="an address of this machine; 0.0.0.0 for all")
+    serve.add_argument("--port", type=_whole(0, 65535), default=8000, help="0 for any that is free")
+
+    model = serve.add_argument_group("model")
+    model.add_argument("--dtype", choices=dtypes, default="auto", help="auto: the checkpoint's; on a CPU float32")
+    model.add_argument("--max-model-len", type=_whole(1, most), metavar="N", help="positions; the model's by default")
+    model.add_argument("--max-num-seqs", type=_whole(1, 65536), metavar="N", help="64, or what the memory has room for")
+    model.add_argument("--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N")
+    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), default=1, metavar="N")
+    model.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="split experts, not heads, over N")
+    model.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
+    model.add_argument("--chat-template", type=_text, metavar="FILE", help="instead of the model's own")
+    model.add_argument("--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker")
+
+    lora = serve.add_argument_group("adapters")
+    lora.add_argument("--enable-lora", action="store_true", help="always the case")
+    lora.add_argument("--lora-modules", nargs="+", default=[], type=_text, metavar="NAME=PATH")
+    lora.add_argument("--max-loras", type=_whole(1, 65536), default=8, metavar="N", help="slots")
+    lora.add_argument("--max-lora-rank", type=_whole(1, 4096), default=16, metavar="R")
+    lora.add_argument("--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host; as many as slots")
+    lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
+    lora.add_argument("--fully-sharded-loras", action="store_true")
+    lora.add_argument("--lora-root", type=_text, metavar="DIR", help="requests may load adapters from below it")
+    lora.add_argument(
+        "--lora-hub-repos", nargs="+", default=[], type=_text, metavar="REPO",
+        help="owner/name or owner/*: requests may load these from the Hugging Face hub",
+    )  # fmt: skip
+
+    service = serve.add_argument_group("service")
+    service.add_argument("--api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_API_KEY")
+    service.add_argument("--admin-api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_ADMIN_API_KEY")
+    service.add_argument(
+        "--max-waiting", type=_whole(1, 10**6), default=1024, metavar="N", help="requests in the queue"
+    )
+    service.add_argument("--request-timeout", type=_seconds, metavar="SECONDS")
+    service.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="after a signal")
+    service.add_argument(
+        "--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning"
+    )
+    serve.set_defaults(run=_serve)
 
 
 # Each command is imported when it is chosen: `--help` and a wrong argument wait for nothing.
@@ -101,6 +151,12 @@ def _inspect(args: argparse.Namespace) -> int:
     from jlora.cli.inspect import run_inspect
 
     return run_inspect(args.adapter, args.model, args.skip)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from jlora.cli.serve import run_serve
+
+    return run_serve(args)
 
 
 # --- kinds of arguments -----------------------------------------------------------------------------------------------
@@ -141,4 +197,10 @@ def _temperature(value: str) -> float:
 def _share(value: str) -> float:
     if not 0 < _real(value) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {value!r:.40}")
+    return float(value)
+
+
+def _seconds(value: str) -> float:
+    if not 0 < _real(value) <= 86400 * 365:
+        raise argparse.ArgumentTypeError(f"expected seconds, a number above 0, got {value!r:.40}")
     return float(value)

@@ -11,14 +11,16 @@ from jlora.cli.text import shown, size
 from jlora.errors import LoRAError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jlora.models import Decoder
 
 # The largest that are in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
 
 
-def load_model(folder: Path, dtype: str) -> "Decoder":
-    """The model of a Hugging Face checkpoint folder.
+def load_model(folder: Path, dtype: str, mesh: "Mesh | None" = None) -> "Decoder":
+    """The model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
     Raises:
       LoRAError: a file is missing, malformed or asks for what is not served; the message names it.
@@ -32,7 +34,7 @@ def load_model(folder: Path, dtype: str) -> "Decoder":
             print(f"\r{shown(what)} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
 
     with progress(what):
-        return from_pretrained(folder, dtype=dtype, progress=percent)
+        return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=percent)
 
 
 def load_tokenizer(file: Path) -> Any:

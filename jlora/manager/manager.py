@@ -204,15 +204,25 @@ class LoRAManager:
                 return False
             return self._host.add(adapter, load_inplace, patience)
 
-    def prefetch(self, request: LoRARequest) -> "Future[bool]":
+    def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.
 
         Nothing waits for it: not a step, not a `prepare` of other adapters. Cancelling the future gives the load up.
 
+        Args:
+          request: what to load, or the name of one that was evicted and is loaded again.
+
         Returns:
           A future of what `add_adapter(request)` would return; its exception is what that would raise.
+
+        Raises:
+          AdapterNotFoundError: no adapter of that name was added.
         """
         self._check_call("prefetch")
+        if isinstance(request, str):
+            with self._books():
+                name, known = request, self._registry.known.get(request)
+                request = known or self._host.newest(name).request or LoRARequest(name, name)  # in memory: never read
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
@@ -335,6 +345,19 @@ class LoRAManager:
                 )
                 for name, content in ((name, contents[name]) for name in contents)
             }
+
+    def list_evicted(self) -> dict[str, LoRARequest]:
+        """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
+        with self._books():
+            return dict(self._registry.known)
+
+    def level(self, name: str) -> Literal["slot", "host", "evicted"] | None:
+        """Where an adapter is: in a slot, on the host, or to be loaded again when it is asked for. None: unknown."""
+        with self._books():
+            content = self._registry.contents.get(name)
+            if content is None:
+                return "evicted" if name in self._registry.known else None
+            return "host" if self._pool.slot_of(content) is None else "slot"
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.

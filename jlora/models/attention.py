@@ -1,5 +1,6 @@
 """Attention with grouped queries, rotary positions, windows and sinks, and the cache of a layer's keys and values."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jlora.models.config import DecoderConfig
 from jlora.models.partition import Partition, merged
 from jlora.models.parts import RMSNorm, linear
 from jlora.models.rope import rotate
+from jlora.pallas.gpus import platform
 
 
 class LayerCache(NamedTuple):
@@ -67,6 +69,7 @@ class Attention(nnx.Module):
     ):
         heads, groups, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.shards = partition.size("tensor")
+        self.on_mesh = partition.mesh is not None
         self.groups = max(groups, self.shards)
         self.qkv_proj = linear(
             config.hidden_size,
@@ -104,6 +107,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B L"],
         rotation: Rotation,
         cache: LayerCache | None,
+        extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         batch, length, _ = x.shape
         config = self.config
@@ -120,7 +124,14 @@ class Attention(nnx.Module):
             key_positions = positions
         else:
             cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))
-            k, v = cache
+            kernels = self.kernels(q.dtype) if length == 1 else None
+            if kernels is not None:
+                here = positions[:, 0]
+                begin = jnp.zeros_like(here) if self.window is None else jnp.maximum(here + 1 - self.window, 0)
+                sinks = self.sinks[...] if config.sinks else None
+                out = kernels.decode_attention(q[:, 0], cache.keys, cache.values, begin, here + 1, sinks)
+                return self.o_proj(out.reshape(batch, 1, -1)), cache
+            k, v = cache.keys[:, :extent], cache.values[:, :extent]
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
         # Cache rows that were never written lie at later positions than any query, so causality hides them as well.
         distance = positions[:, :, None] - key_positions[:, None, :]
@@ -129,3 +140,11 @@ class Attention(nnx.Module):
             visible &= distance < self.window
         sinks = self.sinks[...] if config.sinks else None
         return self.o_proj(attend(q, k, v, visible, sinks).reshape(batch, length, -1)), cache
+
+    def kernels(self, dtype: DType) -> ModuleType | None:
+        """The kernel for one query a sequence, which reads no more of the cache than is live, where there is one."""
+        if self.on_mesh or platform() != "gpu":
+            return None
+        from jlora.pallas import triton_decode  # slow to import, and for GPUs alone
+
+        return triton_decode if triton_decode.unsupported_reason(dtype, self.config.head_dim) is None else None

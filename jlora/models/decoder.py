@@ -57,9 +57,14 @@ class Layer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
 
     def __call__(
-        self, x: Float[Array, "B L E"], positions: Int[Array, "B L"], rotation: Rotation, cache: LayerCache | None
+        self,
+        x: Float[Array, "B L E"],
+        positions: Int[Array, "B L"],
+        rotation: Rotation,
+        cache: LayerCache | None,
+        extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
-        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache)
+        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache, extent)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -94,13 +99,13 @@ class Trunk(nnx.Module):
         self.rows = spread_over(dispatch)
 
     def __call__(
-        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache | None
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache | None, extent: int | None = None
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
         rotation = rotations(self.config, positions)
         x = self.embed_tokens(self.partition.constrain(tokens, self.rows))
         filled = []
         for i, layer in enumerate(self.layers):
-            x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i])
+            x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i], extent)
             filled.append(layer_cache)
         return self.norm(x), None if cache is None else tuple(filled)
 
@@ -159,7 +164,13 @@ class Decoder(nnx.Module):
         return self.logits(hidden)
 
     def extend(
-        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache, last: Int[Array, "B"]
+        self,
+        tokens: Int[Array, "B L"],
+        positions: Int[Array, "B L"],
+        cache: Cache,
+        last: Int[Array, "B"],
+        *,
+        extent: int | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends tokens to sequences whose earlier positions are in the cache.
 
@@ -169,11 +180,13 @@ class Decoder(nnx.Module):
             counting: what it leaves in the cache is hidden until a later call overwrites it.
           cache: from `init_cache` or an earlier call; it must reach past the largest position.
           last: [B] index in 0..L-1 of each sequence's last real token.
+          extent: attention reads positions 0..extent-1 of the cache and no others: static, and past every real token's
+            position. None: all of the cache.
 
         Returns:
           The float32 logits [B, V] after each sequence's last token, and the new cache.
         """
-        hidden, extended = self.model(tokens, positions, cache)
+        hidden, extended = self.model(tokens, positions, cache, extent)
         assert extended is not None
         return self.logits(jax.vmap(lambda rows, index: rows[index])(hidden, last)), extended
 
@@ -186,6 +199,11 @@ class Decoder(nnx.Module):
             return self.partition.constrain(jnp.zeros(shape, self.dtype), self.model.rows, (), ("tensor",))
 
         return tuple(LayerCache(empty(), empty()) for _ in range(self.config.num_hidden_layers))
+
+    @property
+    def reads_what_is_live(self) -> bool:
+        """Whether one token a sequence reads no more of a cache than is live, whatever the `extent`."""
+        return self.model.layers[0].self_attn.kernels(self.dtype) is not None
 
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Scores of every token, float32."""

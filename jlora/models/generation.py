@@ -17,21 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
 from jlora.models.partition import ONE_DEVICE, Partition
-
-
-class Sampling(NamedTuple):
-    """Traced settings of one call, so that changing them compiles nothing. Scalars float32 and int32."""
-
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    keys: Key[Array, "B"]
+from jlora.models.sampling import COLDEST, Sampling, choose, likeliest
 
 
 def generate(
@@ -85,10 +77,14 @@ def generate(
     stops = [_integer(f"stop_tokens[{i}]", value, 0) for i, value in enumerate(stop_tokens)]
     sampling = None
     if temperature > 0:
+        most = model.config.vocab_size if top_k is None else _integer("top_k", top_k, 1)
+        rows = len(prompts)
         sampling = Sampling(
-            temperature=jnp.float32(max(temperature, 1e-30)),  # below that float32 division gives NaN
-            top_k=jnp.int32(model.config.vocab_size if top_k is None else _integer("top_k", top_k, 1)),
-            top_p=jnp.float32(math.inf if top_p in (None, 1) else top_p),  # a rounded sum must not cut the tail
+            temperature=jnp.full(rows, max(temperature, COLDEST), jnp.float32),
+            top_k=jnp.full(rows, most, jnp.int32),
+            top_p=jnp.full(
+                rows, math.inf if top_p in (None, 1) else top_p, jnp.float32
+            ),  # rounded sums cut the tail off
             keys=jax.vmap(partial(jax.random.fold_in, jax.random.key(_integer("seed", seed, 0))))(ids),
         )
     elif top_k is not None or top_p is not None:
@@ -158,7 +154,10 @@ def _run(
     cache = model.init_cache(sequences, padded + capacity)
 
     def append(state: _State, logits: Float[Array, "B V"]) -> _State:
-        chosen = _choose(logits, state.step, sampling, ranked)
+        if sampling is None:
+            chosen = likeliest(logits)
+        else:
+            chosen = choose(logits, jnp.broadcast_to(state.step, sequences), sampling, ranked=ranked)
         # A stopped sequence goes on computing but writes nothing.
         column = jnp.where(state.running, state.step, capacity)
         out = jax.vmap(lambda row, i, token: row.at[i].set(token, mode="drop"))(state.out, column, chosen)
@@ -191,25 +190,6 @@ def _run(
     state = jax.lax.while_loop(lambda state: (state.step < limit) & jnp.any(state.running), body, append(empty, logits))
     partition: Partition = getattr(model, "partition", ONE_DEVICE)
     return partition.constrain(state.out), partition.constrain(state.counts)  # whole on every device
-
-
-def _choose(
-    logits: Float[Array, "B V"], step: Int[Array, ""], sampling: Sampling | None, ranked: bool
-) -> Int[Array, "B"]:
-    if sampling is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, step))(sampling.keys)
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
-    if not ranked:
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-    logits = jnp.take_along_axis(logits, order, axis=-1)
-    logits = jnp.where(jnp.arange(logits.shape[-1])[None, :] < sampling.top_k, logits, -jnp.inf)
-    chances = jax.nn.softmax(logits, axis=-1)
-    before = jnp.cumsum(chances, axis=-1) - chances
-    logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
-    rank = jax.vmap(jax.random.categorical)(keys, logits)
-    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
 def _scope(batch: Any) -> AbstractContextManager[object]:

@@ -544,3 +544,18 @@ def test_resolve_finds_folders_on_the_loading_thread(store):
     assert [asked for asked, _ in seen][:2] == [request, broken]
     assert threading.current_thread() not in [where for _, where in seen]
     assert list(manager.list_adapters()) == ["a"]
+
+
+def test_an_evicted_adapter_is_listed_and_loaded_ahead_by_its_name(world, store):
+    for name in "abcde":  # the host has room for four
+        world.manager.add_adapter(store.request(name))
+    with world.manager.prepare(["b", None, None]):
+        assert [world.manager.level(name) for name in (*"abc", "nobody")] == ["evicted", "slot", "host", None]
+    assert world.manager.list_evicted() == {"a": store.request("a")}
+    assert world.manager.prefetch("a").result(30) is True
+    assert world.manager.level("a") == "host"
+    assert world.manager.prefetch("a").result(30) is False
+    with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
+        world.manager.prefetch("nobody")
+    world.manager.add_adapter(make_adapter("memory"))
+    assert world.manager.prefetch("memory").result(30) is False  # never read from anywhere

@@ -1,0 +1,197 @@
+"""`jlora serve`: a model and its adapters over HTTP."""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jlora.cli.generate import device_errors
+from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.text import one_line, shown
+from jlora.config import LoRAConfig, LoRARequest
+from jlora.errors import LoRAError, LoRAUsageError
+
+if TYPE_CHECKING:
+    import jax
+
+    from jlora.models.config import DecoderConfig
+
+_KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serves until a signal. What can be checked is checked before anything is allocated."""
+    for package in ("jinja2", "starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
+    import jax
+
+    from jlora.cli.budget import budget, stored_dtype
+    from jlora.models.config import read_config
+    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.server import address, listen, serve
+    from jlora.serve.http.service import Keys, Limits, Service
+    from jlora.serve.http.template import load_template
+
+    modules = [_module(text) for text in args.lora_modules]
+    folder = Path(args.model).expanduser()
+    names = tuple(args.served_model_name or [args.model])
+    _check_names(modules, names)
+    root = None if args.lora_root is None else Path(args.lora_root).expanduser()
+    if root is not None and not root.is_dir():
+        raise LoRAUsageError(f"--lora-root {root} is not a folder")
+    keys = Keys(_keys(args.api_key, _KEY), _keys(args.admin_api_key, _ADMIN_KEY))
+    if args.compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(args.compilation_cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    config = read_config(folder / "config.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
+    mesh = _mesh(args, config)
+    dtype = args.dtype
+    if dtype == "auto":  # a CPU has no arithmetic of 16 bits
+        dtype = "float32" if jax.default_backend() == "cpu" else stored_dtype(folder)
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise LoRAUsageError(
+            f"--max-model-len {max_model_len} is more than the {config.max_position_embeddings} positions of the model"
+        )
+    lora = LoRAConfig(
+        max_loras=args.max_loras,
+        max_lora_rank=args.max_lora_rank,
+        max_cpu_loras=args.max_cpu_loras,
+        dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
+        fully_sharded=args.fully_sharded_loras,
+    )
+    plan = budget(
+        config,
+        lora,
+        dtype=dtype,
+        mesh=mesh,
+        sequences=args.max_num_seqs,
+        max_model_len=max_model_len,
+        batched_tokens=args.max_num_batched_tokens,
+        share=args.gpu_memory_utilization,
+    )
+    plan.check()
+    try:
+        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
+    except OSError as error:
+        raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
+
+    _log_to_stderr()
+    from jlora.manager.manager import LoRAManager
+    from jlora.serve.engine import Engine
+    from jlora.serve.options import EngineOptions
+
+    logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
+    with device_errors():
+        model = load_model(folder, dtype, mesh)
+        manager = LoRAManager(model, lora)
+    options = EngineOptions(
+        max_num_seqs=plan.sequences,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_waiting=args.max_waiting,
+        request_timeout=args.request_timeout,
+    )
+    engine = Engine(model, manager, tokenizer=tokenizer, options=options)
+    adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names)
+    for request in modules:
+        adapters.load(request, request.path, None)
+    service = Service(
+        engine=engine,
+        manager=manager,
+        tokenizer=tokenizer,
+        names=names,
+        root=str(args.model),
+        max_model_len=max_model_len,
+        adapters=adapters,
+        chat=chat,
+        keys=keys,
+        limits=Limits(),
+        administration=bool(_keys(args.admin_api_key, _ADMIN_KEY)),
+    )
+
+    def ready() -> None:
+        print(f"jlora serves {shown(names[0])} at {address(bound)}", flush=True)
+
+    with device_errors():
+        return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
+
+
+def _module(text: str) -> LoRARequest:
+    """One of `--lora-modules`: NAME=PATH, or vLLM's JSON {"name", "path", "base_model_name"}."""
+    if text.startswith("{"):
+        try:
+            found: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise LoRAUsageError(f"--lora-modules {text!r:.200} is not JSON: {one_line(error)}") from None
+        unknown = sorted(found.keys() - {"name", "path", "base_model_name"})
+        if unknown:
+            raise LoRAUsageError(f"--lora-modules {text!r:.200}: {unknown[0]!r} is not a field of an adapter")
+        name, path = found.get("name"), found.get("path")
+    else:
+        name, _, path = text.partition("=")
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise LoRAUsageError(f'expected --lora-modules NAME=PATH or {{"name": ..., "path": ...}}, got {text!r:.200}')
+    if shown(name) != name:
+        raise LoRAUsageError(f"--lora-modules: the name {name!r:.200} has characters that do not print")
+    return LoRARequest(name, path)
+
+
+def _check_names(modules: list[LoRARequest], names: tuple[str, ...]) -> None:
+    seen = set(names)
+    if len(seen) != len(names):
+        raise LoRAUsageError("--served-model-name: the same name is given twice")
+    for request in modules:
+        if request.name in seen:
+            raise LoRAUsageError(f"--lora-modules: {request.name!r} is given twice, or is a name of the base model")
+        seen.add(request.name)
+
+
+def _keys(given: list[str] | None, variable: str) -> list[str]:
+    """Of a flag, else of the environment, which other users of the machine cannot see."""
+    keys = given or [os.environ.get(variable, "")]
+    return [key for key in keys if key]
+
+
+def _mesh(args: argparse.Namespace, config: "DecoderConfig") -> "jax.sharding.Mesh | None":
+    import jax
+
+    count: int = args.tensor_parallel_size
+    if args.enable_expert_parallel and config.moe is None:
+        raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
+    if count == 1:
+        return None
+    devices = jax.devices()
+    if count > len(devices):
+        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {len(devices)} devices")
+    axis = "expert" if args.enable_expert_parallel else "tensor"
+    return jax.make_mesh((count,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:count])
+
+
+class _Formatter(logging.Formatter):
+    """One line a record, whatever is in it; the lines of an exception follow, indented."""
+
+    converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *rest = super().format(record).split("\n")
+        return "\n".join([shown(first), *(f"    {shown(line)}" for line in rest)])
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    for name in ("jlora", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("jlora.serve").setLevel(logging.INFO)

@@ -1,0 +1,112 @@
+"""Attention of one query a sequence over a cache, for GPUs: it reads what is live, where it lies, once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jlora._typing import DType
+from jlora.pallas.triton_parts import compiler_params, dot, load, store
+
+_BLOCK = 64  # positions that a program reads at a time
+_PROGRAMS = 512  # at least, where sequences and heads are few: some to each multiprocessor of any GPU
+_LEAST = -1e30  # below every score, and finite: differences of two are numbers
+
+
+def unsupported_reason(dtype: DType, width: int) -> str | None:
+    """Why the kernel cannot run for queries, keys and values of this dtype and width; None if it can."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, got {jnp.dtype(dtype)}"
+    if width < 16 or width & (width - 1):
+        return f"takes heads whose width is a power of two from 16 on, got {width}"
+    return None
+
+
+@partial(jax.jit, static_argnames="interpret")
+def decode_attention(
+    q: Float[Array, "B H D"],
+    keys: Float[Array, "B C G D"],
+    values: Float[Array, "B C G D"],
+    begin: Int[Array, "B"],
+    end: Int[Array, "B"],
+    sinks: Float[Array, "H"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B H D"]:
+    """Softmax attention of each sequence's query over its positions begin..end-1, in blocks (arXiv:2205.14135).
+
+    H / G query heads share a key head. A row's result depends on its own operands alone, to the bit, and on the number
+    of rows: the order in which its blocks are added up does.
+
+    Args:
+      q: bfloat16 or float16, as keys and values are.
+      keys, values: of every position; what lies outside begin..end-1 is not read.
+      begin, end: int32, 0 <= begin < end <= C.
+      sinks: one more logit a head, without a value (arXiv:2309.17453).
+      interpret: run in Python, for tests.
+    """
+    batch, heads, width = q.shape
+    capacity, groups = keys.shape[1:3]
+    parts = max(1, min(_PROGRAMS // (batch * groups), pl.cdiv(capacity, 2 * _BLOCK)))
+    kinds = [jax.ShapeDtypeStruct((batch, parts, heads, *last), jnp.float32) for last in ((width,), (), ())]
+    sums, most, weight = pl.pallas_call(
+        partial(_kernel, shared=heads // groups),
+        grid=(batch, groups, parts),
+        out_shape=kinds,
+        compiler_params=compiler_params(4, 3),
+        interpret=interpret,
+        name="decode_attention",
+    )(q, keys, values, begin, end)
+    top = jnp.max(most, axis=1, keepdims=True)
+    if sinks is None:
+        scale = jnp.exp(most - top)
+        total = jnp.sum(weight * scale, axis=1)
+    else:
+        logits = sinks.astype(jnp.float32)[None, None]
+        top = jnp.maximum(top, logits)
+        scale = jnp.exp(most - top)
+        total = jnp.sum(weight * scale, axis=1) + jnp.exp(logits - top)[:, 0]
+    return (jnp.sum(sums * scale[..., None], axis=1) / total[..., None]).astype(q.dtype)
+
+
+def _kernel(q_ref, k_ref, v_ref, begin_ref, end_ref, sums_ref, most_ref, weight_ref, *, shared: int):
+    """sums[row, part, heads of a group] = exp(q . k - most) @ v over every parts-th block of the row's positions
+
+        positions   0 ......... begin ..................... end ......... C
+        blocks                | p0 | p1 | p2 | p0 | p1 | p2 |             p1: program of part 1
+                               masked ^                    ^ masked
+
+    The first and the last block are masked, and what is masked is not read. most and weight: the largest score, and the
+    sum of exp(score - most).
+    """
+    row, group, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    width = q_ref.shape[-1]
+    place = jnp.arange(max(16, 1 << (shared - 1).bit_length()), dtype=jnp.int32)
+    head, present = group * shared + place, place < shared
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    q = load(q_ref, (row, head[:, None], column), present[:, None])
+    begin, end = begin_ref[row], end_ref[row]
+    first = begin // _BLOCK
+    count = pl.cdiv(pl.cdiv(end, _BLOCK) - first - part, pl.num_programs(2))
+
+    def step(i, carry):
+        sums, most, weight = carry
+        position = (first + part + i * pl.num_programs(2)) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+        live = (position >= begin) & (position < end)
+        k = load(k_ref, (row, position[:, None], group, column), live[:, None])
+        scores = jnp.where(live[None, :], dot(q, k, k.dtype, 1) * width**-0.5, _LEAST)
+        top = jnp.maximum(most, jnp.max(scores, axis=1))
+        chances = jnp.where(live[None, :], jnp.exp(scores - top[:, None]), 0.0)
+        v = load(v_ref, (row, position[:, None], group, column), live[:, None])
+        scale = jnp.exp(most - top)
+        sums = sums * scale[:, None] + dot(chances.astype(v.dtype), v, v.dtype, 0)
+        return sums, top, weight * scale + jnp.sum(chances, axis=1)
+
+    size = place.shape[0]
+    empty = jnp.zeros((size, width), jnp.float32), jnp.full(size, _LEAST, jnp.float32), jnp.zeros(size, jnp.float32)
+    sums, most, weight = jax.lax.fori_loop(0, jnp.maximum(count, 0), step, empty)
+    store(sums_ref, (row, part, head[:, None], column), sums, present[:, None])
+    store(most_ref, (row, part, head), most, present)
+    store(weight_ref, (row, part, head), weight, present)

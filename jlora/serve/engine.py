@@ -1,0 +1,328 @@
+"""`Engine`: many requests at once on one model, each with its own adapter."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from jlora.config import LoRARequest
+from jlora.errors import LoRAUsageError
+from jlora.manager.manager import LoRAManager
+from jlora.manager.report import AdapterInfo
+from jlora.serve.counts import Counts
+from jlora.serve.dispatch import Dispatcher
+from jlora.serve.generation import Answer
+from jlora.serve.loras import Loras
+from jlora.serve.options import EngineOptions
+from jlora.serve.request import (
+    EngineBusyError,
+    EngineClosedError,
+    EngineStats,
+    Generation,
+    SamplingParams,
+)
+from jlora.serve.sequence import Sequence, check_params, seed_of
+from jlora.serve.steps import Steps
+from jlora.serve.text import Decoding
+from jlora.serve.writer import Writer
+
+
+class Engine:
+    """Continuous batching: requests join and leave the batch that decodes, step by step, and nothing recompiles.
+
+    Every method may be called from any thread. `start` allocates and compiles; then two threads of the engine's own
+    dispatch steps and hand out answers, until `close`.
+
+    What an answer depends on: its prompt, its parameters, its seed and the generation of its adapter. Rows of a step do
+    not see each other, and there is one number of rows. Attention reads the cache up to an extent that the longest
+    sequence of the batch decides, and the compiler may add up in another order where that differs (512, 1024, ...): so
+    across extents, logits agree to rounding.
+
+    Args:
+      model: a `jlora.serve.ServableModel`; `jlora.models.Decoder`, or your own.
+      manager: of the model. The engine steps through `manager.run`; adapters may be added to it directly as well.
+      tokenizer: a `tokenizers.Tokenizer`; None for token ids in and out.
+      options: sizes and limits.
+
+    Raises:
+      LoRAUsageError: the model lacks what is needed, is not the manager's, or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        manager: LoRAManager,
+        *,
+        tokenizer: Any | None = None,
+        options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    ):
+        _check(options)
+        self.options = options
+        self._manager = manager
+        self._tokenizer = tokenizer
+        longest = _context(model)
+        self._longest = options.max_model_len or longest
+        if self._longest > longest:
+            raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
+        self._steps = Steps(
+            model, manager, rows=options.max_num_seqs, max_model_len=self._longest, chunk=options.max_num_batched_tokens
+        )
+        self._vocab = int(model.config.vocab_size)
+        self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
+        self._counts = Counts()
+        self._writer = Writer(self._counts, self._ended)
+        self._loras = Loras(manager, lambda: self._dispatcher.wake())
+        self._dispatcher = Dispatcher(
+            manager, self._steps, self._loras, self._writer, self._counts, options.max_wait_ratio
+        )
+        self._changed = threading.Condition()
+        self._open: set[Sequence] = set()  # requests that have not ended
+        self._state = "new"  # then "starting", "ready", "closing", "closed"
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of a sequence, prompt and answer."""
+        return self._longest
+
+    def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Allocate the cache, compile every shape, start the threads. Returns when the first request can be served.
+
+        Args:
+          progress: called with (shapes compiled, shapes in all).
+
+        Raises:
+          LoRAUsageError: it was started before.
+        """
+        with self._changed:
+            if self._state != "new":
+                raise LoRAUsageError(f"the engine cannot be started: it is {self._state}")
+            self._state = "starting"
+        try:
+            self._steps.warm(progress or (lambda done, total: None))
+            with self._changed:
+                if self._state != "starting":
+                    raise EngineClosedError("the engine was closed while it started")
+                self._writer.thread.start()
+                self._dispatcher.thread.start()
+                self._state = "ready"
+        except BaseException:
+            self._state = "closed"
+            self._steps.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._state == "ready" and self._dispatcher.failure is None
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Take no more requests, wait for those under way, end the threads and free the cache.
+
+        Args:
+          timeout: seconds to wait; what has not ended then ends with EngineClosedError. None: as long as it takes.
+
+        Returns:
+          Whether all had ended.
+        """
+        with self._changed:
+            running = self._state in ("ready", "closing")
+            self._state = "closing" if running else "closed"
+            done = self._changed.wait_for(lambda: not self._open, timeout) if running else True
+        if running:
+            here = threading.current_thread()
+            for part in (self._dispatcher, self._writer):
+                part.stop() if isinstance(part, Dispatcher) else part.close()
+                if part.thread is not here:
+                    part.thread.join()
+            self._state = "closed"
+        return done
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        lora: str | LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> Generation:
+        """Ask for one answer. Returns at once.
+
+        Args:
+          prompt: text, or token ids.
+          params: how its tokens are chosen.
+          lora: the adapter: a name that was added, or a request that is loaded first if its name is unknown. It answers
+            with the generation that is the newest when it begins.
+          timeout: seconds after which it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
+
+        Raises:
+          AdapterNotFoundError: the name is unknown, or was unloaded.
+          LoRAUsageError: the prompt or a parameter is wrong or too long.
+          EngineBusyError: too many requests wait.
+          EngineClosedError: the engine takes none.
+        """
+        tokens = self._tokens(prompt)
+        limit = check_params(params, tokens, self._vocab, self._longest)
+        if params.stop and self._tokenizer is None:
+            raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
+        seconds = self.options.request_timeout if timeout is None else timeout
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        with self._changed:
+            if self._state != "ready":
+                raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
+            if self._dispatcher.failure is not None:
+                raise self._dispatcher.failure
+            waiting = sum(one.row < 0 for one in self._open)
+            if waiting >= self.options.max_waiting:
+                raise EngineBusyError(
+                    f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
+                    self._counts.retry_after(),
+                )
+            name, request = (None, None) if lora is None else self._loras.wanted(lora)
+            answer = Answer(len(tokens), lambda: self._cancel(sequence))
+            sequence = Sequence(
+                prompt=tokens,
+                params=params,
+                seed=seed_of(params),
+                limit=limit,
+                stops=stops,
+                lora=name,
+                request=request,
+                deadline=None if seconds is None else time.monotonic() + seconds,
+                answer=answer,
+                decoding=Decoding(self._tokenizer, params.stop),
+            )
+            self._open.add(sequence)
+            self._dispatcher.submit(sequence)
+        with self._counts.lock:
+            self._counts.prompt_tokens += len(tokens)
+            self._counts.by_lora[name or ""] += 1
+        return answer
+
+    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) if hasattr(token, "dtype") else token for token in prompt]
+        if self._tokenizer is None:
+            raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
+        try:
+            return list(self._tokenizer.encode(prompt).ids)
+        except Exception as error:
+            raise LoRAUsageError(f"the prompt {prompt!r:.80} cannot be tokenized: {error!s:.200}") from error
+
+    def _cancel(self, sequence: Sequence) -> None:
+        sequence.cancelled = True
+        self._dispatcher.wake()
+
+    def _ended(self, sequence: Sequence) -> None:
+        if not sequence.left:  # a stop string: its row goes on until the dispatching thread hears of it
+            self._dispatcher.wake()
+        with self._changed:
+            self._open.discard(sequence)
+            self._changed.notify_all()
+
+    # --- adapters -----------------------------------------------------------------------------------------------
+
+    def add_lora(self, request: LoRARequest, *, timeout: float | None = None) -> None:
+        """Load an adapter. With `load_inplace` it replaces one of its name; sequences that run go on with theirs.
+
+        Args:
+          request: what to load.
+          timeout: seconds to wait; None for as long as it takes.
+
+        Raises:
+          AdapterExistsError: the name is loaded, and the request does not say `load_inplace`.
+          LoRAError: what `LoRAManager.add_adapter` raises.
+          EngineClosedError: the engine is closed.
+        """
+        self._check_open()
+        self._loras.add(request, timeout)
+
+    def remove_lora(self, name: str) -> None:
+        """Unload an adapter. Returns at once, and the name is refused from now on.
+
+        Requests that came before are served; its slot is free once the last of them has ended.
+
+        Raises:
+          AdapterNotFoundError: it is not loaded.
+          EngineClosedError: the engine is closed.
+        """
+        self._check_open()
+        self._loras.remove(name)
+
+    def pin_lora(self, name: str) -> None:
+        """Keep an adapter in a slot. Raises AdapterNotFoundError, and NoFreeSlotError where each is taken."""
+        self._check_open()
+        self._loras.pin(name)
+
+    def unpin_lora(self, name: str) -> None:
+        """Let an adapter be evicted again. Raises AdapterNotFoundError."""
+        self._check_open()
+        self._loras.unpin(name)
+
+    def list_loras(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that requests may name; those that are not on the host with what was known when they were."""
+        return self._loras.list()
+
+    def _check_open(self) -> None:
+        if self._state == "closed":
+            raise EngineClosedError("the engine is closed")
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counts since the start, and what is under way now."""
+        with self._changed:
+            under_way = tuple(self._open)
+        running = [one for one in under_way if one.row >= 0]
+        waiting = [one for one in under_way if one.row < 0]
+        used = sum(min(one.filled + one.received, self._longest) for one in running)
+        counts = self._counts
+        with counts.lock:
+            return EngineStats(
+                running=len(running),
+                waiting=len(waiting),
+                running_by_lora=Counter(one.lora for one in running if one.lora is not None),
+                waiting_by_lora=Counter(one.lora for one in waiting if one.lora is not None),
+                cache_usage=min(1.0, used / (self.options.max_num_seqs * self._longest)),
+                prompt_tokens=counts.prompt_tokens,
+                generated_tokens=counts.generated_tokens,
+                finished=dict(counts.finished),
+                failed_steps=counts.failed_steps,
+                by_lora=dict(counts.by_lora),
+                time_to_first_token=counts.first_token.read(),
+                time_per_output_token=counts.per_token.read(),
+                request_seconds=counts.whole.read(),
+            )
+
+
+def _check(options: EngineOptions) -> None:
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_model_len", 2),
+        ("max_num_batched_tokens", 1),
+        ("max_waiting", 1),
+        ("max_wait_ratio", 1),
+    ):
+        value = getattr(options, name)
+        if name == "max_model_len" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise LoRAUsageError(f"EngineOptions.{name} must be an integer of at least {least}, got {value!r}")
+    timeout: object = options.request_timeout
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise LoRAUsageError(f"EngineOptions.request_timeout must be seconds above 0 or None, got {timeout!r}")
+
+
+def _context(model: Any) -> int:
+    try:
+        return int(model.config.max_position_embeddings)
+    except AttributeError:
+        raise LoRAUsageError(
+            f"{type(model).__name__} has no config with vocab_size, max_position_embeddings and eos_token_ids; see "
+            "jlora.serve.ServableModel"
+        ) from None

@@ -1,0 +1,172 @@
+"""Bodies of requests: read with a limit of bytes and of time, and JSON that is checked field by field."""
+
+import asyncio
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from jlora.adapters.strict_json import Json, parse_object
+from jlora.errors import AdapterFormatError
+from jlora.serve.http.errors import BAD_REQUEST, ApiError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may take of the server.
+
+    Attributes:
+      body_bytes: of a request; a longer one is refused before it is read, or where it becomes too long.
+      header_seconds, body_seconds: until the whole of them has come.
+      send_seconds: for a client to take the next part of an answer.
+      load_seconds: for an adapter to be loaded.
+      sequences: prompts of a request times answers of each.
+    """
+
+    body_bytes: int = 8 * 2**20
+    header_seconds: float = 15.0
+    body_seconds: float = 30.0
+    send_seconds: float = 60.0
+    load_seconds: float = 600.0
+    sequences: int = 128
+
+
+async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, Json]:
+    """The JSON object that a request brings. Raises what `read_body` and `parse_body` do."""
+    return parse_body(await read_body(request, limits, kind), kind)
+
+
+async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytes:
+    """What a request brings, which it says is JSON.
+
+    Raises:
+      ApiError: 400 for another content type, 408 where it is slow to come, 413 where it is too long.
+      ClientDisconnect: the client left.
+    """
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":  # pages of other sites may send without asking what has another type
+        raise ApiError(400, kind, f"the content type must be application/json, got {media[:80] or 'none'!r}")
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
+        raise _too_long(limits)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise _too_long(limits)
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body did not come within {limits.body_seconds:g} seconds"
+        raise ApiError(408, "RequestTimeoutError", message) from None
+    return b"".join(parts)
+
+
+def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
+    """The JSON object that a body is. Raises `ApiError` (400)."""
+    try:
+        return parse_object(body, "the body")
+    except AdapterFormatError as error:
+        raise ApiError(400, kind, str(error)) from None
+
+
+def _too_long(limits: Limits) -> ApiError:
+    message = f"the body is longer than {limits.body_bytes} bytes, the most that this server takes"
+    return ApiError(413, "RequestTooLargeError", message)
+
+
+class Fields:
+    """Typed look-ups in the JSON object of a request. Null is the same as nothing; each error names its field."""
+
+    def __init__(self, values: dict[str, Json], kind: str = BAD_REQUEST):
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._known: set[str] = set()
+        self._kind = kind
+
+    def fail(self, name: str, expected: str) -> ApiError:
+        found = repr(self._values.get(name))
+        found = found if len(found) <= 80 else found[:77] + "..."
+        return ApiError(400, self._kind, f"{name} must be {expected}, got {found}", name)
+
+    def take(self, name: str) -> Any:
+        """Whatever is there."""
+        self._known.add(name)
+        return self._values.get(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return default if value is None else value
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        whole = isinstance(value, float) and value.is_integer()  # 5.0, which some clients write for 5
+        if isinstance(value, bool) or not (isinstance(value, int) or whole) or not least <= value <= most:
+            raise self.fail(name, f"a whole number from {least} to {most}")
+        return int(value)
+
+    def number(self, name: str, least: float, most: float = math.inf, *, open_below: bool = False) -> float | None:
+        """A finite number in [least, most], or in (least, most]."""
+        value = self.take(name)
+        if value is None:
+            return None
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+        if not good or not least <= value <= most or (open_below and value == least):
+            bounds = f"{'above' if open_below else 'of at least'} {least:g}"
+            bounds += "" if most == math.inf else f" and at most {most:g}"
+            raise self.fail(name, f"a number {bounds}")
+        return float(value)
+
+    def text(self, name: str, longest: int) -> str | None:
+        value = self.take(name)
+        if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
+            raise self.fail(name, f"a string of 1 to {longest} characters")
+        return value
+
+    def required(self, name: str, longest: int) -> str:
+        value = self.text(name, longest)
+        if value is None:
+            raise ApiError(400, self._kind, f"{name} is missing", name)
+        return value
+
+    def texts(self, name: str, count: int, longest: int) -> tuple[str, ...]:
+        """A string, or a list of at most `count` strings."""
+        value = self.take(name)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        values = cast("list[Json]", values)
+        if len(values) > count or not all(isinstance(text, str) and 1 <= len(text) <= longest for text in values):
+            raise self.fail(name, f"a string, or a list of at most {count}, of 1 to {longest} characters each")
+        return tuple(cast("list[str]", values))
+
+    def integers(self, name: str, count: int, most: int) -> tuple[int, ...]:
+        value = self.take(name)
+        values = cast("list[Json]", value) if isinstance(value, list) else []
+        good = all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= most for one in values)
+        if value is not None and (not isinstance(value, list) or len(values) > count or not good):
+            raise self.fail(name, f"a list of at most {count} whole numbers from 0 to {most}")
+        return tuple(cast("list[int]", values))
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Fields that change no answer."""
+        self._known.update(names)
+
+    def only(self, name: str, *accepted: Json) -> None:
+        """A field that is not implemented: what it says must be what is done anyway."""
+        value = self.take(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
+            allowed = " or ".join(repr(one) for one in accepted)
+            hint = f"; it may be left out, or be {allowed}" if accepted else "; leave it out"
+            raise ApiError(400, self._kind, f"{name} is not implemented{hint}", name)
+
+    def finish(self) -> None:
+        """Refuse what nobody asked for."""
+        for name in self._values:
+            if name not in self._known:
+                raise ApiError(400, self._kind, f"{name[:80]!r} is not a field of this endpoint", name[:80])

@@ -1,0 +1,234 @@
+"""From a request to its answer: submitted to the engine, heard on the event loop, cancelled where the client left."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from jlora.adapters.strict_json import Json
+from jlora.errors import LoRAError
+from jlora.serve.http.answers import Choice, Writer, usage_of
+from jlora.serve.http.asked import Asked, read_chat, read_completion
+from jlora.serve.http.body import Limits, parse_body, read_body
+from jlora.serve.http.errors import bad_request, of_generation
+from jlora.serve.http.mailbox import Event, Mailbox
+from jlora.serve.http.service import Service
+from jlora.serve.request import Generation, Piece, SamplingParams
+
+Read = Callable[[dict[str, Json], Limits], Asked]
+Pieces = list[tuple[int, Piece]]  # (which answer, its next part)
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """`POST /v1/completions`."""
+    return await _answer(service, request, read_completion)
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """`POST /v1/chat/completions`."""
+    return await _answer(service, request, read_chat)
+
+
+async def _answer(service: Service, request: Request, read: Read) -> Response:
+    note: dict[str, Any] = request.scope["jlora.note"]
+    started = time.monotonic()
+    body = await read_body(request, service.limits)
+    # Megabytes of JSON or text take a while to read: on a thread, so that streams go on.
+    asked = await service.work(lambda: read(parse_body(body), service.limits))
+    note |= {"model": asked.model, "stream": asked.stream}
+    try:
+        generations = await service.work(partial(_submit, service, asked))
+        run = Run(asked, generations, service.mailbox(), request.receive, note)
+        try:
+            # The first part is waited for in streams too: what fails before it is answered by a status of its own.
+            pieces = await run.next()
+            note["first_seconds"] = round(time.monotonic() - started, 4)
+            logprobs = asked.params.logprobs is not None
+            writer = Writer(asked.chat, asked.model, service.texts, logprobs, asked.include_usage)
+            if asked.stream:
+                return _EventStream(run, writer, pieces)
+            while pieces is not None:
+                pieces = await run.next()
+        except BaseException:
+            run.end()
+            raise
+    except LoRAError as error:
+        raise of_generation(error, asked.model) from None
+    run.end()
+    return JSONResponse(writer.whole(run.choices, run.usage()))
+
+
+def _submit(service: Service, asked: Asked) -> list[Generation]:
+    """All sequences of a request, or none."""
+    prompts = asked.prompts or (_render(service, asked),)
+    lora = None if asked.model in service.names else asked.model
+    generations: list[Generation] = []
+    try:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(service, prompt)
+            for i in range(asked.n):
+                params = _with_seed(asked.params, i)
+                generations.append(service.engine.submit(prompt, params, lora=lora, timeout=asked.timeout))
+    except BaseException:
+        for generation in generations:
+            generation.cancel()
+        raise
+    return generations
+
+
+def _render(service: Service, asked: Asked) -> tuple[int, ...]:
+    if service.chat is None:
+        message = "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
+        raise bad_request(message)
+    text = service.chat.render(asked.messages, asked.template)
+    _check_length(service, text)
+    # The template writes the special tokens itself.
+    return tuple(service.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _check_length(service: Service, text: str) -> None:
+    """A text that no tokens could make short enough is not worth tokenizing, which takes seconds for megabytes."""
+    most = service.max_model_len * service.texts.longest
+    if len(text) > most:
+        message = f"the prompt has {len(text)} characters; {service.max_model_len} tokens have {most} at most"
+        raise bad_request(message)
+
+
+def _with_seed(params: SamplingParams, i: int) -> SamplingParams:
+    """Those of the i-th answer of a prompt: seeds follow each other, and begin again after 2**63 - 1."""
+    return params if params.seed is None else replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
+
+
+class Run:
+    """The generations of one request. Everything but the engine's `listen` is on the event loop.
+
+    Args:
+      asked, generations: what is asked, and what the engine makes of it: `asked.n` for each prompt.
+      mailbox: brings their events here.
+      receive: of the request, whose body is read: all that can come from the client now is that it leaves.
+      note: what the log will say of the request.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        generations: Sequence[Generation],
+        mailbox: Mailbox,
+        receive: Receive,
+        note: dict[str, Any],
+    ):
+        self.asked = asked
+        self.choices = [Choice() for _ in generations]
+        self._generations = generations
+        self._note = note
+        self._events: dict[int, list[Event]] = {}
+        self._wake = asyncio.Event()
+        self._gone = False
+        self._left = len(generations)
+        self._watch = asyncio.ensure_future(self._until_gone(receive))
+        for index, generation in enumerate(generations):
+            generation.listen(partial(mailbox.post, partial(self._put, index)))
+
+    def _put(self, index: int, event: Event) -> None:
+        self._events.setdefault(index, []).append(event)
+        self._wake.set()
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._wake.set()
+
+    async def next(self) -> Pieces | None:
+        """What has come since, pieces of one answer put together; None once all have ended.
+
+        Raises:
+          ClientDisconnect: nobody waits for it any more.
+          LoRAError: what a generation ended with.
+        """
+        if not self._left:
+            return None
+        await self._wake.wait()
+        self._wake.clear()
+        if self._gone:
+            raise ClientDisconnect
+        events, self._events = self._events, {}
+        found: Pieces = []
+        for index, of_one in events.items():
+            pieces: list[Piece] = []
+            for event in of_one:
+                if isinstance(event, LoRAError):
+                    raise event
+                pieces.append(event)
+            piece = pieces[0] if len(pieces) == 1 else _together(pieces)
+            self.choices[index].add(piece)
+            self._left -= piece.finish_reason is not None
+            found.append((index, piece))
+        return found
+
+    def usage(self) -> dict[str, int]:
+        prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.asked.n])
+        return usage_of(prompts, sum(choice.tokens for choice in self.choices))
+
+    def end(self) -> None:
+        """Give back what has not ended by itself."""
+        self._watch.cancel()
+        for generation, choice in zip(self._generations, self.choices, strict=True):
+            if choice.finish_reason is None:
+                generation.cancel()
+        usage = self.usage()
+        self._note |= {"prompt_tokens": usage["prompt_tokens"], "tokens": usage["completion_tokens"]}
+        self._note["finish"] = [choice.finish_reason for choice in self.choices]
+
+
+def _together(pieces: Sequence[Piece]) -> Piece:
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.tokens),
+        tuple(one for piece in pieces for one in piece.logprobs),
+        pieces[-1].finish_reason,
+    )
+
+
+class _EventStream(Response):
+    """Server-sent events, until all answers have ended or the client left."""
+
+    def __init__(self, run: Run, writer: Writer, first: Pieces | None):
+        self._run, self._writer, self._first = run, writer, first
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        run, writer, pieces = self._run, self._writer, self._first
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                while pieces is not None:
+                    events = [
+                        _event(content)
+                        for index, piece in pieces
+                        for content in writer.events(index, run.choices[index], piece)
+                    ]
+                    if events:
+                        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                    pieces = await run.next()
+                last = _event(writer.usage_event(run.usage())) if run.asked.include_usage else b""
+            except LoRAError as error:  # too late for a status
+                failure = of_generation(error, run.asked.model)
+                scope["jlora.note"]["error"] = failure.message
+                last = _event(failure.body())
+            await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
+        finally:
+            run.end()
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

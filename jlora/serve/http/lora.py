@@ -1,0 +1,258 @@
+"""Adapters that come and go over HTTP: from where they may be loaded, which there are, and vLLM's endpoints."""
+
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from jlora.cli.text import shown
+from jlora.config import LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora.serve.counts import Histogram
+from jlora.serve.http.body import Fields, read_object
+from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError
+from jlora.serve.http.log import log, log_event
+from jlora.serve.request import AdapterExistsError, EngineClosedError
+
+if TYPE_CHECKING:
+    from jlora.serve.engine import Engine
+    from jlora.serve.http.service import Service
+
+_LONGEST_NAME, _LONGEST_PATH = 256, 4096
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Places:
+    """From where requests may load adapters.
+
+    Attributes:
+      root: the folder below which they lie; None for none. What is there comes before a repository of that name.
+      repos: of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
+    """
+
+    root: Path | None = None
+    repos: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.root is not None or bool(self.repos)
+
+    def find(self, path: str) -> str:
+        """What `LoRARequest.path` is for the `lora_path` of a request.
+
+        Raises:
+          ApiError: 400 where it is outside of the places (whether it exists or not), 404 where nothing is there.
+        """
+        if self._allowed(path) and not (self.root is not None and os.path.isdir(self.root / path)):
+            if os.path.isdir(path):  # which the library would take for it
+                raise _invalid(f"lora_path {path!r} is a repository, and a folder where the server runs", "lora_path")
+            return path
+        if self.root is None:
+            raise _invalid(f"lora_path {path!r:.200} is none of the repositories that may be loaded", "lora_path")
+        try:
+            root = self.root.resolve()
+            found = (root / path).resolve()
+            inside, there = found.is_relative_to(root), found.is_dir()
+        except (OSError, RuntimeError, ValueError):  # loops of links, NUL
+            found, inside, there = self.root, False, False
+        if not inside:
+            raise _invalid(
+                f"lora_path {path!r:.200} is not below the folder that adapters are loaded from", "lora_path"
+            )
+        if not there:
+            message = f"there is no folder at lora_path {path!r:.200}"
+            raise ApiError(404, NOT_FOUND, message, "lora_path")
+        return str(found)
+
+    def _allowed(self, path: str) -> bool:
+        owner, slash, name = path.partition("/")
+        return bool(slash and name) and (path in self.repos or f"{owner}/*" in self.repos) and "/" not in name
+
+
+@dataclass(frozen=True)
+class Known:
+    """An adapter that may be asked for: where it came from, and when."""
+
+    path: str
+    created: int
+
+
+class Adapters:
+    """Every adapter that may be asked for, in memory or not, and what loads and unloads them. Threads may share it.
+
+    Args:
+      engine: which serves them.
+      places: from where requests may load them.
+      taken: names that none may have: the base model's.
+    """
+
+    def __init__(self, engine: "Engine", places: Places, taken: Sequence[str]):
+        self.places = places
+        self.load_seconds = Histogram()
+        self._engine = engine
+        self._taken = frozenset(taken)
+        self._known: dict[str, Known] = {}
+        self._books = threading.Lock()
+        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # of each name: a lock, and how many want it
+
+    def known(self) -> Mapping[str, Known]:
+        with self._books:
+            return dict(self._known)
+
+    def check_name(self, name: str) -> None:
+        """Raises `ApiError` (400) for a name that no adapter can have."""
+        if name in self._taken:
+            raise _invalid(f"lora_name {name!r} is a name of the base model", "lora_name")
+        if shown(name) != name or len(name) > _LONGEST_NAME:
+            raise _invalid(f"lora_name {name!r:.80} must be printable, and of at most {_LONGEST_NAME} characters")
+
+    def load(self, request: LoRARequest, path: str, timeout: float | None) -> None:
+        """Load an adapter and let it be asked for; `path` is what is shown of where it came from. Blocks.
+
+        Raises:
+          AdapterExistsError: the name is loaded, and the request does not say to replace it.
+          LoRAError: it cannot be loaded; nothing changes then.
+        """
+        with self._turn(request.name):
+            if not request.load_inplace and request.name in self.known():
+                raise AdapterExistsError(f"adapter {request.name!r} is loaded already")
+            started = time.monotonic()
+            self._engine.add_lora(request, timeout=timeout)
+            seconds = time.monotonic() - started
+            with self._books:
+                self._known[request.name] = Known(path, int(time.time()))
+                self.load_seconds.add(seconds)
+        log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
+        own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
+        if own:
+            log_event("adapter's own tokenizer or template is ignored", adapter=request.name, files=own)
+
+    def unload(self, name: str) -> None:
+        """Refuse new requests for it from now on. Blocks.
+
+        Raises:
+          AdapterNotFoundError: there is none of that name.
+        """
+        with self._turn(name):
+            try:
+                self._engine.remove_lora(name)
+            except AdapterNotFoundError:  # it was removed beside the server: nobody may ask for it all the same
+                self._forget(name)
+                raise
+            self._forget(name)
+        log_event("unloaded", adapter=name)
+
+    def _forget(self, name: str) -> None:
+        with self._books:
+            self._known.pop(name, None)
+
+    @contextmanager
+    def _turn(self, name: str) -> Generator[None, None, None]:
+        """One change of a name at a time; others go on meanwhile."""
+        with self._books:
+            lock, count = self._turns.get(name, (threading.Lock(), 0))
+            self._turns[name] = (lock, count + 1)
+        try:
+            with lock:
+                yield
+        finally:
+            with self._books:
+                count = self._turns[name][1] - 1
+                if count:
+                    self._turns[name] = (lock, count)
+                else:
+                    del self._turns[name]
+
+
+def _invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, INVALID_INPUT, message, param)
+
+
+# --- endpoints --------------------------------------------------------------------------------------------------------
+
+
+async def load_adapter(service: "Service", request: Request) -> Response:
+    """`POST /v1/load_lora_adapter`."""
+    _check_places(service)
+    fields = Fields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
+    name, path = fields.text("lora_name", _LONGEST_PATH), fields.text("lora_path", _LONGEST_PATH)
+    if name is None or path is None:
+        missing = "lora_name" if name is None else "lora_path"
+        raise _invalid(f"{missing} is missing: an adapter is loaded by lora_name and lora_path", missing)
+    inplace, stacked = fields.flag("load_inplace"), fields.take("is_3d_lora_weight")
+    if stacked is not None and not isinstance(stacked, bool):
+        raise fields.fail("is_3d_lora_weight", "true or false")
+    fields.finish()
+    service.adapters.check_name(name)
+
+    def load() -> None:
+        found = service.adapters.places.find(path)
+        wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
+        service.adapters.load(wanted, path, service.limits.load_seconds)
+
+    try:
+        await service.load(load)
+    except AdapterExistsError:
+        message = f"adapter '{name}' is loaded already; load_inplace: true replaces it"
+        raise _invalid(message, "lora_name") from None
+    except AdapterNotFoundError as error:
+        raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
+    except EngineClosedError as error:
+        raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
+    except LoRAError as error:  # found, but not what can be served; vLLM too answers 500
+        log.warning("loading adapter %r failed: %s", name, shown(str(error)))
+        raise ApiError(500, INTERNAL, f"adapter '{name}' cannot be loaded: {error}") from None
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(service: "Service", request: Request) -> Response:
+    """`POST /v1/unload_lora_adapter`."""
+    _check_places(service)
+    name = await _read_name(service, request, "lora_int_id")
+    await _change(service, name, partial(service.adapters.unload, name))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def pin_adapter(service: "Service", request: Request, *, pin: bool) -> Response:
+    """`POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
+    if not (service.administration or service.adapters.places):
+        raise ApiError(404, NOT_FOUND, "Not Found")
+    name = await _read_name(service, request)
+    call = service.engine.pin_lora if pin else service.engine.unpin_lora
+    await _change(service, name, partial(call, name))
+    log_event("pinned" if pin else "unpinned", adapter=name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
+
+
+def _check_places(service: "Service") -> None:
+    if not service.adapters.places:  # as if there were no such endpoint
+        raise ApiError(404, NOT_FOUND, "Not Found")
+
+
+async def _read_name(service: "Service", request: Request, *ignored: str) -> str:
+    fields = Fields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
+    name = fields.text("lora_name", _LONGEST_PATH)
+    if name is None:
+        raise _invalid("lora_name is missing", "lora_name")
+    fields.ignore(ignored)
+    fields.finish()
+    return name
+
+
+async def _change(service: "Service", name: str, call: partial[None]) -> None:
+    try:
+        await service.load(call)
+    except AdapterNotFoundError:
+        raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
+    except EngineClosedError as error:
+        raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
+    except LoRAError as error:  # no slot that could be pinned
+        raise ApiError(500, INTERNAL, str(error)) from None

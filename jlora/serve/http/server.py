@@ -1,0 +1,211 @@
+"""A server on a socket: it warms up while it answers `/health`, serves, and drains at the first signal."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jlora.cli.text import one_line
+from jlora.serve.http.app import build_app
+from jlora.serve.http.body import Limits
+from jlora.serve.http.log import log_event
+from jlora.serve.http.service import Service
+
+_LAST_SECONDS = 5  # for answers that have ended to reach their clients
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket of this address, which nobody else has. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def address(bound: socket.socket) -> str:
+    """As a browser is given it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    service: Service,
+    bound: socket.socket,
+    *,
+    drain_seconds: float,
+    log_level: str = "warning",
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal: SIGTERM or SIGINT. To be called on the main thread.
+
+    The engine is started here, on a thread, while `/health` tells how far it is. At the first signal new requests are
+    refused, those under way are finished, and the engine is closed; the second ends the process at once.
+
+    Args:
+      service: which; its engine is not started yet.
+      bound: the socket.
+      drain_seconds: for requests under way; after that they are ended with an error.
+      log_level: of uvicorn's own log.
+      ready: called once requests are served.
+
+    Returns:
+      The exit status: 0, or 1 where requests had to be cut off.
+
+    Raises:
+      Exception: what the engine could not be started for.
+    """
+    config = uvicorn.Config(
+        build_app(service),
+        http=_protocol(service.limits),
+        log_level=log_level,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+    )
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_Life(service, _Server(config), bound, drain_seconds, ready).run())
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn's would end the process with theirs as its status."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Life:
+    """From the first signal of life to the last."""
+
+    def __init__(
+        self,
+        service: Service,
+        server: _Server,
+        bound: socket.socket,
+        drain_seconds: float,
+        ready: Callable[[], None],
+    ):
+        self._service, self._server, self._bound = service, server, bound
+        self._drain_seconds, self._ready = drain_seconds, ready
+        self._stop: asyncio.Future[None]
+        self._signals = 0
+
+    async def run(self) -> int:
+        service, loop = self._service, asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        serving = loop.create_task(self._server.serve([self._bound]))
+        warm: asyncio.Future[None] = loop.create_future()
+        threading.Thread(target=self._start, args=(loop, warm), name="jlora-warm", daemon=True).start()
+        try:
+            await asyncio.wait((warm, self._stop, serving), return_when=asyncio.FIRST_COMPLETED)
+            if not warm.done():  # a compiler cannot be stopped, and nothing was promised to anybody
+                log_event("stopped before it was warm")
+                sys.stdout.flush()
+                os._exit(0)
+            drained = warm.exception() is None
+            if drained:
+                service.state = "serving"
+                self._ready()
+                log_event("serving", address=address(self._bound))
+                await asyncio.wait((self._stop, serving), return_when=asyncio.FIRST_COMPLETED)
+                service.state = "closing"
+                log_event("closing", seconds=self._drain_seconds)
+                drained = await asyncio.to_thread(service.engine.close, self._drain_seconds)
+            self._server.should_exit = True
+            await serving
+        finally:
+            idle = service.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        warm.result()
+        log_event("closed", drained=drained)
+        status = 0 if drained else 1
+        if not idle:  # a load that hangs, on a disk or a network, and would be waited for
+            sys.stdout.flush()
+            os._exit(status)
+        return status
+
+    def _start(self, loop: asyncio.AbstractEventLoop, warm: "asyncio.Future[None]") -> None:
+        error: BaseException | None = None
+        try:
+            self._service.engine.start(self._progress)
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: warm.set_exception(error) if error else warm.set_result(None))
+
+    def _progress(self, done: int, total: int) -> None:
+        self._service.progress = (done, total)
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os.write(2, f"jlora: ended at once, at {one_line(signal.Signals(number).name)}\n".encode())
+            os._exit(128 + number)
+        # Signals come in on the main thread, which may be waiting for the loop's next event.
+        self._stop.get_loop().call_soon_threadsafe(lambda: self._stop.done() or self._stop.set_result(None))
+
+
+def _protocol(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, with an end to clients that send headers, or take answers, too slowly."""
+
+    class Patient(H11Protocol):
+        _waiting: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            self._await_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._await_headers()
+
+        def _await_headers(self) -> None:
+            """A clock runs from the first byte of a request, or from the connection, to the end of the headers; and
+            where a body still comes that nobody waits for."""
+            theirs = self.conn.their_state
+            late = theirs is h11.IDLE or (theirs is h11.SEND_BODY and self.conn.our_state is h11.DONE)
+            if late and not self.transport.is_closing():
+                self._waiting = self._waiting or self.loop.call_later(limits.header_seconds, self.transport.abort)
+            elif self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self._writing or self.loop.call_later(limits.send_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            for timer in (self._waiting, self._writing):
+                if timer is not None:
+                    timer.cancel()
+            super().connection_lost(exc)
+
+    return Patient

@@ -1,0 +1,109 @@
+"""A page for people: which adapters are where, what is under way, and how long it takes. It asks `/status.json`."""
+
+import base64
+import hashlib
+import heapq
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jlora.serve.http.service import Service
+
+_MOST = 200  # adapters that are shown
+
+_Histogram = tuple[Sequence[float], Sequence[int], float]
+
+
+async def status_json(service: Service, request: Request) -> Response:
+    """`GET /status.json`."""
+    return JSONResponse(await service.work(lambda: _status(service)))
+
+
+async def status_page(service: Service, request: Request) -> Response:
+    """`GET /` and `GET /status`."""
+    html, policy = _page()
+    return Response(html, headers={"content-type": "text/html; charset=utf-8", "content-security-policy": policy})
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page, and what a browser may do with it: run its own script, and ask its own server."""
+    html = Path(__file__).with_name("status.html").read_bytes()
+    allowed = {
+        tag: base64.b64encode(
+            hashlib.sha256(re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.S)[0]).digest()
+        ).decode()
+        for tag in (b"script", b"style")
+    }
+    policy = (
+        f"default-src 'none'; connect-src 'self'; script-src 'sha256-{allowed[b'script']}'; "
+        f"style-src 'sha256-{allowed[b'style']}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _status(service: Service) -> dict[str, Any]:
+    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
+    slots: list[str | None] = [None] * service.manager.config.max_loras
+    for info in loaded.values():
+        if info.slot is not None:
+            slots[info.slot] = info.name
+    known = service.adapters.known()
+    # The busiest ones, those in memory among them first.
+    names = heapq.nlargest(_MOST, {**known, **loaded}, key=lambda name: (name in loaded, stats.by_lora.get(name, 0)))
+    adapters = [
+        {
+            "name": name,
+            "requests": stats.by_lora.get(name, 0),
+            "running": stats.running_by_lora.get(name, 0),
+            "waiting": stats.waiting_by_lora.get(name, 0),
+            "path": known[name].path if name in known else None,
+            **({key: getattr(loaded[name], key) for key in ("slot", "rank", "pinned")} if name in loaded else {}),
+            "level": None if name not in loaded else "host" if loaded[name].slot is None else "slot",
+        }
+        for name in names
+    ]
+    return {
+        "model": service.names[0],
+        "state": service.condition,
+        "progress": service.progress,
+        "seconds": round(time.time() - service.started),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "cache_usage": stats.cache_usage,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "finished": dict(stats.finished),
+        "failed_steps": stats.failed_steps,
+        "slots": slots,
+        "registered": len(known),
+        "adapters": adapters,
+        "manager": asdict(manager),
+        "latency": {
+            "first token": _quantiles(stats.time_to_first_token),
+            "each further token": _quantiles(stats.time_per_output_token),
+            "whole request": _quantiles(stats.request_seconds),
+        },
+    }
+
+
+def _quantiles(histogram: _Histogram) -> dict[str, float | None]:
+    """Bounds that half, and 99 of 100, of the values lie below; None where there are none, or no bound is that high."""
+    bounds, counts, _ = histogram
+    found: dict[str, float | None] = {}
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        wanted, so_far = share * sum(counts), 0
+        found[name] = None
+        for bound, count in zip(bounds, counts, strict=False):
+            so_far += count
+            if sum(counts) and so_far >= wanted:
+                found[name] = bound
+                break
+    return found

@@ -1,0 +1,261 @@
+"""The adapters of an engine: who uses which generation, what is being loaded, and what is to go.
+
+A sequence holds the generation that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
+runs. A request that waits still needs the name; a name that is unloaded meanwhile is refused to new requests at once,
+and removed when the last of those has begun.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from jlora.config import LoRARequest
+from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.layers.batch import LoRABatch
+from jlora.manager.manager import LoRAManager
+from jlora.manager.report import AdapterInfo
+from jlora.serve.request import AdapterExistsError
+from jlora.serve.scheduler import Slots
+from jlora.serve.sequence import Held, Sequence
+
+_LOADS_AT_ONCE = 4
+_AHEAD = 8  # adapters of waiting requests that are loaded before their turn
+_PAUSE = 0.05  # seconds before a load is tried again that found no room
+
+
+class NotLoaded(Exception):
+    """An adapter has been evicted just now."""
+
+
+class Loras:
+    """See the module. `wake` is called when a load is done."""
+
+    def __init__(self, manager: LoRAManager, wake: Callable[[], None]):
+        self._manager = manager
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
+        self._going: set[str] = set()  # unloaded, but some that wait need them
+        self._coming: Counter[str] = Counter()  # being added by callers
+        self._pinned: set[str] = set()
+        self._infos: dict[str, AdapterInfo] = {}  # of those that were added here, as they were then
+        self._held: dict[tuple[str, int], Held] = {}
+        self._loads: dict[str, Future[bool]] = {}
+        self._not_before: dict[str, float] = {}
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    def add(self, request: LoRARequest, timeout: float | None) -> None:
+        """Load an adapter; see `Engine.add_lora`."""
+        name = request.name
+        with self._lock:
+            known = self._known(name)
+            if known and not request.load_inplace:
+                raise AdapterExistsError(
+                    f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
+                )
+            inplace = self._manager.level(name) is not None
+            self._coming[name] += 1
+        try:
+            if inplace or request.load_inplace:
+                # Loaded from the host's memory it would come back as it was, and it must not be forgotten in between.
+                loaded = self._manager.add_adapter(replace(request, load_inplace=True), timeout=timeout)
+            else:
+                loaded = self._manager.add_adapter(request, timeout=timeout)
+            if not loaded and not known:
+                raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
+            info = self._manager.list_adapters().get(name)
+            with self._lock:
+                self._going.discard(name)
+                if info is not None:
+                    self._infos[name] = info
+        finally:
+            with self._lock:
+                self._coming[name] -= 1
+                if not self._coming[name]:
+                    del self._coming[name]
+            self._wake()
+
+    def remove(self, name: str) -> None:
+        """Refuse a name from now on, and remove it as soon as no request waits for it."""
+        with self._lock:
+            if not self._known(name):
+                raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+            self._going.add(name)
+            self._pinned.discard(name)
+            self._let_go()
+
+    def pin(self, name: str) -> None:
+        with self._lock:
+            self._check(name)
+        self._manager.pin_adapter(name)
+        with self._lock:
+            self._pinned.add(name)
+
+    def unpin(self, name: str) -> None:
+        with self._lock:
+            self._check(name)
+            self._pinned.discard(name)
+        self._manager.unpin_adapter(name)
+        self._wake()
+
+    def list(self) -> dict[str, AdapterInfo]:
+        """Those that requests may name: of the host first, then those that were evicted, as they were added."""
+        found = self._manager.list_adapters()
+        for name, request in self._manager.list_evicted().items():
+            if name not in found:
+                known = self._infos.get(name)
+                blank = AdapterInfo(name, 0, 0, 0, None, False, False, request.path, request.base_model_name, 0)
+                found[name] = replace(known or blank, slot=None, pinned=False, leased=False)
+        with self._lock:
+            return {name: info for name, info in found.items() if name not in self._going}
+
+    def wanted(self, lora: str | LoRARequest) -> tuple[str, LoRARequest | None]:
+        """Count one more request that waits for an adapter. Raises AdapterNotFoundError for an unknown name."""
+        if isinstance(lora, LoRARequest) and lora.load_inplace:
+            raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
+        name, request = (lora, None) if isinstance(lora, str) else (lora.name, lora)
+        with self._lock:
+            if request is None or name in self._going:
+                self._check(name)
+            self._waiting[name] += 1
+        return name, request
+
+    def not_wanted(self, name: str) -> None:
+        """One request less waits for it: it has begun, or it has ended before."""
+        with self._lock:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+                self._let_go()
+
+    def _known(self, name: str) -> bool:
+        return name not in self._going and self._manager.level(name) is not None
+
+    def _check(self, name: str) -> None:
+        if not self._known(name):
+            raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+
+    def _let_go(self) -> None:
+        for name in tuple(self._going):
+            if self._waiting[name] or self._coming[name]:
+                continue
+            try:
+                self._manager.remove_adapter(name, timeout=0)
+            except AdapterInUseError:  # a batch of somebody else; asked for again
+                continue
+            self._going.discard(name)
+            self._infos.pop(name, None)
+
+    # --- the dispatching thread ---------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Remove what could not be removed before."""
+        if self._going:
+            with self._lock:
+                self._let_go()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def slots(self) -> Slots:
+        """What the slots are used for now."""
+        with self._lock:
+            pinned = set(self._pinned)
+        names = {name for name, _ in self._held}
+        return Slots(
+            total=self._manager.config.max_loras,
+            running=names | pinned,
+            resident={name for name in self._manager.slot_names if name is not None},
+            taken=len(self._held) + len(pinned - names),
+        )
+
+    def all_pinned(self) -> set[str] | None:
+        """The pinned adapters, where they take every slot: no other can run until somebody unpins one."""
+        with self._lock:
+            return set(self._pinned) if len(self._pinned) >= self._manager.config.max_loras else None
+
+    def loaded(self, name: str) -> bool:
+        return self._manager.level(name) in ("slot", "host")
+
+    def load_ahead(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
+        """Begin to load the adapters of those that wait longest. Returns what could not be loaded, and why."""
+        failed: dict[str, LoRAError] = {}
+        for name, load in tuple(self._loads.items()):
+            if not load.done():
+                continue
+            del self._loads[name]
+            error = None if load.cancelled() else load.exception()
+            if isinstance(error, NoFreeSlotError) and self._held:
+                self._not_before[name] = time.monotonic() + _PAUSE
+            elif error is not None:
+                failed[name] = error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
+        room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
+        seen: set[str] = set()
+        for sequence in waiting:
+            name = sequence.lora
+            if name is None or name in seen:
+                continue
+            seen.add(name)
+            if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
+                break
+            if name in self._loads or name in failed or self.loaded(name):
+                continue
+            if time.monotonic() < self._not_before.get(name, 0.0):
+                continue
+            self._not_before.pop(name, None)
+            try:
+                known = self._manager.level(name) is not None
+                if not known and sequence.request is None:
+                    raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
+                load = self._manager.prefetch(name if known or sequence.request is None else sequence.request)
+            except LoRAError as error:
+                failed[name] = error
+                continue
+            self._loads[name] = load
+            load.add_done_callback(lambda _: self._wake())
+        return failed
+
+    def begin(self, name: str | None) -> tuple[Held | None, LoRABatch]:
+        """The newest generation of an adapter for one more sequence, and a batch of one with it. Loads nothing.
+
+        Raises:
+          NotLoaded: it was evicted meanwhile.
+          NoFreeSlotError: every slot is taken.
+          AdapterNotFoundError: it is gone.
+        """
+        if name is None:
+            return None, self._manager.prepare([None])
+        # Leased first, then held: so it cannot be evicted in between, and nothing waits.
+        batch, ready = self._manager.prepare([name], wait=False)
+        try:
+            if not ready[0]:
+                if self.loaded(name):
+                    raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned or in use")
+                raise NotLoaded(name)
+            handle = self._manager.hold(name)
+            held = self._held.get((name, handle.generation))
+            if held is None:
+                held = Held(handle)
+            else:
+                handle.close()
+            if held.handle.generation != batch.generations[0] or held.users:
+                batch.close()
+                batch = self._manager.prepare([held.handle])
+        except BaseException:
+            batch.close()
+            raise
+        self._held[name, held.handle.generation] = held
+        held.users += 1
+        return held, batch
+
+    def end(self, held: Held) -> None:
+        """One sequence less with it."""
+        held.users -= 1
+        if not held.users:
+            self._held.pop((held.handle.name, held.handle.generation), None)
+            held.handle.close()

@@ -1,0 +1,419 @@
+"""The compiled steps of an engine, and the state on the device that they pass on, donated.
+
+    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V]
+    begin    its first token, and the row's settings                         -> token [1]
+    decode   the last token of every row into the cache                      -> logits [R, V]
+    pick     the next token of every row                                     -> tokens [R]
+    report   log probabilities of tokens and of the likeliest                where a row asks for them
+
+All shapes are fixed: R rows, a few lengths of chunks, and a few extents of the cache that attention reads. A row that
+decodes nothing computes like the others, and writes where the next token of its own row will be written over it.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+import jlora
+from jlora.errors import LoRAUsageError
+from jlora.models.sampling import Sampling, choose, likeliest
+from jlora.serve.request import MAX_LOGPROBS, SamplingParams
+
+_LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
+_LEAST_CHUNK = 32
+
+
+class ModelSizes(Protocol):
+    """What an engine must know of a model beside its steps; `DecoderConfig` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class ServableModel(Protocol):
+    """What a model brings to be served: an `nnx.Module` with these; `jlora.models.Decoder` is one."""
+
+    @property
+    def config(self) -> ModelSizes:
+        """Vocabulary, context and ends of sequence."""
+        ...
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        """An empty cache: a pytree of arrays, each with one axis of size `batch` and one of size `capacity`.
+
+        Index c along the latter holds what belongs to position c of a sequence, and nothing else.
+        """
+        ...
+
+    def extend(
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Any, last: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B V"], Any]:
+        """Append tokens to sequences whose earlier positions are in the cache.
+
+        Args:
+          tokens: [B, L], padded on the right.
+          positions: [B, L] position of each token, counted up; padding goes on counting. Each attends to the positions
+            up to its own: what the cache holds at later ones means nothing.
+          cache: as from `init_cache`, maybe of fewer sequences or a smaller capacity: those that are needed.
+          last: [B] index of each sequence's last real token.
+
+        Returns:
+          Float32 logits [B, V] after each sequence's last token, and the cache with these tokens.
+
+        A model whose `extend` has a keyword `extent` is told how much of the cache is live: positions 0..extent-1,
+        static. It reads no more than that, and returns the whole cache. Without, all of the cache is read. One that has
+        `reads_what_is_live` set knows it from the positions of decode steps, which are compiled for one extent then.
+        """
+        ...
+
+
+class Rows(NamedTuple):
+    """What the steps know of each row.
+
+    Attributes:
+      last: its newest token, which is not in the cache yet.
+      length: how many of its positions the cache holds.
+      drawn: how many tokens were chosen for it.
+      sampling: how.
+    """
+
+    last: Int[Array, "R"]
+    length: Int[Array, "R"]
+    drawn: Int[Array, "R"]
+    sampling: Sampling
+
+
+class Chosen(NamedTuple):
+    """Tokens on their way from the device: -1 where the logits were not numbers; with what `report` said of them."""
+
+    tokens: Int[Array, "B"]
+    report: tuple[Float[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
+
+    def read(self) -> "Chosen":
+        """The same as NumPy arrays, once they are computed."""
+        return jax.tree.map(np.asarray, self)
+
+
+class How(NamedTuple):
+    """Which variant of a choice is needed: static, and cheaper the less is asked for."""
+
+    sampled: bool = False
+    ranked: bool = False
+    reported: bool = False
+
+    @classmethod
+    def of(cls, many: Sequence[SamplingParams]) -> "How":
+        drawn = [one for one in many if one.temperature > 0]
+        limited = any(one.top_k > 0 or one.top_p < 1 for one in drawn)
+        return cls(bool(drawn), limited, any(one.logprobs is not None for one in many))
+
+
+class Steps:
+    """Compiled steps of one model. Its methods are called by one thread.
+
+    Args:
+      model: a `ServableModel` that `manager` serves.
+      manager: of the model.
+      rows: sequences that decode together.
+      max_model_len: positions of a sequence.
+      chunk: the most tokens of a prompt that one step takes.
+
+    Attributes:
+      capacity: positions of a row of the cache.
+      extents: of the cache, that decode steps are compiled for.
+    """
+
+    def __init__(self, model: Any, manager: jlora.LoRAManager, *, rows: int, max_model_len: int, chunk: int):
+        if not isinstance(model, ServableModel) or not isinstance(model, nnx.Module):
+            raise LoRAUsageError(
+                f"an engine takes an nnx.Module with config, init_cache and extend (jlora.serve.ServableModel), got "
+                f"{type(model).__name__}"
+            )
+        if manager.model is not model:
+            raise LoRAUsageError("the manager serves another model than the engine was given")
+        self.rows = rows
+        self.chunk = min(chunk, max_model_len)
+        self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
+        live = getattr(model, "reads_what_is_live", False)
+        self.extents = [self.capacity] if live else _doubled(_LEAST_EXTENT, self.capacity)
+        self._manager = manager
+        self._slots: tuple[Any, list[jax.Array]] | None = None
+        graph, slots, rest = nnx.split(model, jlora.SlotParam, ...)
+        self._slot_tree = jax.tree.structure(slots)
+        self._rest, rest_tree = jax.tree.flatten(rest)
+        self._axes = _cache_axes(model)
+        knows_extent = "extent" in inspect.signature(model.extend).parameters
+
+        def merged(slots: list[jax.Array], rest: list[jax.Array]) -> Any:
+            return nnx.merge(graph, jax.tree.unflatten(self._slot_tree, slots), jax.tree.unflatten(rest_tree, rest))
+
+        def extend(model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
+            extra = {"extent": extent} if knows_extent else {}
+            logits, cache = model.extend(tokens, positions, cache, last, **extra)
+            return logits.astype(jnp.float32), cache
+
+        @jax.jit
+        def fresh() -> tuple[Any, Rows]:
+            sampling = Sampling(
+                temperature=jnp.zeros(rows),
+                top_k=jnp.full(rows, model.config.vocab_size, jnp.int32),
+                top_p=jnp.full(rows, jnp.inf),
+                keys=jax.random.split(jax.random.key(0), rows),
+            )
+            last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
+            return model.init_cache(rows, self.capacity), Rows(last, length, drawn, sampling)
+
+        @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
+        def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
+            here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
+            with jlora.use(batch):
+                return extend(merged(slots, rest), rows.last[:, None], here, cache, jnp.zeros_like(rows.last), extent)
+
+        @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
+        def prefill(
+            slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int
+        ) -> Any:
+            row, start, count = where
+            positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            own = self._mapped(partial(_row_of, row=row, extent=extent), cache)
+            with jlora.use(batch):
+                logits, own = extend(merged(slots, rest), tokens, positions, own, (count - 1)[None], extent)
+            cache = self._mapped(partial(_with_row, row=row), cache, own)
+            return logits, cache, rows._replace(length=rows.length.at[row].set(start + count))
+
+        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
+        def begin(logits: Any, rows: Rows, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool) -> Any:
+            (row, top_k), (temperature, top_p) = ints, floats
+            key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+            own = Sampling(temperature[None], top_k[None], top_p[None], key[None])
+            token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
+            sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
+            last = rows.last.at[row].set(jnp.maximum(token[0], 0))
+            return token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)
+
+        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
+        def pick(logits: Any, rows: Rows, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
+            tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
+            step = active.astype(jnp.int32)
+            last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
+            return tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)
+
+        @jax.jit
+        def report(logits: Any, tokens: Any) -> Any:
+            logprobs = jax.nn.log_softmax(logits, axis=-1)
+            values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+            return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
+
+        self._fresh, self._decode, self._prefill = fresh, decode, prefill
+        self._begin, self._pick, self._report = begin, pick, report
+        self._vocab = int(model.config.vocab_size)
+        self._state: tuple[Any, Rows] | None = None
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """An empty state; what was there is gone."""
+        self._state = None  # first, for there may be no room for two
+        self._state = self._fresh()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a step that raised has taken the state with it."""
+        return self._state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+
+    def close(self) -> None:
+        """Give the cache back."""
+        self._state = None
+
+    def compiled(self) -> int:
+        """How many variants of the steps are compiled."""
+        steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
+        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def chunk_of(self, start: int, length: int) -> tuple[int, int, int]:
+        """The step that takes a prompt of `length` on from `start`: its tokens, their number with padding, its extent.
+
+        Chunks that are not the first are of one size: so few combinations compile.
+        """
+        count = min(self.chunk, length - start)
+        if start:
+            return count, self.chunk, _least(_doubled(self.chunk, self.capacity), start + self.chunk)
+        padded = _least(self._firsts(), count)
+        return count, padded, padded
+
+    def _firsts(self) -> list[int]:
+        sizes = [self.chunk]
+        while sizes[0] // 4 >= _LEAST_CHUNK:
+            sizes.insert(0, sizes[0] // 4)
+        return sizes
+
+    def prefill(self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], start: int) -> tuple[jax.Array, int]:
+        """One chunk of a prompt. Returns the logits after it, and up to where the prompt is in the cache now."""
+        count, padded, extent = self.chunk_of(start, len(prompt))
+        tokens = np.zeros((1, padded), np.int32)
+        tokens[0, :count] = prompt[start : start + count]
+        where = np.array([row, start, count], np.int32)
+        logits, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
+        self._state = (state[0], state[1])
+        return logits, start + count
+
+    def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
+        """The first token of a sequence, by the logits after its prompt."""
+        how = How.of([params])
+        ints = np.array([row, params.top_k or self._vocab], np.int32)
+        floats = np.array([params.temperature, params.top_p if params.top_p < 1 else np.inf], np.float32)
+        halves = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+        cache, rows = self._held()
+        tokens, rows = self._begin(logits, rows, ints, floats, halves, sampled=how.sampled, ranked=how.ranked)
+        self._state = (cache, rows)
+        return self._told(logits, tokens, how)
+
+    def decode(self, batch: jlora.LoRABatch, active: jax.Array, live: int, how: How) -> Chosen:
+        """The next token of every row of which `active` [R] is True; `live` is the longest of these with its last
+        token."""
+        served = batch if batch.has_adapters else None
+        logits, cache = self._run(self._decode, served, extent=_least(self.extents, live))
+        rows = self._held()[1]
+        self._state = (cache, rows)  # the rows are not donated yet: should the next call raise, nothing is lost
+        tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
+        self._state = (cache, rows)
+        return self._told(logits, tokens, how)
+
+    def _told(self, logits: jax.Array, tokens: jax.Array, how: How) -> Chosen:
+        chosen = Chosen(tokens, self._report(logits, tokens) if how.reported else None)
+        for array in jax.tree.leaves(chosen):
+            array.copy_to_host_async()
+        return chosen
+
+    def _held(self) -> tuple[Any, Rows]:
+        assert self._state is not None
+        return self._state
+
+    def _run(self, step: Callable[..., Any], batch: Any, *args: Any, **static: Any) -> Any:
+        def call() -> Any:
+            slots = self._manager.slots
+            if self._slots is None or self._slots[0] is not slots:
+                self._slots = (slots, jax.tree.leaves(slots))
+            return step(self._slots[1], self._rest, batch, *self._held(), *args, **static)
+
+        return self._manager.run(call)
+
+    def _mapped(self, act: Callable[..., Any], *trees: Any) -> Any:
+        """`act(batch axis, capacity axis, *leaves)` on every array of caches."""
+        leaves, tree = zip(*map(jax.tree.flatten, trees), strict=True)
+        acted = [act(*axes, *arrays) for axes, *arrays in zip(self._axes, *leaves, strict=True)]
+        return jax.tree.unflatten(tree[0], acted)
+
+    # --- warm-up ------------------------------------------------------------------------------------------------
+
+    def warm(self, progress: Callable[[int, int], None]) -> None:
+        """Allocate the state and compile everything, by running it once with a free slot and once without adapters."""
+        self.reset()
+        chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
+        for start in range(self.chunk, self.capacity, self.chunk):
+            chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
+        variants = [How(), How(True), How(True, True), How(reported=True)]
+        total = 1 + len(chunks) + len(variants) + len(self.extents) + len(variants)
+        done = 1
+        progress(done, total)
+
+        def tick() -> None:
+            nonlocal done
+            jax.block_until_ready(self._state)
+            done += 1
+            progress(min(done, total), total)
+
+        active = jnp.zeros(self.rows, bool)
+        logits: list[jax.Array] = []
+        for start, length in chunks.values():
+            self._manager.warmup(
+                lambda batch, start=start, length=length: logits.append(self.prefill(batch, 0, [0] * length, start)[0]),
+                num_sequences=1,
+            )
+            tick()
+        for how in variants:
+            params = SamplingParams(temperature=float(how.sampled), top_p=0.5 if how.ranked else 1.0)
+            self.begin(logits[0], 0, params, 0)
+            tick()
+        for extent in self.extents:
+            self._manager.warmup(
+                lambda batch, extent=extent: self.decode(batch, active, extent, How()), num_sequences=self.rows
+            )
+            tick()
+        for how in variants:
+            self._manager.warmup(lambda batch, how=how: self.decode(batch, active, 1, how), num_sequences=self.rows)
+            tick()
+        self._told(logits[0], jnp.zeros(1, jnp.int32), How(reported=True))
+        self.reset()
+
+
+def _doubled(least: int, most: int) -> list[int]:
+    """`most`, and the powers of two times `least` that are below it."""
+    sizes: list[int] = []
+    while least < most:
+        sizes.append(least)
+        least *= 2
+    return [*sizes, most]
+
+
+def _least(sizes: Sequence[int], enough: int) -> int:
+    return next(size for size in sizes if size >= enough)
+
+
+def _cache_axes(model: ServableModel) -> list[tuple[int, int]]:
+    """The axes of sequences and of positions of every array of a cache, found by asking for other sizes.
+
+    Raises:
+      LoRAUsageError: an array lacks one: a row of it could not go to another sequence, or padding would change it.
+    """
+
+    def shapes(batch: int, capacity: int) -> list[tuple[int, ...]]:
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(batch, capacity)))]
+
+    found: list[tuple[int, int]] = []
+    for one, batches, longer in zip(shapes(2, 8), shapes(4, 8), shapes(2, 16), strict=True):
+        rows = [i for i, size in enumerate(one) if batches[i] != size]
+        positions = [i for i, size in enumerate(one) if longer[i] != size]
+        if len(rows) != 1 or len(positions) != 1 or rows == positions:
+            raise LoRAUsageError(
+                f"init_cache(2, 8) has an array of shape {one}: expected one axis of sequences and one of positions"
+            )
+        found.append((rows[0], positions[0]))
+    return found
+
+
+def _row_of(axis: int, positions: int, array: jax.Array, *, row: jax.Array, extent: int) -> jax.Array:
+    """The live positions of one sequence."""
+    array = jax.lax.slice_in_dim(array, 0, extent, axis=positions)
+    return jax.lax.dynamic_slice_in_dim(array, row, 1, axis=axis)
+
+
+def _with_row(axis: int, positions: int, array: jax.Array, own: jax.Array, *, row: jax.Array) -> jax.Array:
+    """`array` with these positions of one sequence."""
+    starts = [jnp.int32(0)] * array.ndim
+    starts[axis] = row
+    return jax.lax.dynamic_update_slice(array, own, starts)
+
+
+def _chosen(
+    logits: Float[Array, "B V"], steps: Int[Array, "B"], sampling: Sampling, sampled: bool, ranked: bool
+) -> Int[Array, "B"]:
+    tokens = choose(logits, steps, sampling, ranked=ranked) if sampled else likeliest(logits)
+    return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), -1, tokens)

@@ -1,0 +1,90 @@
+"""The decode kernel, interpreted, against NumPy; that its lowering exists; and that a decoder takes it on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jlora.models import Decoder, DecoderConfig, attention
+from jlora.pallas import triton_decode
+from jlora.pallas.triton_decode import decode_attention
+from tests.pallas.lowering import lowered_text
+
+
+def expected(q, keys, values, begin, end, sinks):
+    q, keys, values = (np.asarray(array, np.float64) for array in (q, keys, values))
+    out = np.zeros(q.shape)
+    shared = q.shape[1] // keys.shape[2]
+    for b, h in np.ndindex(q.shape[:2]):
+        k, v = (array[b, begin[b] : end[b], h // shared] for array in (keys, values))
+        scores = k @ q[b, h] / np.sqrt(q.shape[2])
+        weights = np.exp(scores)
+        out[b, h] = weights @ v / (weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[h]))))
+    return out
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "programs"), [(8, 2, 512), (3, 3, 1), (4, 1, 8)])
+def test_values(monkeypatch, rng, heads, groups, programs, sinks):
+    monkeypatch.setattr(triton_decode, "_PROGRAMS", programs)
+    decode_attention.clear_cache()
+    rows, capacity, width = 4, 300, 16
+    q = jnp.asarray(rng.normal(size=(rows, heads, width)), jnp.bfloat16)
+    keys, values = (jnp.asarray(rng.normal(size=(rows, capacity, groups, width)), jnp.bfloat16) for _ in range(2))
+    begin, end = np.array([0, 0, 70, 255], np.int32), np.array([1, 300, 129, 256], np.int32)
+    dead = (np.arange(capacity) < begin[:, None]) | (np.arange(capacity) >= end[:, None])
+    keys, values = (jnp.where(dead[:, :, None, None], jnp.nan, array) for array in (keys, values))  # is not looked at
+    given = jnp.asarray(rng.normal(size=heads), jnp.bfloat16) if sinks else None
+    found = decode_attention(q, keys, values, jnp.asarray(begin), jnp.asarray(end), given, interpret=True)
+    want = expected(q, keys, values, begin, end, given)
+    np.testing.assert_allclose(np.asarray(found, np.float64), want, atol=0.02)
+    assert found.dtype == jnp.bfloat16
+
+
+def test_what_is_not_supported_says_why():
+    reason = triton_decode.unsupported_reason
+    assert reason(jnp.bfloat16, 64) is None
+    assert "float32" in reason(jnp.float32, 64)
+    assert "48" in reason(jnp.bfloat16, 48)
+
+
+CONFIG = DecoderConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, sliding_windows=(None, 9), sinks=True, max_position_embeddings=256,
+)  # fmt: skip
+
+
+def test_a_decoder_decodes_the_same_with_it(monkeypatch):
+    model = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    cache = model.init_cache(3, 256)
+    tokens = jax.random.randint(jax.random.key(0), (3, 40), 0, 32)
+    positions = jnp.broadcast_to(jnp.arange(40), (3, 40))
+    logits, cache = model.extend(tokens, positions, cache, jnp.array([39, 20, 3]))
+    args = logits.argmax(-1)[:, None], jnp.array([[40], [21], [4]]), cache, jnp.zeros(3, jnp.int32)
+    want, _ = model.extend(*args, extent=64)
+    assert not model.reads_what_is_live
+    calls = []
+
+    def interpreted(*operands):
+        calls.append(operands)
+        return decode_attention(*operands, interpret=True)
+
+    monkeypatch.setattr(attention, "platform", lambda: "gpu")
+    monkeypatch.setattr(triton_decode, "decode_attention", interpreted)
+    assert model.reads_what_is_live
+    found, _ = model.extend(*args, extent=64)
+    assert len(calls) == 2
+    np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
+    model.extend(tokens, positions, cache, jnp.array([39, 20, 3]))  # several queries a sequence: not for this kernel
+    assert len(calls) == 2
+
+
+def test_it_lowers_for_a_gpu():
+    shapes = [(64, 32, 128), (64, 8192, 8, 128), (64, 8192, 8, 128)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args += [jax.ShapeDtypeStruct((64,), jnp.int32)] * 2
+    lowered = lowered_text(decode_attention, args, "cuda")
+    assert "decode_attention" in lowered
+    assert "triton" in lowered
+    assert lowered.count("stablehlo.transpose") == 0  # nothing is moved before it is read

@@ -1,0 +1,126 @@
+"""A server around the fake engine, asked in this process, or over a socket where that matters."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from jlora.config import LoRARequest
+from jlora.serve.http.app import build_app
+from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.http.service import Service
+from tests.serve.fake_engine import FakeEngine, fake_manager
+
+JSON = {"content-type": "application/json"}
+
+
+def make_service(engine=None, *, root=None, repos=(), state="serving", names=("base", "alias"), **options) -> Service:
+    engine = engine or FakeEngine()
+    adapters = Adapters(engine, Places(root, tuple(repos)), names)
+    before, engine.loras = engine.loras, {}
+    for request in before.values():
+        adapters.load(LoRARequest(request.name, request.path), request.path, None)
+    service = Service(
+        engine, fake_manager(engine), engine.tokenizer, names, "models/base", 128, adapters, state=state, **options
+    )
+    engine.calls.clear()
+    return service
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def error(self):
+        return self.json["error"]
+
+    @property
+    def text(self):
+        return self.body.decode()
+
+    @property
+    def events(self):
+        """What a stream told; its last event must say that it is the last."""
+        lines = self.text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert all(line.startswith("data: ") for line in lines[:-1])
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def ask(service: Service, method: str, path: str, content=None, **headers) -> Answer:
+    """One request, whose JSON, text or bytes `content` is. Headers: with _ for -."""
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    if content is not None:
+        given = JSON | given
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+    async def asked() -> Answer:
+        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.request(method, path, content=content, headers=given)
+            return Answer(answer.status_code, answer.headers, answer.content)
+
+    return asyncio.run(asked())
+
+
+def post(service: Service, path: str, content, **headers) -> Answer:
+    return ask(service, "POST", path, content, **headers)
+
+
+def until(condition, seconds=10.0):
+    """Wait until it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never held"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def on_socket(service: Service):
+    """The server on a socket of this machine; yields (host, port)."""
+    import uvicorn
+
+    from jlora.serve.http.server import _protocol, _Server, listen
+
+    bound = listen("127.0.0.1", 0)
+    config = uvicorn.Config(build_app(service), http=_protocol(service.limits), log_config=None, access_log=False,
+                            ws="none", timeout_graceful_shutdown=1)  # fmt: skip
+    server = _Server(config)
+    thread = threading.Thread(target=lambda: server.run([bound]), daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield bound.getsockname()[:2]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def raw_post(path: str, content: bytes, *headers: str, length: int | None = None) -> bytes:
+    """The bytes of a request."""
+    lines = [f"POST {path} HTTP/1.1", "host: test", "content-type: application/json", *headers,
+             f"content-length: {len(content) if length is None else length}"]  # fmt: skip
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def read_all(connection: socket.socket, seconds=10.0) -> bytes:
+    """What comes until the other side closes."""
+    connection.settimeout(seconds)
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,186 @@
+"""An engine without a model, with the methods of the real one: it answers letter by letter, when it is told to."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from jlora.config import LoRARequest
+from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
+from jlora.manager.report import AdapterInfo, Stats
+from jlora.serve.request import (
+    AdapterExistsError,
+    EngineBusyError,
+    EngineClosedError,
+    EngineStats,
+    Piece,
+    TokenLogprob,
+)
+
+LETTERS = ["<s>", "</s>", "?", *"abcdefghijklmnopqrstuvwxyz =:|\n"]
+
+
+def letters() -> Tokenizer:
+    """One token a letter: <s> 0, </s> 1, anything unknown 2, a 3, ...; an <s> is put before a text."""
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+@dataclass
+class FakeGeneration:
+    prompt: object
+    params: object
+    lora: str | None
+    timeout: float | None
+    events: list = field(default_factory=list)
+    callback: object = None
+    cancelled: bool = False
+    prompt_tokens: int = 0
+
+    def listen(self, callback):
+        self.callback = callback
+        for event in self.events:
+            callback(event)
+
+    def put(self, event):
+        """The next event, from the thread of the caller."""
+        self.events.append(event)
+        if self.callback is not None:
+            self.callback(event)
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class FakeEngine:
+    """Answers `NAME|PROMPT` at once, a piece a letter, or what `script` says.
+
+    Attributes:
+      script: events of every answer instead; None for that answer.
+      refuse: what `submit` raises.
+      hold: nothing is answered: the test puts events into `generations`.
+      broken: path -> what loading it raises.
+      gate: what loads wait for.
+    """
+
+    def __init__(self, names=("sort", "reverse"), tokenizer=None):
+        self.tokenizer = tokenizer or letters()
+        self.loras = {name: LoRARequest(name, f"/adapters/{name}") for name in names}
+        self.generations = []
+        self.script = self.refuse = None
+        self.hold = False
+        self.broken = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.pinned = set()
+        self.ready = True
+        self.closed = False
+        self.calls = Counter()
+        self.told = EngineStats()
+
+    def submit(self, prompt, params, *, lora=None, timeout=None):
+        if self.closed:
+            raise EngineClosedError("the engine is closed")
+        if self.refuse is not None:
+            raise self.refuse
+        if lora is not None and lora not in self.loras:
+            raise AdapterNotFoundError(f"adapter {lora!r} is not loaded")
+        tokens = (
+            self.tokenizer.encode(prompt, add_special_tokens=False).ids if isinstance(prompt, str) else list(prompt)
+        )
+        if any(token >= len(LETTERS) for token in tokens):
+            raise LoRAUsageError("a token is outside of the vocabulary")
+        text = prompt if isinstance(prompt, str) else "".join(LETTERS[token] for token in tokens)
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(tokens))
+        self.generations.append(generation)
+        if not self.hold:
+            for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):
+                generation.put(event)
+        return generation
+
+    def answer(self, text, params):
+        letters = text[: params.max_tokens]
+        for i, letter in enumerate(letters):
+            token = LETTERS.index(letter) if letter in LETTERS else 2
+            last = i == len(letters) - 1
+            finish = None if not last else "stop" if letters == text else "length"
+            logprobs = ()
+            if params.logprobs is not None:
+                top = tuple((3 + j, -1.5 * (j + 1)) for j in range(params.logprobs))
+                logprobs = (TokenLogprob(token, -0.25, top),)
+            yield Piece(letter, (token,), logprobs, finish)
+
+    def add_lora(self, request, *, timeout=None):
+        self.calls["add"] += 1
+        self.gate.wait(10)
+        if request.name in self.loras and not request.load_inplace:
+            raise AdapterExistsError(request.name)
+        for path, error in self.broken.items():
+            if request.path.endswith(path):
+                raise error
+        self.loras[request.name] = request
+
+    def remove_lora(self, name):
+        self.calls["remove"] += 1
+        if name not in self.loras:
+            raise AdapterNotFoundError(name)
+        del self.loras[name]
+
+    def pin_lora(self, name):
+        self.calls["pin"] += 1
+        if name not in self.loras:
+            raise AdapterNotFoundError(name)
+        self.pinned.add(name)
+
+    def unpin_lora(self, name):
+        self.calls["unpin"] += 1
+        if name not in self.loras:
+            raise AdapterNotFoundError(name)
+        self.pinned.discard(name)
+
+    def resident(self):
+        """What the manager would list: the first two adapters are in slots, the next two on the host."""
+        return {
+            name: AdapterInfo(name, 8, 2, 100, i if i < 2 else None, name in self.pinned, False, r.path, None, 0)
+            for i, (name, r) in enumerate([*self.loras.items()][:4])
+        }
+
+    def stats(self):
+        return self.told
+
+    def start(self, progress=None):
+        if progress is not None:
+            progress(1, 2)
+
+    def close(self, timeout=None):
+        self.closed = True
+        until = time.monotonic() + (timeout or 0)
+        while any(not _ended(one) for one in self.generations) and time.monotonic() < until:
+            time.sleep(0.01)
+        late = [one for one in self.generations if not _ended(one)]
+        for generation in late:
+            generation.put(EngineClosedError("the engine was closed"))
+        return not late
+
+
+def _ended(generation):
+    last = generation.events[-1] if generation.events else None
+    return generation.cancelled or not (last is None or (isinstance(last, Piece) and last.finish_reason is None))
+
+
+def fake_manager(engine):
+    stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
+                  registered=2, active=2, leased=1, slot_bytes=1000, host_bytes=2000)  # fmt: skip
+    config = SimpleNamespace(max_loras=4)
+    return SimpleNamespace(stats=lambda: stats, config=config, list_adapters=engine.resident)
+
+
+BROKEN = AdapterFormatError("adapter 'broken': adapter_model.safetensors: is cut short")
+BUSY = EngineBusyError("the queue is full", 2.4)

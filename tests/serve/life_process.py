@@ -1,0 +1,53 @@
+"""A server around the fake engine, in a process of its own, for signals: python -m tests.serve.life_process HOW."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from jlora.cli.serve import _log_to_stderr
+from jlora.errors import LoRAError
+from jlora.serve.http.server import address, listen, serve
+from jlora.serve.request import EngineStats
+from tests.serve.client import make_service
+from tests.serve.fake_engine import FakeEngine, _ended
+
+
+class Engine(FakeEngine):
+    """HOW: "ready" at once; "slow" to warm up; "fails" to. With a third argument what waits is answered at the end."""
+
+    def start(self, progress=None):
+        progress(1, 2)
+        if sys.argv[1] == "slow":
+            time.sleep(60)
+        if sys.argv[1] == "fails":
+            raise LoRAError("no room for the cache")
+
+    def stats(self):
+        return EngineStats(running=sum(not _ended(one) for one in self.generations))
+
+    def submit(self, prompt, params, *, lora=None, timeout=None):
+        self.hold = prompt == "wait"
+        return super().submit(prompt, params, lora=lora, timeout=timeout)
+
+    def add_lora(self, request, *, timeout=None):
+        if request.name == "hangs":
+            time.sleep(60)
+        super().add_lora(request, timeout=timeout)
+
+    def close(self, timeout=None):
+        if len(sys.argv) > 3:  # what is under way ends by itself
+            threading.Timer(1, self.go).start()
+        return super().close(timeout)
+
+    def go(self):
+        for generation in self.generations:
+            for event in self.answer("late", generation.params):
+                generation.put(event)
+
+
+_log_to_stderr()
+bound = listen("127.0.0.1", 0)
+print(address(bound), flush=True)
+service = make_service(Engine(), state="warming", root=Path(__file__).parent)
+sys.exit(serve(service, bound, drain_seconds=float(sys.argv[2]), ready=lambda: print("ready", flush=True)))

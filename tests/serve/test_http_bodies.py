@@ -1,0 +1,245 @@
+"""What is refused, by which name; and that no JSON at all makes the server fail."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jlora.serve.http.body import Limits
+from jlora.serve.http.template import ChatTemplate
+from tests.serve.client import ask, make_service, post
+from tests.serve.fake_engine import FakeEngine
+
+COMPLETION = {"model": "sort", "prompt": "ba="}
+CHAT = {"model": "sort", "messages": [{"role": "user", "content": "hi"}]}
+TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+@pytest.fixture(scope="module")
+def service():
+    return make_service(FakeEngine(), chat=TEMPLATE, root=None)
+
+
+WRONG = [
+    ("model", None),
+    ("model", ""),
+    ("model", 3),
+    ("n", 0),
+    ("n", 129),
+    ("n", True),
+    ("n", 1.5),
+    ("max_tokens", 0),
+    ("max_tokens", "5"),
+    ("max_tokens", 2**31),
+    ("temperature", -0.1),
+    ("temperature", "hot"),
+    ("temperature", 1e999),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("seed", 2**63),
+    ("seed", 0.5),
+    ("stop", ""),
+    ("stop", [""]),
+    ("stop", ["x"] * 33),
+    ("stop", [3]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", [True]),
+    ("ignore_eos", 1),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),  # without stream
+    ("timeout", 0),
+    ("timeout", -1),
+    # not implemented
+    ("echo", True),
+    ("frequency_penalty", 0.5),
+    ("presence_penalty", 1),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {"5": 1}),
+    ("response_format", {"type": "json_object"}),
+    ("min_p", 0.1),
+    ("min_tokens", 3),
+    ("use_beam_search", True),
+    ("guided_json", {}),
+    ("prompt_logprobs", 0),
+    ("priority", 1),
+    ("truncate_prompt_tokens", 8),
+    ("bad_words", ["x"]),
+    ("return_token_ids", True),
+    # nobody's
+    ("temprature", 0),
+    ("lora", "sort"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_wrong_field_is_named(service, path, name, value):
+    body = COMPLETION if path == "/v1/completions" else CHAT
+    before = len(service.engine.generations)
+    answer = post(service, path, json.dumps({**body, name: value}).replace("Infinity", "1e999").encode())
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "BadRequestError", name)
+    assert name in answer.error["message"]
+    assert len(service.engine.generations) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt", value) for value in (None, "", [], [""], ["a", 3], [3, "a"], [[]], [3, [4]], [-1], [1.0], {}, [True])]
+    + [("logprobs", 21), ("logprobs", True), ("suffix", "x"), ("best_of", 3), ("messages", []), ("tools", [])],
+)
+def test_a_wrong_field_of_completions(service, name, value):
+    answer = post(service, "/v1/completions", {**COMPLETION, name: value})
+    assert (answer.status, answer.error["param"]) == (400, name)
+
+
+def message(**fields):
+    return [{"role": "user", "content": "hi", **fields}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        *[("messages", value, "messages") for value in (None, [], "hi", {})],
+        ("messages", ["hi"], "messages[0]"),
+        ("messages", message(role="robot"), "messages[0].role"),
+        ("messages", message(role=["user"]), "messages[0].role"),
+        ("messages", [*message(), {"content": "hi"}], "messages[1].role"),
+        *[("messages", message(content=value), "messages[0].content") for value in (None, 3, [], {"text": "hi"})],
+        ("messages", message(content=[{"type": "image_url", "image_url": "x"}]), "messages[0].content[0]"),
+        ("messages", message(content=[{"type": "image", "text": "x"}]), "messages[0].content"),
+        ("messages", message(tool_calls=[{"id": "x"}]), "messages[0].tool_calls"),
+        ("messages", message(reasoning="x"), "messages[0].reasoning"),
+        ("logprobs", 3, "logprobs"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("tools", [{"type": "function"}], "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("max_completion_tokens", 0, "max_completion_tokens"),
+        ("reasoning_effort", "high", "reasoning_effort"),
+        ("modalities", ["audio"], "modalities"),
+        ("chat_template", "{{ 7 * 7 }}", "chat_template"),
+        ("chat_template_kwargs", [], "chat_template_kwargs"),
+        ("prompt", "x", "prompt"),
+    ],
+)
+def test_a_wrong_field_of_chats(service, name, value, param):
+    answer = post(service, "/v1/chat/completions", {**CHAT, name: value})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_two_limits_that_disagree(service):
+    answer = post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4})
+    assert (answer.status, answer.error["param"]) == (400, "max_tokens")
+    assert post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}).status == 200
+
+
+def test_too_many_sequences(service):
+    assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 64, "n": 2}).status == 200
+    answer = post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 65, "n": 2})
+    assert (answer.status, answer.error["param"]) == (400, "n")
+    assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 129}).error["param"] == "prompt"
+
+
+def test_stream_options(service):
+    wrong = [({"include_usage": 1}, "include_usage"), ({"x": 1}, "x"), ({"continuous_usage_stats": True}, None)]
+    for options, param in wrong:
+        answer = post(service, "/v1/completions", {**COMPLETION, "stream": True, "stream_options": options})
+        assert (answer.status, answer.error["param"]) == (400, param or "continuous_usage_stats")
+
+
+def test_what_the_openai_client_sends_back_is_taken(service):
+    said = {
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [*message(name="me"), said, {"role": "user", "content": parts}]
+    answer = post(service, "/v1/chat/completions", {**CHAT, "messages": messages, "max_tokens": 100})
+    assert answer.json["choices"][0]["message"]["content"] == "sort|hiyesone\ntwo"
+
+
+# --- bodies that are no JSON, or too much of it -----------------------------------------------------------------------
+
+BAD = {
+    "nothing": b"",
+    "not JSON": b"{",
+    "not UTF-8": b'{"model": "\xff"}',
+    "a list": b"[]",
+    "a name twice": b'{"model": "sort", "model": "base", "prompt": "a"}',
+    "NaN": b'{"model": "sort", "prompt": "a", "temperature": NaN}',
+    "half a pair": b'{"model": "sort", "prompt": "\\ud800"}',
+    "deep": b'{"model":' + b"[" * 100_000,
+    "a number of digits": b'{"model": "sort", "prompt": "a", "n": ' + b"1" * 10_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bodies_that_are_no_object(service, path, kind):
+    answer = post(service, path, BAD[kind])
+    assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
+
+
+def test_the_content_type_must_say_json(service):
+    """A page of another site may send a form or plain text without asking first, but not this."""
+    for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        answer = post(service, "/v1/completions", COMPLETION, content_type=media)
+        assert answer.status == 400
+        assert "application/json" in answer.error["message"]
+    assert post(service, "/v1/completions", COMPLETION, content_type="Application/JSON; charset=utf-8").status == 200
+
+
+def test_a_body_that_is_too_long():
+    service = make_service(limits=Limits(body_bytes=1000))
+    padded = {**COMPLETION, "user": "x" * 1000}
+    answer = post(service, "/v1/completions", padded)
+    assert (answer.status, answer.error["type"]) == (413, "RequestTooLargeError")
+    assert answer.headers["connection"] == "close"
+    assert service.engine.generations == []
+    # One that does not say how long it is.
+    assert post(service, "/v1/completions", padded, transfer_encoding="chunked", content_length="0").status == 413
+    assert post(service, "/v1/completions", COMPLETION, content_length="1" * 5000).status == 413
+    assert post(service, "/v1/completions", COMPLETION, content_length="-5").status == 413
+    assert post(service, "/v1/completions", COMPLETION).status == 200
+
+
+# --- any JSON ---------------------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))
+FIELDS = sorted({name for name, _ in WRONG} | {"prompt", "messages", "logprobs", "tools", "chat_template_kwargs"})
+
+
+@given(
+    path=st.sampled_from(
+        [f"/v1/{path}" for path in ("completions", "chat/completions", "load_lora_adapter", "unload_lora_adapter")]
+    ),
+    start=st.sampled_from([{}, COMPLETION, CHAT, {"lora_name": "x", "lora_path": "y"}]),
+    changed=st.dictionaries(st.sampled_from([*FIELDS, "lora_name", "lora_path", "load_inplace"]) | st.text(), JSON)
+    | JSON,
+)
+def test_no_json_makes_the_server_fail(tmp_path_factory, path, start, changed):
+    service = make_service(FakeEngine(), chat=TEMPLATE, root=tmp_path_factory.getbasetemp())
+    try:
+        body = json.dumps({**start, **changed} if isinstance(changed, dict) else changed).encode()
+        answer = post(service, path, body)
+        assert answer.status in (200, 400, 404)
+        if answer.status != 200:
+            assert answer.error.keys() == {"message", "type", "param", "code"}
+    finally:
+        service.close()
+
+
+def test_other_paths_and_methods(service):
+    answer = ask(service, "GET", "/v1/nothing")
+    assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    answer = ask(service, "GET", "/v1/completions")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert ask(service, "POST", "/v1/completions/", COMPLETION).status == 404

@@ -1,0 +1,185 @@
+"""Chat templates: where they come from, what they may do, and tokens as log probabilities write them."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.serve.http.template import ChatTemplate, load_template
+from jlora.serve.http.tokens import TokenTexts
+
+HI = [{"role": "user", "content": "hi"}]
+CHATML = (
+    "{% for m in messages %}\n    {{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}\n"
+    "{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def render(source, messages=HI, tokens={}, **variables):  # noqa: B006 - read only
+    return ChatTemplate(source, tokens, max_text=100_000).render(messages, variables)
+
+
+def test_blocks_leave_no_lines():
+    """As transformers renders it: the line end after a block is dropped, and the spaces before one."""
+    text = render(CHATML, [{"role": "system", "content": "s"}, *HI], add_generation_prompt=True)
+    expected = "    <|im_start|>system\ns<|im_end|>\n\n    <|im_start|>user\nhi<|im_end|>\n\n<|im_start|>assistant\n"
+    assert text == expected
+
+
+def test_what_templates_use():
+    assert render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", tokens={"bos_token": "B"}) == "Bhi"
+    assert render("{% for m in messages %}{% break %}x{% endfor %}") == ""
+    assert render("{% generation %}{{ messages[0]['content'] | trim }}{% endgeneration %}") == "hi"
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{% if tools is none and thinking %}y{% endif %}", thinking=True) == "y"
+    assert (
+        render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+        == "1"
+    )
+
+
+def test_a_request_cannot_stand_in_for_messages_and_tokens():
+    assert render("{{ bos_token }}{{ messages|length }}", tokens={"bos_token": "B"}, bos_token="X") == "B1"
+    text = ChatTemplate("{{ messages|length }}").render(HI, {"messages": []})
+    assert text == "1"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('not like this') }}",
+        "{{ messages[7].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.x }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__()[0] }}",
+        "{{ messages.__init__.__globals__['os'] }}",
+        "{{ 'a' * 10000000 }}",
+        "{{ 10000000 * 'a' }}",
+        "{{ [1] * 10000000 }}",
+        "{{ 2 ** 10000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(20) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(20) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=3) %}{% for i in range(14) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
+        "{% for i in range(1000) %}{{ 'a' * 1000 }}{% endfor %}",
+        "{% for i in range(100000000) %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_what_is_refused(source):
+    with pytest.raises(LoRAUsageError, match="chat template"):
+        render(source)
+
+
+def test_a_template_that_never_ends(monkeypatch):
+    monkeypatch.setattr("jlora.serve.http.template._MAX_SECONDS", 0.2)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
+    with pytest.raises(LoRAUsageError, match=r"longer than 0\.2 seconds"):
+        render(loop + "{% endfor %}{% endfor %}")
+
+
+def test_no_template():
+    with pytest.raises(LoRAError, match="Jinja2"):
+        ChatTemplate("{% for %}")
+
+
+# --- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_the_model_has_none(tmp_path):
+    assert load_template(tmp_path) is None
+    assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
+
+
+def test_of_the_tokenizers_configuration(tmp_path):
+    config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    found = load_template(write(tmp_path, tokenizer_config__json=config))
+    assert found is not None
+    assert found.render(HI, {}) == "<s></s>"
+    write(tmp_path, tokenizer_config__json={**config, "bos_token": None}, special_tokens_map__json={"bos_token": "<b>"})
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.render(HI, {}) == "<b></s>"
+
+
+def test_of_a_list(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    found = load_template(write(tmp_path, tokenizer_config__json={"chat_template": named}))
+    assert found is not None
+    assert found.render(HI, {}) == "hi"
+    with pytest.raises(LoRAError, match="default"):
+        load_template(write(tmp_path, tokenizer_config__json={"chat_template": named[:1]}))
+
+
+def test_a_file_of_its_own_comes_first_and_that_of_the_operator_before_it(tmp_path):
+    write(
+        tmp_path,
+        tokenizer_config__json={"chat_template": "one", "bos_token": "B"},
+        chat_template__jinja="{{ bos_token }}2",
+    )
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.render(HI, {}) == "B2"
+    own = load_template(tmp_path, write(tmp_path, mine="three") / "mine")
+    assert own is not None
+    assert own.render(HI, {}) == "three"
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": "{% for %}"}'])
+def test_malformed(tmp_path, config):
+    with pytest.raises(LoRAError):
+        load_template(write(tmp_path, tokenizer_config__json=config))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(LoRAError, match="cannot be read"):
+        load_template(tmp_path, tmp_path / "nothing")
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def byte_level():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+def test_bytes_of_byte_level_tokens():
+    """Put together they are the text, though none of them is a character."""
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    text = "a é 😀\n"
+    ids = tokenizer.encode(text).ids
+    assert b"".join(texts.of(token)[1] for token in ids).decode() == text
+    assert texts.key(ids[0]) == "a"
+    assert texts.key(ids[2]) == r"bytes:\xc3"
+    assert texts.of(ids[1]) == (" ", b" ")
+    assert texts.key(tokenizer.token_to_id("<eos>")) == "<eos>"
+
+
+def test_spaces_and_bytes_of_sentencepiece_tokens():
+    vocabulary = {"▁hello": 0, "hello": 1, "<0xC3>": 2, "<0xA9>": 3, "▁": 4, "�": 5}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    texts = TokenTexts(tokenizer)
+    assert texts.of(0) == (" hello", b" hello")
+    assert texts.of(1) == ("hello", b"hello")
+    assert texts.of(2)[1] + texts.of(3)[1] == "é".encode()
+    assert texts.key(2) == r"bytes:\xc3"
+    assert texts.of(5) == ("�", "�".encode())

@@ -1,0 +1,91 @@
+"""The next token of each row: against a NumPy sampler, and the same whatever the other rows ask for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jlora.models import sampling as module
+from jlora.models.sampling import Sampling, choose
+
+ROWS, VOCAB = 4, 9
+
+
+def settings(temperature=1.0, top_k=VOCAB, top_p=np.inf, seeds=range(ROWS)):
+    rows = [jnp.broadcast_to(jnp.asarray(value), ROWS) for value in (temperature, top_k, top_p)]
+    keys = jax.vmap(jax.random.key)(jnp.asarray(list(seeds), jnp.uint32))
+    return Sampling(rows[0].astype(jnp.float32), rows[1].astype(jnp.int32), rows[2].astype(jnp.float32), keys)
+
+
+def kept(logits, top_k, top_p):
+    """Which tokens may be drawn, by the definition, one row in float64."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k]
+    chances = np.exp(np.asarray(logits, np.float64)[order])
+    chances /= chances.sum()
+    before = np.concatenate([[0.0], np.cumsum(chances)[:-1]])
+    return {i for i, sum_before in zip(order, before, strict=True) if sum_before < top_p}
+
+
+@given(st.data())
+def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(data):
+    logits = np.array(data.draw(st.lists(st.integers(-4, 4), min_size=VOCAB, max_size=VOCAB)), np.float32)  # ties
+    top_k = data.draw(st.integers(1, VOCAB + 1))
+    top_p = data.draw(st.sampled_from([0.01, 0.313, 0.611, 0.97, np.inf]))
+    found = module._kept(jnp.asarray(logits)[None], jnp.array([top_k]), jnp.array([top_p], jnp.float32))[0]
+    assert set(np.flatnonzero(found)) == kept(logits, top_k, top_p)
+
+
+def test_draws_have_the_right_chances():
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 1.5, VOCAB), jnp.float32)
+    temperature, draws = 0.7, 4000
+    steps = jnp.arange(draws)
+    keys = jnp.broadcast_to(jax.random.key(3), draws)
+    full = Sampling(
+        jnp.full(draws, temperature, jnp.float32),
+        jnp.full(draws, 4, jnp.int32),
+        jnp.full(draws, 0.8, jnp.float32),
+        keys,
+    )
+    drawn = np.asarray(choose(jnp.broadcast_to(logits, (draws, VOCAB)), steps, full, ranked=True))
+    scaled = np.asarray(logits, np.float64) / temperature
+    allowed = sorted(kept(scaled, 4, 0.8))
+    chances = np.exp(scaled[allowed]) / np.exp(scaled[allowed]).sum()
+    counts = np.array([(drawn == token).sum() for token in allowed])
+    assert counts.sum() == draws
+    spread = np.sqrt(draws * chances * (1 - chances))
+    assert (np.abs(counts - draws * chances) < 5 * spread + 1).all()
+
+
+@given(st.integers(0, 100))
+def test_a_row_without_limits_draws_the_same_where_others_have_some(seed):
+    logits = jnp.asarray(np.random.default_rng(seed).normal(0, 3, (ROWS, VOCAB)), jnp.float32)
+    steps = jnp.full(ROWS, seed)
+    alone = choose(logits, steps, settings(), ranked=False)
+    limits = settings(top_k=[VOCAB, 1, VOCAB, 3], top_p=[np.inf, np.inf, 0.3, 0.5])
+    mixed = choose(logits, steps, limits, ranked=True)
+    assert alone[0] == mixed[0]
+    assert mixed[1] == jnp.argmax(logits[1])
+
+
+def test_greedy_rows_take_the_likeliest_beside_others():
+    logits = jnp.asarray(np.random.default_rng(1).normal(0, 0.1, (ROWS, VOCAB)), jnp.float32)
+    temperature = [0.0, 5.0, 0.0, 5.0]
+    drawn = np.stack(
+        [np.asarray(choose(logits, jnp.full(ROWS, step), settings(temperature), ranked=False)) for step in range(50)]
+    )
+    assert (drawn[:, ::2] == np.argmax(np.asarray(logits), axis=1)[::2]).all()
+    assert len(set(drawn[:, 1].tolist())) > 3
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_draws_follow_seed_and_step_alone(ranked):
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (ROWS, VOCAB)), jnp.float32)
+    logits = logits.at[1:].set(logits[0])
+    one = settings(seeds=[7, 7, 8, 9])
+    steps = [choose(logits, jnp.full(ROWS, step), one, ranked=ranked) for step in range(20)]
+    drawn = np.stack([np.asarray(step) for step in steps])
+    assert (drawn[:, 0] == drawn[:, 1]).all()
+    assert (drawn[:, 0] != drawn[:, 2]).any()
+    assert len(set(drawn[:, 0].tolist())) > 2

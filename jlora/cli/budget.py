@@ -2,15 +2,15 @@
 
 import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
+from jlora._compat import Device
+from jlora._memory import device_bytes
 from jlora.cli.text import size
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
@@ -114,7 +114,7 @@ def budget(
     capacity = math.ceil(max_model_len / chunk) * chunk
     one = 2 * config.num_hidden_layers * heads * config.head_dim * itemsize * capacity
     wide = max(2 * config.intermediate_size, config.hidden_size * 4) // shards
-    memory = _memory()
+    memory = device_bytes(cast("Device", jax.local_devices()[0]))
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
@@ -138,15 +138,6 @@ def _leaves(model: nnx.Module) -> list[Any]:
 def _on_one_device(shape: tuple[int, ...], sharding: Any, itemsize: int) -> int:
     """Bytes that a device holds of an array."""
     return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
-
-
-def _memory() -> int | None:
-    """Bytes that a device has for us; of a CPU, the machine's."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    stats: Mapping[str, int] | None = device.memory_stats()
-    return None if stats is None else stats.get("bytes_limit")
 
 
 def stored_dtype(folder: Path) -> str:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jlora._compat import gpu_compute_capability
 from jlora.layers.site import SlotSpec
+from jlora.pallas.gpus import MIN_CAPABILITY
 
 
 def write_block(
@@ -70,7 +71,9 @@ def write_block(
 
 def takes_kernels(device: object) -> bool:
     """Whether Triton kernels run there: NVIDIA's GPUs from Ampere on."""
-    return getattr(device, "platform", None) in ("gpu", "cuda") and (gpu_compute_capability(device) or 0) >= 80
+    return (
+        getattr(device, "platform", None) in ("gpu", "cuda") and (gpu_compute_capability(device) or 0) >= MIN_CAPABILITY
+    )
 
 
 def _own_ranks(

@@ -23,6 +23,7 @@ class GPU:
     capability: int | None = None
 
 
+MIN_CAPABILITY = 80  # of Triton's compiler
 H200 = GPU("nvidia_h200", 227 << 10, 90)
 
 # Compute capability -> KiB of shared memory a block may ask for (CUDA programming guide, "Compute Capabilities").

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, xla
-from jlora.pallas.gpus import current_gpu, platform
+from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, platform
 from jlora.pallas.plan import Plan, make_plan
 from jlora.pallas.tiles import plan_tile_m
 
@@ -89,10 +89,10 @@ def _plan_kernels(backend: Backend, rows: int):
     """The kernels that sort and plan, or None for XLA. Both give the same, so that nobody need know which ran."""
     if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
         return None
-    from jlora.pallas import triton, triton_plan  # slow, and needed on GPUs alone
+    from jlora.pallas import triton_plan  # slow, and needed on GPUs alone
 
     capability = current_gpu().capability
-    old = capability is not None and capability < triton.MIN_CAPABILITY
+    old = capability is not None and capability < MIN_CAPABILITY
     return None if old or not 0 < rows <= triton_plan.MOST_ROWS else triton_plan
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from jlora.pallas import triton_fused
-from jlora.pallas.gpus import GPU, current_gpu
+from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tables import gpu_tiles, too_large
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, rank_block
@@ -34,7 +34,6 @@ from jlora.pallas.triton_parts import (
 )  # fmt: skip
 
 MAX_RANK = 512
-MIN_CAPABILITY = 80  # of Triton's compiler
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:

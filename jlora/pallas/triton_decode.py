@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jlora._typing import DType
+from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu
 from jlora.pallas.triton_parts import compiler_params, dot, load, store
 
 _BLOCK = 64  # positions that a program reads at a time
@@ -16,7 +17,10 @@ _LEAST = -1e30  # below every score, and finite: differences of two are numbers
 
 
 def unsupported_reason(dtype: DType, width: int) -> str | None:
-    """Why the kernel cannot run for queries, keys and values of this dtype and width; None if it can."""
+    """Why the kernel cannot run for queries, keys and values of this dtype and width, on `current_gpu()`; or None."""
+    gpu = current_gpu()
+    if gpu.capability is not None and gpu.capability < MIN_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, which {gpu.kind} is not"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, got {jnp.dtype(dtype)}"
     if width < 16 or width & (width - 1):

@@ -186,14 +186,14 @@ def test_the_default_number_of_sequences_fits(monkeypatch):
     assert budget(config, lora, sequences=None, **options).sequences == 64
     # A device with room for eleven of them.
     whole = budget(config, lora, sequences=11, **options)
-    monkeypatch.setattr(budget_module, "_memory", lambda: 2 * sum(whole.rows.values()) + 2)
+    monkeypatch.setattr(budget_module, "device_bytes", lambda device: 2 * sum(whole.rows.values()) + 2)
     found = budget(config, lora, sequences=None, **options)
     assert found.sequences == 8
     found.check()
     whole.check()
     with pytest.raises(LoRAUsageError, match="does not fit"):
         budget(config, lora, sequences=12, **options).check()
-    monkeypatch.setattr(budget_module, "_memory", lambda: None)
+    monkeypatch.setattr(budget_module, "device_bytes", lambda device: None)
     assert budget(config, lora, sequences=None, **options).sequences == 64
 
 

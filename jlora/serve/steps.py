@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 import jlora
@@ -165,7 +167,7 @@ class Steps:
         def extend(model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
             extra = {"extent": extent} if knows_extent else {}
             logits, cache = model.extend(tokens, positions, cache, last, **extra)
-            return logits.astype(jnp.float32), cache
+            return self._whole(logits.astype(jnp.float32)), cache
 
         @jax.jit
         def fresh() -> tuple[Any, Rows]:
@@ -178,11 +180,17 @@ class Steps:
             last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
             return model.init_cache(rows, self.capacity), Rows(last, length, drawn, sampling)
 
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
+            return self._laid(cache), self._whole(rows)  # as every step leaves them
+
         @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
         def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
             here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
             with jlora.use(batch):
-                return extend(merged(slots, rest), rows.last[:, None], here, cache, jnp.zeros_like(rows.last), extent)
+                zeros = jnp.zeros_like(rows.last)
+                logits, cache = extend(merged(slots, rest), rows.last[:, None], here, cache, zeros, extent)
+            return logits, self._laid(cache)
 
         @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
         def prefill(
@@ -194,7 +202,8 @@ class Steps:
             with jlora.use(batch):
                 logits, own = extend(merged(slots, rest), tokens, positions, own, (count - 1)[None], extent)
             cache = self._mapped(partial(_with_row, row=row), cache, own)
-            return logits, cache, rows._replace(length=rows.length.at[row].set(start + count))
+            rows = rows._replace(length=rows.length.at[row].set(start + count))
+            return logits, self._laid(cache), self._whole(rows)
 
         @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
         def begin(logits: Any, rows: Rows, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool) -> Any:
@@ -204,14 +213,14 @@ class Steps:
             token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
             sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
             last = rows.last.at[row].set(jnp.maximum(token[0], 0))
-            return token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)
+            return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
 
         @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
         def pick(logits: Any, rows: Rows, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
             tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
             step = active.astype(jnp.int32)
             last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
-            return tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)
+            return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
 
         @jax.jit
         def report(logits: Any, tokens: Any) -> Any:
@@ -219,17 +228,37 @@ class Steps:
             values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
             return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
 
-        self._fresh, self._decode, self._prefill = fresh, decode, prefill
+        self._fresh, self._settle, self._decode, self._prefill = fresh, settle, decode, prefill
         self._begin, self._pick, self._report = begin, pick, report
         self._vocab = int(model.config.vocab_size)
         self._state: tuple[Any, Rows] | None = None
+        self._lies: list[Any] = []  # where the cache does
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """An empty state; what was there is gone."""
         self._state = None  # first, for there may be no room for two
-        self._state = self._fresh()
+        cache, rows = self._fresh()
+        self._lies = [leaf.sharding for leaf in jax.tree.leaves(cache)]
+        self._state = (cache, rows) if self._everywhere() is None else self._settle(cache, rows)
+
+    def _everywhere(self) -> NamedSharding | None:
+        """On all of the mesh that the cache lies on, if it does."""
+        meshes = [lies.mesh for lies in self._lies if isinstance(lies, NamedSharding)]
+        return NamedSharding(meshes[0], P()) if meshes else None
+
+    def _whole(self, tree: Any) -> Any:
+        """Inside a step: small arrays, on all of a mesh, so that no step finds them laid out otherwise."""
+        where = self._everywhere()
+        return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
+
+    def _laid(self, cache: Any) -> Any:
+        """Inside a step: a cache, laid out as it was."""
+        if self._everywhere() is None:
+            return cache
+        leaves, tree = jax.tree.flatten(cache)
+        return jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, self._lies))
 
     @property
     def lost(self) -> bool:
@@ -330,37 +359,32 @@ class Steps:
         for start in range(self.chunk, self.capacity, self.chunk):
             chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
         variants = [How(), How(True), How(True, True), How(reported=True)]
-        total = 1 + len(chunks) + len(variants) + len(self.extents) + len(variants)
-        done = 1
-        progress(done, total)
-
-        def tick() -> None:
-            nonlocal done
-            jax.block_until_ready(self._state)
-            done += 1
-            progress(min(done, total), total)
-
         active = jnp.zeros(self.rows, bool)
         logits: list[jax.Array] = []
-        for start, length in chunks.values():
-            self._manager.warmup(
-                lambda batch, start=start, length=length: logits.append(self.prefill(batch, 0, [0] * length, start)[0]),
-                num_sequences=1,
-            )
-            tick()
-        for how in variants:
-            params = SamplingParams(temperature=float(how.sampled), top_p=0.5 if how.ranked else 1.0)
-            self.begin(logits[0], 0, params, 0)
-            tick()
-        for extent in self.extents:
-            self._manager.warmup(
-                lambda batch, extent=extent: self.decode(batch, active, extent, How()), num_sequences=self.rows
-            )
-            tick()
-        for how in variants:
-            self._manager.warmup(lambda batch, how=how: self.decode(batch, active, 1, how), num_sequences=self.rows)
-            tick()
-        self._told(logits[0], jnp.zeros(1, jnp.int32), How(reported=True))
+
+        def fill(batch: jlora.LoRABatch, start: int, length: int) -> None:
+            logits[:] = [self.prefill(batch, 0, [0] * length, start)[0]]
+
+        def begin(how: How) -> None:
+            limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
+            self.begin(logits[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
+
+        def warmed(rows: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
+            return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows)
+
+        calls = [
+            *(warmed(1, fill, start, length) for start, length in chunks.values()),
+            *(partial(begin, how) for how in variants),
+            *(warmed(self.rows, self.decode, active, extent, How()) for extent in self.extents),
+            *(warmed(self.rows, self.decode, active, 1, how) for how in variants),
+        ]
+        # On a mesh twice: the state that another step leaves is laid out the same, and may be called otherwise.
+        calls *= 1 if self._everywhere() is None else 2
+        progress(1, 1 + len(calls))
+        for i, call in enumerate(calls):
+            call()
+            jax.block_until_ready(self._state)
+            progress(2 + i, 1 + len(calls))
         self.reset()
 
 

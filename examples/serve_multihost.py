@@ -53,7 +53,8 @@ def serve() -> None:
         missing = DEMO / "adapters" / ("sort" if first else "nowhere")
         manager.add_adapter(jlora.LoRARequest("broken", path=str(missing)))
     except jlora.LoRAError as error:
-        print(f"process {jax.process_index()}: {type(error).__name__}: {error}", flush=True)
+        # In one piece: the other process writes at the same time.
+        print(f"process {jax.process_index()}: {type(error).__name__}: {error}\n", end="", flush=True)
 
     prompt = [1, *(ord(letter) - 93 for letter in "planet"), 3]  # 1 begins a prompt, 3 is "="
     for names in BATCHES:

@@ -482,7 +482,8 @@ ARGUMENTS = {
     "all in bytes": (lambda m: m.prepare(b"first"), jlora.LoRAUsageError, "in a list", "bytes"),
     "timeout": (lambda m: m.prepare(["first"], timeout=-1), jlora.LoRAUsageError, "timeout", "-1"),
     "timeout in words": (lambda m: m.remove_adapter("first", timeout="1"), jlora.LoRAUsageError, "timeout", "'1'"),
-    "prefetch a name": (lambda m: m.prefetch("first"), jlora.LoRAUsageError, "LoRARequest", "str"),
+    "prefetch a number": (lambda m: m.prefetch(1), jlora.LoRAUsageError, "LoRARequest", "int"),
+    "prefetch who is unknown": (lambda m: m.prefetch("firts"), jlora.AdapterNotFoundError, "'firts'", "'first'"),
     "remove what is held": (lambda m: m.remove_adapter("second"), jlora.AdapterInUseError, "'second'", "open batch"),
     "remove all": (lambda m: m.remove_all_adapters(), jlora.AdapterInUseError, "open batch"),
 }  # fmt: skip

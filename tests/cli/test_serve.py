@@ -127,7 +127,7 @@ def held(arrays, device):
     )
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_what_is_counted_is_what_is_allocated(tensor):
     """Of weights, slots and cache, on the device that holds most."""
     mesh = None
@@ -147,6 +147,7 @@ def test_what_is_counted_is_what_is_allocated(tensor):
     assert found.cache * found.sequences == held(steps._state[0], device)
 
 
+@pytest.mark.slow
 def test_a_known_shape():
     """64 sequences of 8,192 tokens of Llama-3-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token."""
     raw = {

@@ -109,6 +109,7 @@ def test_answers_are_those_of_generate_for_four_adapters_and_the_base(world, ora
     assert [one.prompt_tokens for one in found] == [len(request.prompt) + 1 for request in requests]
 
 
+@pytest.mark.slow
 def test_staggered_arrivals_get_the_same_answers(world, oracle):
     requests = demo_requests(DENSE)[24:40]
     assert [list(one.tokens) for one in answers(world, requests, gap=0.004)] == oracle(requests)
@@ -347,6 +348,7 @@ def test_unloading_refuses_new_requests_at_once_and_lets_others_end(world, oracl
     assert world.manager.level("sort") is None
 
 
+@pytest.mark.slow
 def test_a_name_can_come_back_as_another_adapter_while_the_old_one_runs(world, oracle):
     with world.paused() as go:
         old = world.engine.submit(WORD, GREEDY, lora="sort")
@@ -486,6 +488,7 @@ def test_stats_add_up(world):
     assert isinstance(next(iter(world.engine.submit(WORD))), Piece)
 
 
+@pytest.mark.slow
 def test_hostile_traffic(world, oracle):
     """Threads that submit, cancel, time out, unload and load again; every answer that comes is right."""
     requests = [request for request in demo_requests(DENSE) if request.adapter != "swap"][:20]

@@ -97,6 +97,7 @@ def test_a_signal_drains(start, number):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_it_at_once(start):
     server = start("ready", "20")
     until(lambda: server.health() == (200, "serving"))
@@ -111,6 +112,7 @@ def test_the_second_signal_ends_it_at_once(start):
     assert isinstance(answers[0], httpx.TransportError)
 
 
+@pytest.mark.slow
 def test_after_the_time_to_drain_requests_are_cut_off(start):
     server = start("ready", "0.5")
     until(lambda: server.health() == (200, "serving"))
@@ -123,6 +125,7 @@ def test_after_the_time_to_drain_requests_are_cut_off(start):
     assert '"drained": false' in err
 
 
+@pytest.mark.slow
 def test_with_nothing_to_drain_the_status_is_0(start):
     server = start("ready")
     until(lambda: server.health() == (200, "serving"))
@@ -148,6 +151,7 @@ def test_a_load_that_hangs_keeps_nobody(start):
             assert asked.result().status_code == 500
 
 
+@pytest.mark.slow
 def test_while_it_warms_up(start):
     server = start("slow")
     until(lambda: server.health() == (503, "warming"))
@@ -160,6 +164,7 @@ def test_while_it_warms_up(start):
     assert (out, status) == ("", 0)
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_fails(start):
     server = start("fails")
     out, err, status = server.end()

@@ -217,6 +217,7 @@ def test_the_cache_is_updated_in_place_and_read_as_far_as_it_is_live():
     assert memory["decode", 512].temp_size_in_bytes < memory["decode", 8192].temp_size_in_bytes / 4
 
 
+@pytest.mark.slow
 def test_answers_across_extents_are_those_of_whole_forward_passes(monkeypatch, rng):
     monkeypatch.setattr("jlora.serve.steps._LEAST_EXTENT", 8)
     config = DecoderConfig(

@@ -37,6 +37,7 @@ def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(data):
     assert set(np.flatnonzero(found)) == kept(logits, top_k, top_p)
 
 
+@pytest.mark.slow
 def test_draws_have_the_right_chances():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 1.5, VOCAB), jnp.float32)
     temperature, draws = 0.7, 4000

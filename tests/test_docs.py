@@ -11,7 +11,11 @@ from jlora.layers.discover import _describe
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+LONG = {"models.md"}  # a model in each style, each compiled and checked
+PAGES = [pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG)) for path in sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page):
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

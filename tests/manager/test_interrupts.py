@@ -233,7 +233,7 @@ def test_an_interrupt_at_any_line_harms_nothing(arena: Arena, name: str, count: 
     assert lines > 3
     points = sorted({round(1 + i * (lines - 1) / (count - 1)) for i in range(count)})
     fired = [arena.trial(verb, at).fired for at in points]
-    assert sum(where is not None for where in fired) > len(points) / 2  # a later run may take fewer lines
+    assert sum(where is not None for where in fired) >= len(points) / 2  # a later run may take fewer lines
 
 
 def test_healing_leaves_no_setting_of_jax_behind() -> None:

@@ -89,13 +89,23 @@ def trace_counts_of_its_own() -> None:
         chex.clear_trace_counter()
 
 
+def _optimisations_left_out(most: bool) -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", most)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def as_users_compile() -> Iterator[None]:
     """With all of XLA's optimisations, in `make test` too."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    yield from _optimisations_left_out(False)
+
+
+@pytest.fixture
+def quickly_compiled() -> Iterator[None]:
+    """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
+    yield from _optimisations_left_out(True)
 
 
 @pytest.fixture
@@ -106,15 +116,6 @@ def without_cache() -> Iterator[None]:
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
-
-
-@pytest.fixture
-def quickly_compiled() -> Iterator[None]:
-    """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -112,8 +112,7 @@ class Pool:
         """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
         if not self.pins:
             return blocks
-        targets = [target for block in blocks for target in self._targets(block)]
-        arrays = [array for block in blocks for array in (block.a, block.b)]
+        arrays, targets = self._pieces(blocks)
         arrays = [
             array if _lies(array, target) else np.asarray(array) for array, target in zip(arrays, targets, strict=True)
         ]
@@ -217,8 +216,7 @@ class Pool:
     def move(self, blocks: Sequence[Block], operands: Sequence[Any] = ()) -> tuple[tuple[Block, ...], list[jax.Array]]:
         """The blocks on the device, as they are where they lie there already; and in the same call what every device
         needs whole."""
-        targets = [target for block in blocks for target in self._targets(block)]
-        arrays = [array for block in blocks for array in (block.a, block.b)]
+        arrays, targets = self._pieces(blocks)
         if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
@@ -282,7 +280,7 @@ class Pool:
         first = sum(block.nbytes for block in waves[0]) if waves else 0
         # Writes come one after the other, so all are over when the last is.
         full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
-        if full:
+        if full and self._in_flight:
             jax.block_until_ready(self._last())
         self.let_go()
         return waves
@@ -347,6 +345,11 @@ class Pool:
         if where not in self._indices:
             (self._indices[where],) = _put([np.array(where, np.int32)], [everywhere(self._lie[0])])
         return self._indices[where]
+
+    def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[Where]]:
+        """A and B of every block, and where each lies when it is written."""
+        arrays = [array for block in blocks for array in (block.a, block.b)]
+        return arrays, [target for block in blocks for target in self._targets(block)]
 
     def _targets(self, block: Block) -> tuple[Where, Where]:
         """Where a block's A and B lie when they are written: split as the slots are."""

@@ -187,7 +187,7 @@ class Dispatcher:
             if sequence.filled < len(sequence.prompt):
                 return True
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
-        except Exception as error:
+        except Exception as error:  # a model's step may raise anything; others must not suffer
             self._failed(error, [sequence])
             return True
         self._filling = None
@@ -220,7 +220,7 @@ class Dispatcher:
             except LoRAError as error:
                 self._end(sequence, error)
                 continue
-            except Exception as error:
+            except Exception as error:  # as may the device, while a slot is written
                 self._end(sequence, LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}"))
                 continue
             sequence.row = self._rows.index(None)
@@ -242,7 +242,7 @@ class Dispatcher:
         try:
             live = min(max(one.live for _, one in running), self._steps.capacity)
             chosen = self._steps.decode(self._batch, self._active, live, self._how)
-        except Exception as error:
+        except Exception as error:  # as above
             self._failed(error, [one for _, one in running])
             return True
         for _, one in running:
@@ -260,7 +260,7 @@ class Dispatcher:
             try:
                 self._batch = self._manager.prepare(names)
                 self._active = jax.device_put(np.array([one is not None for one in self._rows]))
-            except Exception as error:
+            except Exception as error:  # as above
                 self._failed(error, [one for one in self._rows if one is not None])
                 self._batch = None
         self._how = How.of([one.params for one in self._rows if one is not None])

@@ -74,9 +74,7 @@ class Loras:
                     self._infos[name] = info
         finally:
             with self._lock:
-                self._coming[name] -= 1
-                if not self._coming[name]:
-                    del self._coming[name]
+                _one_less(self._coming, name)
             self._wake()
 
     def remove(self, name: str) -> None:
@@ -127,9 +125,7 @@ class Loras:
     def not_wanted(self, name: str) -> None:
         """One request less waits for it: it has begun, or it has ended before."""
         with self._lock:
-            self._waiting[name] -= 1
-            if not self._waiting[name]:
-                del self._waiting[name]
+            if not _one_less(self._waiting, name):
                 self._let_go()
 
     def _known(self, name: str) -> bool:
@@ -259,3 +255,9 @@ class Loras:
         if not held.users:
             self._held.pop((held.handle.name, held.handle.generation), None)
             held.handle.close()
+
+
+def _one_less(counts: Counter[str], name: str) -> int:
+    """How many are left; of none nothing is kept."""
+    counts[name] -= 1
+    return counts[name] or counts.pop(name)

@@ -98,11 +98,16 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     model.add_argument("--max-model-len", type=_whole(1, most), metavar="N", help="positions; the model's by default")
     model.add_argument("--max-num-seqs", type=_whole(1, 65536), metavar="N", help="64, or what the memory has room for")
     model.add_argument("--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N")
-    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), default=1, metavar="N")
+    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), metavar="N")
     model.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="split experts, not heads, over N")
     model.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
     model.add_argument("--chat-template", type=_text, metavar="FILE", help="instead of the model's own")
     model.add_argument("--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker")
+
+    processes = serve.add_argument_group("several processes, with one model; the same flags in each but for the last")
+    processes.add_argument("--coordinator-address", type=_text, metavar="HOST:PORT", help="of process 0, any free port")
+    processes.add_argument("--num-processes", type=_whole(1, 4096), metavar="N")
+    processes.add_argument("--process-id", type=_whole(0, 4095), metavar="I", help="process 0 answers HTTP")
 
     lora = serve.add_argument_group("adapters")
     lora.add_argument("--enable-lora", action="store_true", help="always the case")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import jax
 
     from jlora.models.config import DecoderConfig
+    from jlora.serve.engine import Engine
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
@@ -31,6 +33,7 @@ def run_serve(args: argparse.Namespace) -> int:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
     import jax
 
+    _join(args)
     from jlora.cli.budget import budget, stored_dtype
     from jlora.models.config import read_config
     from jlora.serve.http.lora import Adapters, Places
@@ -80,8 +83,9 @@ def run_serve(args: argparse.Namespace) -> int:
         share=args.gpu_memory_utilization,
     )
     plan.check()
+    first = jax.process_index() == 0
     try:
-        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
+        bound = listen(args.host, args.port) if first else None  # before minutes of loading, for it may be taken
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
@@ -105,6 +109,8 @@ def run_serve(args: argparse.Namespace) -> int:
     adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names)
     for request in modules:
         adapters.load(request, request.path, None)
+    if bound is None:
+        return _follow(engine)
     service = Service(
         engine=engine,
         manager=manager,
@@ -124,6 +130,45 @@ def run_serve(args: argparse.Namespace) -> int:
 
     with device_errors():
         return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
+
+
+def _join(args: argparse.Namespace) -> None:
+    """The other processes, before anything asks for a device."""
+    given = args.coordinator_address, args.num_processes, args.process_id
+    if all(one is None for one in given):
+        return
+    if any(one is None for one in given):
+        raise LoRAUsageError("--coordinator-address, --num-processes and --process-id belong together")
+    address, count, process = given
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise LoRAUsageError(f"expected --coordinator-address HOST:PORT of process 0, got {address!r:.200}")
+    if process >= count:
+        raise LoRAUsageError(f"--process-id {process}: the processes are 0 to {count - 1}")
+    import jax
+
+    try:
+        jax.distributed.initialize(address, count, process)
+    except RuntimeError as error:  # JAX gives no narrower class
+        raise LoRAError(f"--coordinator-address {address}: {one_line(error)[:300]}") from error
+
+
+def _follow(engine: "Engine") -> int:
+    """A process that takes no requests. A signal that all of them get is process 0's to hear, which drains; a second
+    one ends this process at once."""
+
+    def stay(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        log.info("signal %d: this process goes on until process 0 has drained", number)
+
+    log = logging.getLogger("jlora.serve")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stay)
+    with device_errors():
+        engine.start()
+        log.info("ready: this process follows process 0")
+        engine.follow()
+    return 0
 
 
 def _module(text: str) -> LoRARequest:
@@ -165,14 +210,15 @@ def _keys(given: list[str] | None, variable: str) -> list[str]:
 def _mesh(args: argparse.Namespace, config: "DecoderConfig") -> "jax.sharding.Mesh | None":
     import jax
 
-    count: int = args.tensor_parallel_size
+    devices, several = jax.devices(), jax.process_count() > 1
+    count: int = args.tensor_parallel_size or (len(devices) if several else 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
-    if count == 1:
+    if count == 1 and not several:
         return None
-    devices = jax.devices()
-    if count > len(devices):
-        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {len(devices)} devices")
+    if count > len(devices) or (several and count != len(devices)):
+        whose = f"in {jax.process_count()} processes, and all are used" if several else "in all"
+        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {len(devices)} devices {whose}")
     axis = "expert" if args.enable_expert_parallel else "tensor"
     return jax.make_mesh((count,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:count])
 

@@ -351,6 +351,11 @@ class LoRAManager:
         with self._books():
             return dict(self._registry.known)
 
+    def evicted(self, name: str) -> LoRARequest | None:
+        """What an adapter is loaded from that was evicted from the host cache; None for any other."""
+        with self._books():
+            return self._registry.known.get(name)
+
     def level(self, name: str) -> Literal["slot", "host", "evicted"] | None:
         """Where an adapter is: in a slot, on the host, or to be loaded again when it is asked for. None: unknown."""
         with self._books():

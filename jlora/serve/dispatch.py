@@ -6,10 +6,12 @@ sequence is thus seen one step late, and the token that this step drew for it is
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +23,13 @@ import numpy as np
 from jlora.errors import LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
+from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError, TokenLogprob
 from jlora.serve.scheduler import Queue, Waiting
 from jlora.serve.sequence import Sequence
 from jlora.serve.steps import Chosen, How, Steps
-from jlora.serve.writer import News, Writer
+from jlora.serve.turn import Over, Turn
+from jlora.serve.writer import News, Nobody, Writer
 
 _log = logging.getLogger("jlora")
 _POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
@@ -51,16 +55,29 @@ class Dispatcher:
       loras: the adapters.
       writer: takes what comes out.
       counts: of the engine.
+      peers: the processes that dispatch the same.
       max_wait_ratio: see `EngineOptions`.
     """
 
-    def __init__(self, manager: Any, steps: Steps, loras: Loras, writer: Writer, counts: Counts, max_wait_ratio: int):
+    def __init__(
+        self,
+        manager: Any,
+        steps: Steps,
+        loras: Loras,
+        writer: Writer | Nobody,
+        counts: Counts,
+        peers: Peers,
+        max_wait_ratio: int,
+    ):
         self._manager = manager
         self._steps = steps
         self._loras = loras
         self._writer = writer
         self._counts = counts
+        self._peers = peers
         self._arrived: deque[Sequence] = deque()
+        self._heard = 0  # how many have arrived so far
+        self._live: dict[int, Sequence] = {}  # that have not left, by number
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
@@ -89,57 +106,86 @@ class Dispatcher:
         """End what runs and waits with EngineClosedError, and the thread."""
         self._stop = True
         self._signal.set()
+        if not self._peers.leads:  # it hears of nothing else
+            self._peers.close()
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
-            while not self._stop:
-                self._turn()
+            while self._turn():
+                pass
         except BaseException as error:
+            if self._stop and not self._peers.leads:
+                self.failure = EngineClosedError("this process has left the others")
+                return
             _log.exception("the engine ends")
-            self.failure = EngineClosedError(f"the engine failed: {type(error).__name__}: {str(error)[:500]}")
+            self.failure = self.failure or EngineClosedError(
+                f"the engine failed: {type(error).__name__}: {str(error)[:500]}"
+            )
         finally:
+            self._peers.close()
             self._end_all(self.failure or EngineClosedError("the engine was closed before the request ended"))
+            self._loras.close()
 
-    def _turn(self) -> None:
-        woken = self._signal.is_set()
-        self._signal.clear()
-        while self._arrived:
-            sequence = self._arrived.popleft()
+    def _turn(self) -> bool:
+        """Whether it was not the last."""
+        turn = self._peers.share(self._hear)
+        if turn.stop:
+            return False
+        for sequence in turn.arrived:
+            self._live[sequence.number] = sequence
             self._queue.add(Waiting(sequence.lora, sequence))
-        self._look(woken)
+        for number, why in turn.over:
+            self._over(self._live[number], why)
+        failed = self._loras.carry_out(turn.orders)
+        if turn.looked:
+            self._look(failed)
         busy = self._fill_some()
         busy |= self._decode()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
         if busy:
-            return
+            return True
         if self._stale:  # what nobody runs with any more is let go at once
             self._compose()
-        else:
+        elif self._peers.leads:  # the others wait for it
             self._signal.wait((_OFTEN if self._told else _POLL) if len(self._queue) else _IDLE)
+        return True
 
-    def _look(self, woken: bool) -> None:
-        """Who is cancelled, late or done by a stop string; which adapters are loaded now."""
+    def _hear(self) -> Turn:
+        """What has happened since the last turn."""
+        woken = self._signal.is_set()
+        self._signal.clear()
+        arrived: list[Sequence] = []
+        while self._arrived:
+            arrived.append(self._arrived.popleft())
+            self._heard += 1
+            arrived[-1].number = self._heard
         now = time.monotonic()
-        for sequence in (self._filling, *self._rows):
-            if sequence is not None:
-                self._check(sequence, now)
         self._told |= woken
-        if now - self._looked < (_OFTEN if self._told else _POLL):
-            return
-        self._looked, self._told = now, False
-        self._loras.tidy()
-        for one in self._queue:
-            if self._check(one.item, now):
+        looked = now - self._looked >= (_OFTEN if self._told else _POLL)
+        if looked:
+            self._looked, self._told = now, False
+        known = self._live.values() if looked else (self._filling, *self._rows)
+        over: list[tuple[int, Over]] = []
+        for one in known:
+            if one is not None and (why := _why_over(one, now)) is not None:
+                over.append((one.number, why))
+        waiting = itertools.chain((one.item for one in self._queue), arrived)
+        orders = self._loras.look(waiting) if looked else ()
+        return Turn(tuple(arrived), tuple(over), looked, orders, self._stop)
+
+    def _look(self, failed: Mapping[str, LoRAError]) -> None:
+        """Who waits in vain."""
+        for one in tuple(self._queue):
+            if one.item.left:
                 self._queue.remove(one)
-        failed = self._loras.load_ahead(one.item for one in self._queue)
         pinned = self._loras.all_pinned()
         if not failed and pinned is None:
             return
         for one in self._queue:
-            if one.lora in failed:
+            if one.lora is not None and one.lora in failed:
                 error = failed[one.lora]
             elif pinned is not None and one.lora is not None and one.lora not in pinned:
                 error = NoFreeSlotError(f"adapter {one.lora!r} needs a slot, and each is pinned; raise max_loras")
@@ -148,16 +194,14 @@ class Dispatcher:
             self._queue.remove(one)
             self._end(one.item, error)
 
-    def _check(self, sequence: Sequence, now: float) -> bool:
-        """Whether a sequence has to end; then it does."""
-        if sequence.ended:
+    def _over(self, sequence: Sequence, why: Over) -> None:
+        if why == "done":
             self._leave(sequence)
-        elif sequence.cancelled:
+        elif why == "abort":
             self._end(sequence, "abort")
-        elif sequence.deadline is not None and now >= sequence.deadline:
-            seconds = sequence.deadline - sequence.arrived
+        else:
+            seconds = (sequence.deadline or sequence.arrived) - sequence.arrived
             self._end(sequence, RequestTimeoutError(f"the request took longer than {seconds:.3g} s"))
-        return sequence.left
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
@@ -204,8 +248,6 @@ class Dispatcher:
             if one is None:
                 return None
             sequence: Sequence = one.item
-            if self._check(sequence, time.monotonic()):
-                continue
             try:
                 sequence.held, sequence.batch = self._loras.begin(sequence.lora)
             except (NoFreeSlotError, NotLoaded) as error:
@@ -309,6 +351,7 @@ class Dispatcher:
         if sequence.left:
             return
         sequence.left = True
+        self._live.pop(sequence.number, None)
         if sequence.held is None and sequence.row < 0 and sequence.lora is not None:
             self._loras.not_wanted(sequence.lora)
         if self._filling is sequence:
@@ -326,8 +369,13 @@ class Dispatcher:
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception, sequences: Seq[Sequence], *, lost: bool = False) -> None:
-        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one."""
+        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one.
+
+        One of several processes ends: whether it raised in the others too, nobody knows.
+        """
         _log.error("a step failed", exc_info=error)
+        if self._peers.count > 1:
+            raise error
         with self._counts.lock:
             self._counts.failed_steps += 1
         message = f"the step that served this request failed: {type(error).__name__}: {str(error)[:500]}"
@@ -353,6 +401,15 @@ class Dispatcher:
         with contextlib.suppress(IndexError):
             while True:
                 self._end(self._arrived.popleft(), error)
+
+
+def _why_over(sequence: Sequence, now: float) -> Over | None:
+    """Why a sequence has to end, if it has to."""
+    if sequence.ended:
+        return "done"
+    if sequence.cancelled:
+        return "abort"
+    return "late" if sequence.deadline is not None and now >= sequence.deadline else None
 
 
 def _logprob(chosen: Chosen, i: int, token: int, asked: int | None) -> TokenLogprob | None:

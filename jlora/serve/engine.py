@@ -15,7 +15,9 @@ from jlora.serve.counts import Counts
 from jlora.serve.dispatch import Dispatcher
 from jlora.serve.generation import Answer
 from jlora.serve.loras import Loras
+from jlora.serve.loras_in_step import LorasInStep
 from jlora.serve.options import EngineOptions
+from jlora.serve.peers import peers_of
 from jlora.serve.request import (
     EngineBusyError,
     EngineClosedError,
@@ -26,7 +28,7 @@ from jlora.serve.request import (
 from jlora.serve.sequence import Sequence, check_params, seed_of
 from jlora.serve.steps import Steps
 from jlora.serve.text import Decoding
-from jlora.serve.writer import Writer
+from jlora.serve.writer import News, Nobody, Writer
 
 
 class Engine:
@@ -39,6 +41,10 @@ class Engine:
     not see each other, and there is one number of rows. Attention reads the cache up to an extent that the longest
     sequence of the batch decides, and the compiler may add up in another order where that differs (512, 1024, ...): so
     across extents, logits agree to rounding.
+
+    Where the model lies on devices of several processes (`jax.distributed`), each makes an engine, with the same
+    arguments and the same adapters added before `start`, and all call `start`. From then on process 0 takes requests
+    and changes adapters, and the others `follow`. Should one fail or be gone, or a step raise, the engine ends in all.
 
     Args:
       model: a `jlora.serve.ServableModel`; `jlora.models.Decoder`, or your own.
@@ -73,13 +79,21 @@ class Engine:
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._counts = Counts()
         self._writer = Writer(self._counts, self._ended)
-        self._loras = Loras(manager, lambda: self._dispatcher.wake())
+        self._peers = peers_of(model, manager.config.process_timeout)
+        self._loras = self._loras_of(manager)
+        writer = self._writer if self._peers.leads else Nobody()
         self._dispatcher = Dispatcher(
-            manager, self._steps, self._loras, self._writer, self._counts, options.max_wait_ratio
+            manager, self._steps, self._loras, writer, self._counts, self._peers, options.max_wait_ratio
         )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
         self._state = "new"  # then "starting", "ready", "closing", "closed"
+
+    def _loras_of(self, manager: LoRAManager) -> Loras:
+        def wake() -> None:
+            self._dispatcher.wake()
+
+        return Loras(manager, wake) if self._peers.count == 1 else LorasInStep(manager, wake, self._peers)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -102,17 +116,35 @@ class Engine:
                 raise LoRAUsageError(f"the engine cannot be started: it is {self._state}")
             self._state = "starting"
         try:
+            self._loras.start(self._lost)
             self._steps.warm(progress or (lambda done, total: None))
             with self._changed:
                 if self._state != "starting":
                     raise EngineClosedError("the engine was closed while it started")
-                self._writer.thread.start()
+                if self._peers.leads:
+                    self._writer.thread.start()
                 self._dispatcher.thread.start()
                 self._state = "ready"
         except BaseException:
             self._state = "closed"
+            self._peers.close()
+            self._loras.close()
             self._steps.close()
             raise
+
+    def follow(self) -> None:
+        """In another process than the first of several: wait until that closes its engine, and end with it.
+
+        Raises:
+          EngineClosedError: it failed, or process 0 is gone, or this process called `close` before.
+          LoRAUsageError: this process takes requests itself, or the engine was not started.
+        """
+        if self._peers.leads or self._state == "new":
+            raise LoRAUsageError("follow is for an engine that was started in a process that another one leads")
+        self._dispatcher.thread.join()
+        self.close()
+        if self._dispatcher.failure is not None:
+            raise self._dispatcher.failure
 
     @property
     def ready(self) -> bool:
@@ -134,12 +166,22 @@ class Engine:
             done = self._changed.wait_for(lambda: not self._open, timeout) if running else True
         if running:
             here = threading.current_thread()
-            for part in (self._dispatcher, self._writer):
+            for part in (self._dispatcher, self._writer) if self._peers.leads else (self._dispatcher,):
                 part.stop() if isinstance(part, Dispatcher) else part.close()
                 if part.thread is not here:
                     part.thread.join()
             self._state = "closed"
         return done
+
+    def _lost(self, process: int) -> None:
+        """Another process is gone. A step that waits for it on the device may wait for long; requests need not."""
+        error = EngineClosedError(f"the engine failed: process {process} of {self._peers.count} is gone")
+        with self._changed:
+            if self._dispatcher.failure is None:
+                self._dispatcher.failure = error
+            under_way = tuple(self._open)
+        self._writer.put([News(sequence, end=error) for sequence in under_way])
+        self._loras.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -166,6 +208,7 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine takes none.
         """
+        self._check_leads()
         tokens = self._tokens(prompt)
         limit = check_params(params, tokens, self._vocab, self._longest)
         if params.stop and self._tokenizer is None:
@@ -269,8 +312,13 @@ class Engine:
         return self._loras.list()
 
     def _check_open(self) -> None:
+        self._check_leads()
         if self._state == "closed":
             raise EngineClosedError("the engine is closed")
+
+    def _check_leads(self) -> None:
+        if not self._peers.leads and self._state != "new":
+            raise LoRAUsageError(f"this is one of {self._peers.count} processes, and process 0 takes the requests")
 
     # --- what it tells ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ and removed when the last of those has begun.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from jlora.manager.report import AdapterInfo
 from jlora.serve.request import AdapterExistsError
 from jlora.serve.scheduler import Slots
 from jlora.serve.sequence import Held, Sequence
+from jlora.serve.turn import Order
 
 _LOADS_AT_ONCE = 4
 _AHEAD = 8  # adapters of waiting requests that are loaded before their turn
@@ -62,9 +63,9 @@ class Loras:
         try:
             if inplace or request.load_inplace:
                 # Loaded from the host's memory it would come back as it was, and it must not be forgotten in between.
-                loaded = self._manager.add_adapter(replace(request, load_inplace=True), timeout=timeout)
+                loaded = self._load(replace(request, load_inplace=True), timeout)
             else:
-                loaded = self._manager.add_adapter(request, timeout=timeout)
+                loaded = self._load(request, timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
             info = self._manager.list_adapters().get(name)
@@ -89,15 +90,12 @@ class Loras:
     def pin(self, name: str) -> None:
         with self._lock:
             self._check(name)
-        self._manager.pin_adapter(name)
-        with self._lock:
-            self._pinned.add(name)
+        self._pin(name)
 
     def unpin(self, name: str) -> None:
         with self._lock:
             self._check(name)
-            self._pinned.discard(name)
-        self._manager.unpin_adapter(name)
+        self._unpin(name)
         self._wake()
 
     def list(self) -> dict[str, AdapterInfo]:
@@ -128,6 +126,25 @@ class Loras:
             if not _one_less(self._waiting, name):
                 self._let_go()
 
+    def start(self, lost: Callable[[int], None]) -> None:
+        """Turns are about to begin. `lost` hears of a process without which there are none any more."""
+
+    def close(self) -> None:
+        """There are no more turns."""
+
+    def _load(self, request: LoRARequest, timeout: float | None) -> bool:
+        return self._manager.add_adapter(request, timeout=timeout)
+
+    def _pin(self, name: str) -> None:
+        self._manager.pin_adapter(name)
+        with self._lock:
+            self._pinned.add(name)
+
+    def _unpin(self, name: str) -> None:
+        with self._lock:
+            self._pinned.discard(name)
+        self._manager.unpin_adapter(name)
+
     def _known(self, name: str) -> bool:
         return name not in self._going and self._manager.level(name) is not None
 
@@ -143,16 +160,14 @@ class Loras:
                 self._manager.remove_adapter(name, timeout=0)
             except AdapterInUseError:  # a batch of somebody else; asked for again
                 continue
-            self._going.discard(name)
-            self._infos.pop(name, None)
+            self._gone(name)
+
+    def _gone(self, name: str) -> None:
+        self._going.discard(name)
+        self._pinned.discard(name)
+        self._infos.pop(name, None)
 
     # --- the dispatching thread ---------------------------------------------------------------------------------
-
-    def tidy(self) -> None:
-        """Remove what could not be removed before."""
-        if self._going:
-            with self._lock:
-                self._let_go()
 
     @property
     def num_held(self) -> int:
@@ -178,43 +193,65 @@ class Loras:
     def loaded(self, name: str) -> bool:
         return self._manager.level(name) in ("slot", "host")
 
-    def load_ahead(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
-        """Begin to load the adapters of those that wait longest. Returns what could not be loaded, and why."""
-        failed: dict[str, LoRAError] = {}
+    def look(self, waiting: Iterable[Sequence]) -> tuple[Order, ...]:
+        """Remove what could not be removed before, and load the adapters of those that wait longest.
+
+        Returns:
+          What is left to be done.
+        """
+        if self._going:
+            with self._lock:
+                self._let_go()
+        orders: list[Order] = []
         for name, load in tuple(self._loads.items()):
             if not load.done():
                 continue
             del self._loads[name]
             error = None if load.cancelled() else load.exception()
             if isinstance(error, NoFreeSlotError) and self._held:
-                self._not_before[name] = time.monotonic() + _PAUSE
+                self.later(name)
             elif error is not None:
-                failed[name] = error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
+                orders.append(Order("fail", name, error=as_error(name, error)))
+        coming = {*self._loads, *(order.name for order in orders)}
+        for name, request in self.ahead(waiting, coming):
+            try:
+                if request is None:
+                    raise removed(name)
+                load = self._manager.prefetch(request)
+            except LoRAError as error:
+                orders.append(Order("fail", name, error=error))
+                continue
+            self._loads[name] = load
+            load.add_done_callback(lambda _: self._wake())
+        return tuple(orders)
+
+    def ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
+        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where."""
         room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
-        seen: set[str] = set()
+        now, loads, seen = time.monotonic(), len(coming), set[str]()
         for sequence in waiting:
             name = sequence.lora
             if name is None or name in seen:
                 continue
             seen.add(name)
-            if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
+            if len(seen) > room or loads >= _LOADS_AT_ONCE:
                 break
-            if name in self._loads or name in failed or self.loaded(name):
+            if name in coming or self.loaded(name) or now < self._not_before.get(name, 0.0):
                 continue
-            if time.monotonic() < self._not_before.get(name, 0.0):
+            request = self._manager.evicted(name) or sequence.request
+            if request is None and self._manager.level(name) is not None:  # since just now
                 continue
             self._not_before.pop(name, None)
-            try:
-                known = self._manager.level(name) is not None
-                if not known and sequence.request is None:
-                    raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
-                load = self._manager.prefetch(name if known or sequence.request is None else sequence.request)
-            except LoRAError as error:
-                failed[name] = error
-                continue
-            self._loads[name] = load
-            load.add_done_callback(lambda _: self._wake())
-        return failed
+            loads += 1
+            yield name, request
+
+    def later(self, name: str) -> None:
+        """There was no room for it, and running sequences will make some."""
+        self._not_before[name] = time.monotonic() + _PAUSE
+
+    def carry_out(self, orders: Iterable[Order]) -> dict[str, LoRAError]:
+        """Do what is to be done. Returns the adapters whose requests cannot be served, and why."""
+        return {order.name: order.error for order in orders if order.error is not None}
 
     def begin(self, name: str | None) -> tuple[Held | None, LoRABatch]:
         """The newest generation of an adapter for one more sequence, and a batch of one with it. Loads nothing.
@@ -255,6 +292,16 @@ class Loras:
         if not held.users:
             self._held.pop((held.handle.name, held.handle.generation), None)
             held.handle.close()
+
+
+def as_error(name: str, error: BaseException) -> LoRAError:
+    """What a load raised."""
+    return error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
+
+
+def removed(name: str) -> LoRAError:
+    """For requests that waited for an adapter which came from memory."""
+    return AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
 
 
 def _one_less(counts: Counter[str], name: str) -> int:

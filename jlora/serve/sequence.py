@@ -32,6 +32,7 @@ class Sequence:
     """One request.
 
     Attributes:
+      number: its own among the requests of an engine, from 1; 0 before the dispatching thread has heard of it.
       prompt: token ids.
       params: how its tokens are chosen; `seed` of it, or the one that was drawn.
       limit: the most new tokens.
@@ -58,6 +59,7 @@ class Sequence:
     deadline: float | None
     answer: Answer
     decoding: Decoding
+    number: int = 0
     arrived: float = field(default_factory=time.monotonic)
     held: Held | None = None
     batch: Any = None

@@ -29,6 +29,13 @@ class News(NamedTuple):
     end: FinishReason | LoRAError | None = None
 
 
+class Nobody:
+    """Where another process gives the answers."""
+
+    def put(self, news: Seq[News]) -> None:
+        pass
+
+
 class Writer:
     """Takes news of sequences and gives pieces to their consumers, in order.
 

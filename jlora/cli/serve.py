@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +30,18 @@ _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serves until a signal. What can be checked is checked before anything is allocated."""
+    """Serves until a signal."""
+    with _among_others(args):
+        return _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """What can be checked is checked before anything is allocated."""
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
     import jax
 
-    _join(args)
     from jlora.cli.budget import budget, stored_dtype
     from jlora.models.config import read_config
     from jlora.serve.http.lora import Adapters, Places
@@ -132,10 +140,15 @@ def run_serve(args: argparse.Namespace) -> int:
         return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
 
 
-def _join(args: argparse.Namespace) -> None:
-    """The other processes, before anything asks for a device."""
+@contextmanager
+def _among_others(args: argparse.Namespace) -> Generator[None, None, None]:
+    """Joins the other processes, where there are any, before anything asks for a device.
+
+    One that fails ends at once: in JAX's own work at exit it would wait for the others, and they for it.
+    """
     given = args.coordinator_address, args.num_processes, args.process_id
     if all(one is None for one in given):
+        yield
         return
     if any(one is None for one in given):
         raise LoRAUsageError("--coordinator-address, --num-processes and --process-id belong together")
@@ -149,8 +162,13 @@ def _join(args: argparse.Namespace) -> None:
 
     try:
         jax.distributed.initialize(address, count, process)
-    except RuntimeError as error:  # JAX gives no narrower class
-        raise LoRAError(f"--coordinator-address {address}: {one_line(error)[:300]}") from error
+        yield
+    except BaseException as error:
+        if isinstance(error, LoRAError | OSError):
+            print(f"jlora: error: {one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        os._exit(1)
 
 
 def _follow(engine: "Engine") -> int:

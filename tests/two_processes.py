@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_two(module: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float) -> None:
-    """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0."""
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+        return server.getsockname()[1]
+
+
+def run_two(module: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float) -> None:
+    """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0."""
+    port = free_port()
     running = [
         subprocess.Popen(
             [sys.executable, "-m", module, *map(str, (i, port, *arguments(i)))],

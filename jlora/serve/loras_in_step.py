@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from jlora.config import LoRARequest
 from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, NoFreeSlotError
@@ -44,7 +44,7 @@ class LorasInStep(Loras):
     def __init__(self, manager: LoRAManager, wake: Callable[[], None], peers: Peers):
         super().__init__(manager, wake)
         self._peers = peers
-        self._started = False
+        self._turns: Literal["before", "now", "over"] = "before"
         self._numbers = count(1)
         self._asked: deque[tuple[Order, Future[Any]]] = deque()  # calls of other threads that have not been told of
         self._calls: dict[int, Future[Any]] = {}  # that have
@@ -55,7 +55,7 @@ class LorasInStep(Loras):
 
     def start(self, lost: Callable[[int], None]) -> None:
         """From now on calls go through the turns. Before, all processes make the same."""
-        self._started = True
+        self._turns = "now"
         self._peers.meet(self._report, lost)
 
     def not_wanted(self, name: str) -> None:
@@ -74,17 +74,16 @@ class LorasInStep(Loras):
     def close(self) -> None:
         """Whoever waits for an order hears that there will be no more turns."""
         with self._lock:
-            self._started = False
+            self._turns = "over"
             calls = [call for _, call in self._asked] + list(self._calls.values())
             calls += [load.call for load in self._under_way.values() if load.call is not None]
             self._asked.clear()
             self._calls.clear()
         for call in calls:
-            if not call.done():
-                call.set_exception(EngineClosedError("the engine was closed"))
+            _answer(call, EngineClosedError("the engine was closed, or failed, before this was done"))
 
     def remove(self, name: str) -> None:
-        if not self._started:
+        if self._turns == "before":
             super().remove(name)
             return
         with self._lock:
@@ -93,7 +92,7 @@ class LorasInStep(Loras):
         self._wake()
 
     def _load(self, request: LoRARequest, timeout: float | None) -> bool:
-        if not self._started:
+        if self._turns == "before":
             return super()._load(request, timeout)
         try:
             return self._order(Order("load", request.name, request=request), timeout)
@@ -101,20 +100,23 @@ class LorasInStep(Loras):
             raise LoadTimeoutError(f"adapter {request.name!r}: loading it took more than {timeout} s") from None
 
     def _pin(self, name: str) -> None:
-        if self._started:
-            self._order(Order("pin", name), None)
-        else:
+        if self._turns == "before":
             super()._pin(name)
+        else:
+            self._order(Order("pin", name), None)
 
     def _unpin(self, name: str) -> None:
-        if self._started:
-            self._order(Order("unpin", name), None)
-        else:
+        if self._turns == "before":
             super()._unpin(name)
+        else:
+            self._order(Order("unpin", name), None)
 
     def _order(self, order: Order, timeout: float | None) -> Any:
         call: Future[Any] = Future()
-        self._asked.append((order, call))
+        with self._lock:
+            if self._turns == "over":
+                raise EngineClosedError("the engine is closed, or has failed")
+            self._asked.append((order, call))
         self._wake()
         try:
             return call.result(timeout)
@@ -122,7 +124,7 @@ class LorasInStep(Loras):
             call.cancel()  # nobody waits any more: the load is given up
 
     def _let_go(self) -> None:
-        if not self._started:
+        if self._turns == "before":
             super()._let_go()
 
     # --- the dispatching thread of process 0 --------------------------------------------------------------------
@@ -248,6 +250,6 @@ class LorasInStep(Loras):
 
 
 def _answer(call: "Future[Any]", result: Any) -> None:
-    """Unless nobody waits any more."""
-    if call.set_running_or_notify_cancel():
+    """Unless nobody waits any more, or it was answered."""
+    if not call.done() and call.set_running_or_notify_cancel():
         call.set_exception(result) if isinstance(result, LoRAError) else call.set_result(result)

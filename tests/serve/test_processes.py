@@ -59,6 +59,8 @@ class Pair:
             subprocess.Popen([*command, str(i)], env=flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for i in range(2)
         ]
+
+    def wait(self):
         # XLA's collectives on CPUs say on stdout whom they have found.
         lines = iter(self.both[0].stdout.readline, "")
         assert any(line.startswith("jlora serves demo at ") for line in lines), self.both[0].stderr.read()
@@ -80,10 +82,13 @@ class Pair:
 @pytest.fixture
 def pair():
     started = Pair()
-    yield started
-    for process in started.both:
-        process.kill()
-        process.communicate()
+    try:
+        started.wait()
+        yield started
+    finally:
+        for process in started.both:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow
@@ -109,6 +114,9 @@ def test_a_process_that_is_gone_fails_the_requests_at_once(pair):
     assert answer.status_code == 503, answer.text
     assert "process 1 of 2 is gone" in answer.json()["error"]["message"]
     assert httpx.get(f"http://127.0.0.1:{pair.port}/health").status_code == 503
+    late = pair.post("/v1/load_lora_adapter", lora_name="late", lora_path="reverse")  # nobody would let it in
+    assert late.status_code >= 500, late.text
+    assert pair.post("/v1/pin_lora_adapter", lora_name="sort").status_code >= 500
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: vLLM's bodies and statuses, the calls of those who drive it, and where adapters may come from."""
+"""Adapters over HTTP: vLLM's bodies and statuses, and where adapters may come from."""
 
 import threading
 import time
@@ -250,37 +250,7 @@ def test_without_a_root_there_are_no_such_endpoints(engine, options):
     assert engine.calls["add"] == engine.calls["remove"] == 0
 
 
-# --- who drives it ----------------------------------------------------------------------------------------------------
-
-
-def test_what_aibrix_calls(service, root):
-    """Its controller lists models, loads what is missing by two fields, and takes 200 or 201; later it unloads."""
-    listed = ask(service, "GET", "/v1/models", authorization="Bearer x").json
-    assert "mine" not in [model["id"] for model in listed["data"]]
-    body = {"lora_name": "mine", "lora_path": str(root / "one")}
-    assert post(service, LOAD, body, authorization="Bearer x").status in (200, 201)
-    assert "mine" in names(service)
-    assert post(service, UNLOAD, {"lora_name": "mine"}, authorization="Bearer x").status in (200, 201)
-
-
-def test_what_production_stack_calls(service):
-    """It tells adapters from models by `parent`, and asks for an adapter by its id."""
-    cards = ask(service, "GET", "/v1/models").json["data"]
-    adapters = [card for card in cards if card["parent"] is not None]
-    assert {card["id"] for card in adapters} == {"sort", "reverse"}
-    assert {card["parent"] for card in adapters} == {"base"}
-    assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
-    assert len([card for card in ask(service, "GET", "/v1/models").json["data"] if card["parent"]]) == 3
-    assert post(service, UNLOAD, {"lora_name": "mine"}).status == 200
-
-
-def test_what_llm_d_calls(service):
-    """Its probe and its scraper."""
-    assert ask(service, "GET", "/health").status == 200
-    text = ask(service, "GET", "/metrics").text
-    for name in ("vllm:lora_requests_info", "vllm:num_requests_waiting", "vllm:num_requests_running"):
-        assert f"\n{name}{{" in text
-    assert "vllm:kv_cache_usage_perc{" in text
+# --- what is listed ---------------------------------------------------------------------------------------------------
 
 
 def test_cards(service):

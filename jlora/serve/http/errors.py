@@ -41,7 +41,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         # What a client sent may be in it: half a surrogate pair has no UTF-8.
         message = self.message.encode("utf-8", "backslashreplace").decode()
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.status}}
+        error = {"message": message, "type": self.kind, "param": self.param, "code": self.status}
+        # What vLLM's LoRA endpoints called a bad request lay outermost once; production-stack still reads it there.
+        return {"error": error, **(error if self.kind == INVALID_INPUT else {})}
 
     def headers(self) -> dict[str, str]:
         found = {"www-authenticate": "Bearer"} if self.status == 401 else {}

@@ -190,10 +190,15 @@ async def load_adapter(service: "Service", request: Request) -> Response:
     inplace, stacked = fields.flag("load_inplace"), fields.take("is_3d_lora_weight")
     if stacked is not None and not isinstance(stacked, bool):
         raise fields.fail("is_3d_lora_weight", "true or false")
+    based_on = fields.take("base_model_name")  # which llm-d's former sidecar sends, "" where it does not know
+    if based_on not in (None, "", service.root, *service.names):
+        raise fields.fail("base_model_name", f"the model that is served, {service.names[0]!r}")
     fields.finish()
     service.adapters.check_name(name)
 
     def load() -> None:
+        if not inplace and name in service.adapters.known():  # whatever has become of its folder
+            raise AdapterExistsError(name)
         found = service.adapters.places.find(path)
         wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
         service.adapters.load(wanted, path, service.limits.load_seconds)
@@ -201,7 +206,8 @@ async def load_adapter(service: "Service", request: Request) -> Response:
     try:
         await service.load(load)
     except AdapterExistsError:
-        message = f"adapter '{name}' is loaded already; load_inplace: true replaces it"
+        # "has already been loaded": production-stack looks for these words, and goes on.
+        message = f"adapter '{name}' has already been loaded; load_inplace: true replaces it"
         raise _invalid(message, "lora_name") from None
     except AdapterNotFoundError as error:
         raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None

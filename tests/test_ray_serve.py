@@ -1,0 +1,156 @@
+"""examples/ray_serve: the answers of replicas, adapters that come and go in them, and what routing by adapter saves.
+
+Needs Ray, which is none of the tests' requirements: pip install "ray[serve]".
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs pip install "ray[serve]"'),
+]
+
+ROOT = Path(__file__).parents[1]
+# What the compiler leaves out changes no answer here.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
+SERVE = """
+import sys
+import ray
+from ray import serve
+from examples.ray_serve.app import Options, build
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+serve.run(build(Options(model="jlora/demo/model", adapters=sys.argv[2], replicas=1, held=1, max_loras=2,
+                        max_lora_rank=32, max_num_seqs=4)))
+print("ready", flush=True)
+sys.stdin.read()
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a replica that holds one adapter at a time, and where they lie."""
+    adapters = tmp_path_factory.mktemp("ray") / "adapters"
+    adapters.mkdir()
+    for path in (ROOT / "jlora" / "demo" / "adapters").iterdir():
+        (adapters / path.name).symlink_to(path)
+    (adapters / "broken").mkdir()
+    (adapters / "broken" / "adapter_config.json").write_text("{")
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(port), str(adapters)],
+        cwd=ROOT, env=os.environ | ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert "ready\n" in iter(process.stdout.readline, "")
+        yield f"http://127.0.0.1:{port}"
+        process.stdin.close()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def ask(server: str, model: str, **fields) -> httpx.Response:
+    body = {"model": model, "prompt": "planet=", "temperature": 0, **fields}
+    return httpx.post(f"{server}/v1/completions", json=body, timeout=120)
+
+
+def text(server: str, model: str) -> str:
+    answer = ask(server, model)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_answers(server):
+    for name, right in RIGHT.items():
+        assert text(server, name) == right
+    body = ask(server, "sort", max_tokens=2).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("ae", "length")
+    assert body["usage"] == {"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}
+
+
+def test_openai_client(server):
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    given = {"prompt": "planet=", "temperature": 0}
+    assert client.completions.create(model="reverse", **given).choices[0].text == "tenalp"
+    pieces = [event.choices[0] for event in client.completions.create(model="sort", stream=True, **given)]
+    assert "".join(piece.text for piece in pieces) == "aelnpt"
+    assert [piece.finish_reason for piece in pieces[-2:]] == [None, "stop"]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", **given)
+
+
+@pytest.mark.parametrize("name", ["nobody", "", "..", ".", "../adapters/sort", "sort/", "/etc", "a\0b", "x" * 5000])
+def test_names_of_no_adapter(server, name):
+    assert ask(server, name).status_code == 404
+
+
+def test_what_is_refused(server):
+    assert ask(server, "sort", n=2).status_code == 422
+    assert ask(server, "sort", max_tokens=0).status_code == 400
+    assert ask(server, "broken").status_code == 500
+    assert text(server, "sort") == "aelnpt"
+
+
+def test_one_place_for_four_adapters(server):
+    """Each request has the adapter of another unloaded, also while that one answers and while clients leave."""
+
+    async def leave(name: str) -> None:
+        body = {"model": name, "prompt": "planet=", "temperature": 0, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream("POST", f"{server}/v1/completions", json=body) as answer,
+        ):
+            if name != "swap":
+                await anext(answer.aiter_bytes())
+
+    async def all_leave() -> None:
+        tasks = [asyncio.create_task(leave(name)) for name in [*RIGHT] * 4]
+        await asyncio.sleep(0.05)  # some are cut off while their adapter is loaded; whichever they are
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    names = [*RIGHT] * 8
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(text, server, name) for name in names]
+        asyncio.run(all_leave())
+        assert [answer.result() for answer in answers] == [RIGHT[name] for name in names]
+
+
+def test_requests_go_where_their_adapter_is(tmp_path):
+    """Two replicas, 200 adapters, Zipf's law: at least 30% fewer loads than with requests that go anywhere."""
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.serve_replicas", "--requests", "800", "--port", str(free_port()),
+         "--out", str(tmp_path / "results.json")],
+        cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (found["adapters"], found["replicas"]) == (200, 2)
+    for arm in ("where the adapter is", "anywhere"):
+        assert found[arm]["wrong"] == []
+        assert min(found[arm]["of each replica"]) > 40  # both replicas serve
+    assert found["where the adapter is"]["loads"] <= 0.7 * found["anywhere"]["loads"]

@@ -1,6 +1,6 @@
 """How many adapters the replicas of examples/ray_serve load: requests go where their adapter is, or to any replica.
 
-    pip install "jlora[test]" "ray[serve]"
+    pip install "jlora[ray,test]"
     python -m benchmarks.serve_replicas [--out results.json] [--adapters 200] [--requests 4000] [--held 64]
         [--replicas 2] [--in-flight 32]
 

@@ -1,6 +1,6 @@
 """examples/ray_serve: the answers of replicas, adapters that come and go in them, and what routing by adapter saves.
 
-Needs Ray, which is none of the tests' requirements: pip install "ray[serve]".
+Needs Ray, which is none of the tests' requirements: pip install "jlora[ray]".
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs pip install "ray[serve]"'),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs pip install "jlora[ray]"'),
 ]
 
 ROOT = Path(__file__).parents[1]

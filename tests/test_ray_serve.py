@@ -4,6 +4,7 @@ Needs Ray, which is none of the tests' requirements: pip install "jlora[ray]".
 """
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -28,13 +30,22 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS":
 RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 SERVE = """
 import sys
+import time
 import ray
 from ray import serve
-from examples.ray_serve.app import Options, build
+from examples.ray_serve import app
+
+class Slow(app.Replica.func_or_class):
+    def __init__(self, options):
+        super().__init__(options)
+        load = self._engine.add_lora
+        self._engine.add_lora = lambda request: (time.sleep(0.1), load(request))  # clients leave meanwhile
+
+app.Replica = serve.deployment(Slow, name="Replica", max_ongoing_requests=1024)
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-serve.run(build(Options(model="jlora/demo/model", adapters=sys.argv[2], replicas=1, held=1, max_loras=2,
-                        max_lora_rank=32, max_num_seqs=4)))
+serve.run(app.build(app.Options(model="jlora/demo/model", adapters=sys.argv[2], replicas=1, held=1, max_loras=2,
+                                max_lora_rank=32, max_num_seqs=4)))
 print("ready", flush=True)
 sys.stdin.read()
 serve.shutdown()
@@ -139,6 +150,20 @@ def test_one_place_for_four_adapters(server):
         answers = [pool.submit(text, server, name) for name in names]
         asyncio.run(all_leave())
         assert [answer.result() for answer in answers] == [RIGHT[name] for name in names]
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_an_adapter_is_unloaded_once():
+    """Ray calls `__del__`, and Python once more; by then one of that name may have been loaded anew."""
+    from examples.ray_serve.app import Loaded
+
+    removed = []
+    loaded = Loaded(SimpleNamespace(remove_lora=removed.append), "sort")
+    loaded.__del__()
+    loaded.__del__ = lambda _: None
+    del loaded
+    gc.collect()
+    assert removed == ["sort"]
 
 
 def test_requests_go_where_their_adapter_is(tmp_path):

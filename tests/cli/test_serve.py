@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -92,6 +93,46 @@ def test_without_the_extra(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     assert "jlora[serve]" in error_of(capsys, ["serve", MODEL])[1]
+
+
+def served(monkeypatch, *options):
+    """What `jlora serve` would serve with these options, on the demo model: the service, and how it is to end."""
+    seen = {}
+
+    def serve(service, bound, **more):
+        bound.close()
+        seen.update(more, service=service)
+        return 0
+
+    monkeypatch.setattr("jlora.serve.http.server.serve", serve)
+    monkeypatch.setattr("jlora.cli.serve._log_to_stderr", lambda: None)
+    assert run(["serve", MODEL, "--port", "0", "--max-loras", "2", "--max-lora-rank", "32", *options]) == 0
+    return SimpleNamespace(**seen)
+
+
+def test_flags_reach_the_server(monkeypatch, tmp_path):
+    monkeypatch.setenv("JLORA_API_KEY", "user")
+    monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")
+    options = (
+        f"--request-timeout 7 --max-waiting 5 --drain-timeout 9 --max-num-seqs 2 --max-model-len 32 --max-cpu-loras 3 "
+        f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/*"
+    )
+    found = served(monkeypatch, *options.split())
+    service, given = found.service, found.service.engine.options
+    assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 2, 32)
+    assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
+    assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
+    assert (service.adapters.places.root, service.adapters.places.repos) == (tmp_path, ("a/b", "c/*"))
+    assert {name: known.path for name, known in service.adapters.known().items()} == {"mine": SORT}
+    # Keys of the environment, which no list of processes shows.
+    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("user", "admin", "x")] == [True, True, False]
+    assert [service.keys.admit(f"Bearer {key}", admin=True) for key in ("user", "admin", "x")] == [False, True, False]
+
+
+def test_flags_come_before_the_environment(monkeypatch):
+    monkeypatch.setenv("JLORA_API_KEY", "other")
+    keys = served(monkeypatch, "--max-num-seqs", "1", "--api-key", "a", "b").service.keys
+    assert [keys.admit(f"Bearer {key}", admin=True) for key in ("a", "b", "other")] == [True, True, False]
 
 
 def test_help(capsys):

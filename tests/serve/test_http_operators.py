@@ -173,6 +173,7 @@ def test_one_line_a_request(caplog):
         post(service, "/v1/completions", {"model": "sort"})
         ask(service, "GET", "/health")
         ask(service, "GET", "/metrics")
+        ask(service, "GET", "/status.json")
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
     assert [line["status"] for line in lines] == [200, 200, 400]
     first, second, third = lines

@@ -19,6 +19,8 @@ import httpx
 import openai
 import pytest
 
+from tests.serve.client import until
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs pip install "jlora[ray]"'),
@@ -31,17 +33,32 @@ RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnat
 SERVE = """
 import sys
 import time
+from pathlib import Path
 import ray
 from ray import serve
 from examples.ray_serve import app
 
-class Slow(app.Replica.func_or_class):
+class Replica(app.Replica.func_or_class):
     def __init__(self, options):
         super().__init__(options)
-        load = self._engine.add_lora
-        self._engine.add_lora = lambda request: (time.sleep(0.1), load(request))  # clients leave meanwhile
+        self._folder, self._load = Path(options.adapters).parent, self._engine.add_lora
+        self._engine.add_lora = self._slow
 
-app.Replica = serve.deployment(Slow, name="Replica", max_ongoing_requests=1024)
+    def _slow(self, request):
+        if request.name == "slow":
+            (self._folder / "loading").touch()
+            while not (self._folder / "go").exists():
+                time.sleep(0.01)
+        self._load(request)
+
+    async def complete(self, asked):
+        try:
+            async for piece in super().complete(asked):
+                yield piece
+        finally:
+            (self._folder / f"{asked['model'][:9]} ended".replace("/", "-").replace(chr(0), "-")).touch()
+
+app.Replica = serve.deployment(Replica, name="Replica", max_ongoing_requests=1024)
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
 serve.run(app.build(app.Options(model="jlora/demo/model", adapters=sys.argv[2], replicas=1, held=1, max_loras=2,
@@ -61,11 +78,13 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of a replica that holds one adapter at a time, and where they lie."""
+    """The address of a replica that holds one adapter at a time, and the folder where it waits for a file `go` before
+    it loads the adapter `slow`."""
     adapters = tmp_path_factory.mktemp("ray") / "adapters"
     adapters.mkdir()
     for path in (ROOT / "jlora" / "demo" / "adapters").iterdir():
         (adapters / path.name).symlink_to(path)
+    (adapters / "slow").symlink_to(adapters / "sort")
     (adapters / "broken").mkdir()
     (adapters / "broken" / "adapter_config.json").write_text("{")
     port = free_port()
@@ -75,7 +94,7 @@ def server(tmp_path_factory):
     )  # fmt: skip
     try:
         assert "ready\n" in iter(process.stdout.readline, "")
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", adapters.parent
         process.stdin.close()
         assert process.wait(60) == 0
     finally:
@@ -84,12 +103,12 @@ def server(tmp_path_factory):
         process.stdout.close()
 
 
-def ask(server: str, model: str, **fields) -> httpx.Response:
+def ask(server, model: str, **fields) -> httpx.Response:
     body = {"model": model, "prompt": "planet=", "temperature": 0, **fields}
-    return httpx.post(f"{server}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{server[0]}/v1/completions", json=body, timeout=120)
 
 
-def text(server: str, model: str) -> str:
+def text(server, model: str) -> str:
     answer = ask(server, model)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
@@ -104,7 +123,7 @@ def test_answers(server):
 
 
 def test_openai_client(server):
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none")
     given = {"prompt": "planet=", "temperature": 0}
     assert client.completions.create(model="reverse", **given).choices[0].text == "tenalp"
     pieces = [event.choices[0] for event in client.completions.create(model="sort", stream=True, **given)]
@@ -133,14 +152,14 @@ def test_one_place_for_four_adapters(server):
         body = {"model": name, "prompt": "planet=", "temperature": 0, "stream": True}
         async with (
             httpx.AsyncClient(timeout=120) as client,
-            client.stream("POST", f"{server}/v1/completions", json=body) as answer,
+            client.stream("POST", f"{server[0]}/v1/completions", json=body) as answer,
         ):
             if name != "swap":
                 await anext(answer.aiter_bytes())
 
     async def all_leave() -> None:
         tasks = [asyncio.create_task(leave(name)) for name in [*RIGHT] * 4]
-        await asyncio.sleep(0.05)  # some are cut off while their adapter is loaded; whichever they are
+        await asyncio.sleep(0.05)  # some have begun to be answered; whichever they are
         for task in tasks[::2]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -150,6 +169,25 @@ def test_one_place_for_four_adapters(server):
         answers = [pool.submit(text, server, name) for name in names]
         asyncio.run(all_leave())
         assert [answer.result() for answer in answers] == [RIGHT[name] for name in names]
+
+
+def test_a_client_that_leaves_while_its_adapter_is_loaded(server):
+    """Ray knows of it all the same: it is served to the next, and unloaded in its turn."""
+    address, folder = server
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=120) as client:
+            asked = asyncio.create_task(client.post(f"{address}/v1/completions", json={"model": "slow", "prompt": "a"}))
+            await asyncio.to_thread(until, (folder / "loading").exists, 60)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.to_thread(until, (folder / "slow ended").exists, 60)
+
+    asyncio.run(leave())
+    (folder / "go").touch()
+    assert text(server, "slow") == RIGHT["sort"]
+    assert text(server, "swap") == RIGHT["swap"]
+    assert text(server, "slow") == RIGHT["sort"]
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own

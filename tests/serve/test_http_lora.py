@@ -87,7 +87,7 @@ def test_a_name_that_is_loaded(service, engine, root):
         {"lora_name": 3, "lora_path": "one"},
         {"lora_name": "new", "lora_path": "one", "load_inplace": "yes"},
         {"lora_name": "new", "lora_path": "one", "is_3d_lora_weight": 1},
-        {"lora_name": "new", "lora_path": "one", "base_model_name": "x"},
+        *({"lora_name": "new", "lora_path": "one", "base_model_name": other} for other in ("x", 3, [], ["base"], {})),
         {"lora_name": "base", "lora_path": "one"},
         {"lora_name": "alias", "lora_path": "one"},
         {"lora_name": "new\nINFO forged", "lora_path": "one"},
@@ -98,6 +98,7 @@ def test_a_name_that_is_loaded(service, engine, root):
 def test_invalid_input(service, engine, body):
     answer = post(service, LOAD, body)
     assert (answer.status, answer.error["type"], answer.error["code"]) == (400, "InvalidUserInput", 400)
+    assert answer.json == {**answer.error, "error": answer.error}  # as older servers have it, and as newer ones
     assert engine.calls["add"] == 0
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from jlora.cli.commands import _parser
+from jlora.serve.http import metrics, status, template
 from jlora.serve.http.app import build_app
+from jlora.serve.http.body import Limits
+from jlora.serve.request import MAX_LOGPROBS
 from tests.serve.client import ask, make_service, post
 from tests.serve.exposition import parse
 
@@ -85,3 +88,18 @@ def test_fields_that_change_no_answer(name, value):
     plain = post(make_service(), "/v1/completions", body).json
     answer = post(make_service(), "/v1/completions", {**body, name: value})
     assert (answer.status, answer.json["choices"]) == (200, plain["choices"])
+
+
+def test_figures():
+    limits, args = Limits(), _parser().parse_args(["serve", "MODEL"])
+    for sentence in (
+        f"the body is slow to come ({limits.body_seconds:g} s), or longer than {limits.body_bytes // 2**20} MiB",
+        f"prompts times answers: {limits.sequences} at most",
+        f"up to {MAX_LOGPROBS}, in each API's own form",
+        f"for at most {template._MAX_SECONDS:g} seconds and {template._MAX_TEXT // 2**20} Mi characters",
+        f"`--max-loras` is {args.max_loras} by default",
+        f"`--gpu-memory-utilization` ({args.gpu_memory_utilization})",
+        f"The server listens on {args.host} unless",
+        f"at most {metrics._MOST:,} in all. `/status.json` shows {status._MOST}",
+    ):
+        assert sentence in " ".join(TEXT.split()), sentence

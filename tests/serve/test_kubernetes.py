@@ -1,5 +1,6 @@
 """docs/kubernetes.md against the server: the manifests' flags, paths, ports and labels, and the metrics it names."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -22,6 +23,9 @@ BY_KIND = {document["kind"]: document for document in DOCUMENTS if "kind" in doc
 (VALUES,) = [document for document in DOCUMENTS if "kind" not in document]
 LWS = {"LWS_LEADER_ADDRESS": "llama-large-0.llama-large.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
 
+(COMMANDS,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+FLAGS = COMMANDS.choices["serve"]._option_string_actions.keys()
+
 POD = BY_KIND["Deployment"]["spec"]["template"]
 GROUP = BY_KIND["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
 LEADER, WORKER = GROUP["leaderTemplate"], GROUP["workerTemplate"]
@@ -37,6 +41,7 @@ def arguments(pod):
     """What the command's own parser makes of a container's command line, as the kubelet hands it over."""
     command, *line = [*container(pod)["command"], *container(pod)["args"]]
     assert command == "jlora"
+    assert {part.split("=")[0] for part in line if part.startswith("--")} <= FLAGS  # no abbreviations
     return _parser().parse_args([re.sub(r"\$\((\w+)\)", lambda name: LWS[name[1]], part) for part in line])
 
 

@@ -204,6 +204,7 @@ def test_an_adapter_is_unloaded_once():
     assert removed == ["sort"]
 
 
+@pytest.mark.timeout(900)  # replicas are started twice, and each compiles
 def test_requests_go_where_their_adapter_is(tmp_path):
     """Two replicas, 200 adapters, Zipf's law: at least 30% fewer loads than with requests that go anywhere."""
     subprocess.run(

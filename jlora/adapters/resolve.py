@@ -14,7 +14,7 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageErro
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _MAX_PATH = 500
 
 
@@ -69,7 +69,7 @@ def resolve(
         return Found(Path(local), adapter)
     if text and os.path.exists(local):
         raise AdapterFormatError(f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
-    if not _REPO_ID.fullmatch(text):
+    if not REPO_ID.fullmatch(text):
         raise AdapterNotFoundError(
             f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
         )

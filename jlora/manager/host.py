@@ -27,6 +27,7 @@ from jlora.layers.wrap import WrappedModel
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content, Placement
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
+from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
@@ -65,6 +66,7 @@ class Host:
         self._books = books
         self._resolve = resolve
         self.loader = Loader(self._load, books)
+        self.load_seconds = Histogram()
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
 
@@ -137,6 +139,7 @@ class Host:
         request = load.request
         result = False
         if request.load_inplace or not self._found(request.name):
+            started = time.monotonic()
             with _logged(request.name, request.path):
                 with self.loader.turn():
                     self.loader.check_wanted(load)
@@ -144,6 +147,8 @@ class Host:
                     self.loader.check_wanted(load)
                     content = self.stage(*read, request)
                 result = self._arrived(load, content)
+            with self._books():
+                self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
             with self._books():
                 newest = load.content or self._registry.contents.get(request.name)

@@ -660,6 +660,9 @@ class LoRAManager:
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
                 host_bytes=sum(self._registry.contents[name].nbytes for name in self._registry.contents),
+                open_leases=sum(1 for _ in self._leases.open()),
+                load_seconds=self._host.load_seconds.read(),
+                swap_seconds=self._slots.seconds.read(),
             )
 
     def _check_call(self, what: str) -> None:

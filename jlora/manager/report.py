@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jlora.manager.histogram import Counted
+
 
 @dataclass(frozen=True)
 class AdapterInfo:
@@ -36,6 +38,10 @@ class Stats:
       slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
         factors, take less (`LoRAManager.layers`). On a mesh of all devices together: what several hold counts once.
       host_bytes: bytes of the host cache.
+      open_leases: open batches, those of the base model alone among them.
+      load_seconds: of loads from a folder or repository, the first ones and those of adapters that had been evicted:
+        (upper bounds, counts, sum) of a histogram, seconds; the last count is of those above all bounds.
+      swap_seconds: of writing one adapter into a slot, as long as it keeps the thread that does it; the same.
     """
 
     host_loads: int
@@ -49,6 +55,9 @@ class Stats:
     leased: int
     slot_bytes: int
     host_bytes: int
+    open_leases: int
+    load_seconds: Counted
+    swap_seconds: Counted
 
 
 def _same(pair: tuple[str, str]) -> bool:

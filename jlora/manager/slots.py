@@ -12,6 +12,7 @@ import jax
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content
+from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.locks import Lock
 from jlora.manager.pool import Pool
@@ -26,11 +27,13 @@ class Slots:
     Attributes:
       pool: the arrays.
       takes_turns: whether steps of other threads go through `LoRAManager.run`, so that no step is under way now.
+      seconds: of writes.
     """
 
     def __init__(self, pool: Pool, registry: Registry, leases: Leases, counts: Counter[str]):
         self.pool = pool
         self.takes_turns = False
+        self.seconds = Histogram()
         self._registry = registry
         self._leases = leases
         self._counts = counts
@@ -224,12 +227,11 @@ class Slots:
             if victim.name != content.name:
                 self._counts["slot_evictions"] += 1
                 _log.info("evicted %r from slot %d", victim.name, slot)
+        seconds = time.monotonic() - started
         if content.placements:
             self._counts["slot_loads"] += 1
-        _log.info(
-            "wrote %r (generation %d) into slot %d in %.4f s",
-            content.name, content.generation, slot, time.monotonic() - started,
-        )  # fmt: skip
+            self.seconds.add(seconds)
+        _log.info("wrote %r (generation %d) into slot %d in %.4f s", content.name, content.generation, slot, seconds)
         if _log.isEnabledFor(logging.DEBUG):
             brought = {placement.site for placement in content.placements}
             for site in self.pool.sites:

@@ -1,6 +1,7 @@
 """A serving engine: continuous batching of requests that each have their own adapter. Needs no HTTP package."""
 
 from jlora.serve.engine import Engine as Engine
+from jlora.serve.lookups import Resolve as Resolve
 from jlora.serve.options import EngineOptions as EngineOptions
 from jlora.serve.request import MAX_LOGPROBS as MAX_LOGPROBS
 from jlora.serve.request import AdapterExistsError as AdapterExistsError

@@ -1,45 +1,55 @@
 """What an engine counts."""
 
-import bisect
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+from jlora.manager.histogram import Histogram
+from jlora.serve.sequence import Sequence
+
 _RECENT = 64
-
-
-class Histogram:
-    """Counts of seconds by upper bounds; the last count is of those above all bounds."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_SECONDS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
-        self._sum += seconds
-
-    def read(self) -> tuple[tuple[float, ...], tuple[int, ...], float]:
-        return _SECONDS, tuple(self._counts), self._sum
+_UNSORTED = 1000  # names that may be counted before it is asked which of them are still registered
 
 
 class Counts:
-    """Counts since the start. Every field is changed and read under `lock`."""
+    """Counts since the start. Every field is changed and read under `lock`.
 
-    def __init__(self) -> None:
+    Args:
+      registered: whether requests may still ask for an adapter of this name.
+    """
+
+    def __init__(self, registered: Callable[[str], bool]):
+        self._registered = registered
+        self._room = _UNSORTED
         self.lock = threading.Lock()
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.failed_steps = 0
         self.finished: Counter[str] = Counter()
         self.by_lora: Counter[str] = Counter()
+        self.unloaded = 0
         self.first_token, self.per_token, self.whole = Histogram(), Histogram(), Histogram()
+        self.queued, self.absent = Histogram(), Histogram()
         self._begun: deque[float] = deque(maxlen=_RECENT)  # when requests left the queue
 
-    def begun(self) -> None:
+    def begun(self, sequence: Sequence) -> None:
+        """It has left the queue, and its adapter is in a slot."""
+        now = time.monotonic()
         with self.lock:
-            self._begun.append(time.monotonic())
+            self._begun.append(now)
+            self.queued.add(now - sequence.arrived)
+            if sequence.absent:
+                self.absent.add(now - sequence.arrived)
+            self.by_lora[sequence.lora or ""] += 1
+            if len(self.by_lora) > self._room:
+                self.sort_out()
+                self._room = 2 * len(self.by_lora) + _UNSORTED
+
+    def sort_out(self) -> None:
+        """Count those whose adapter is not registered any more together. Under `lock`."""
+        for name in [name for name in self.by_lora if name and not self._registered(name)]:
+            self.unloaded += self.by_lora.pop(name)
 
     def retry_after(self) -> float:
         """Seconds until a place in a full queue is likely to be free, by the last few that were."""

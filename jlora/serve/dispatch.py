@@ -268,7 +268,7 @@ class Dispatcher:
             sequence.row = self._rows.index(None)
             if sequence.lora is not None:
                 self._loras.not_wanted(sequence.lora)
-            self._counts.begun()
+            self._counts.begun(sequence)
             return sequence
         return None
 

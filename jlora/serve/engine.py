@@ -1,5 +1,6 @@
 """`Engine`: many requests at once on one model, each with its own adapter."""
 
+import math
 import threading
 import time
 from collections import Counter
@@ -8,12 +9,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jlora.config import LoRARequest
-from jlora.errors import LoRAUsageError
+from jlora.errors import LoRAError, LoRAUsageError
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo
 from jlora.serve.counts import Counts
 from jlora.serve.dispatch import Dispatcher
 from jlora.serve.generation import Answer
+from jlora.serve.lookups import Lookups, Resolve
 from jlora.serve.loras import Loras
 from jlora.serve.loras_in_step import LorasInStep
 from jlora.serve.options import EngineOptions
@@ -29,6 +31,8 @@ from jlora.serve.sequence import Sequence, check_params, seed_of
 from jlora.serve.steps import Steps
 from jlora.serve.text import Decoding
 from jlora.serve.writer import News, Nobody, Writer
+
+_WAIT_FOR_NAMES = 0.25  # the most of the queue that requests take whose adapter is looked up
 
 
 class Engine:
@@ -51,6 +55,9 @@ class Engine:
       manager: of the model. The engine steps through `manager.run`; adapters may be added to it directly as well.
       tokenizer: a `tokenizers.Tokenizer`; None for token ids in and out.
       options: sizes and limits.
+      resolve: name -> what to load, for names that nobody added; None where there is no such adapter. Called on
+        threads of its own, some names at once and each once, when a request asks for one; what it finds is loaded, and
+        is an adapter like any other from then on. It may take its time: requests wait for it as for a load.
 
     Raises:
       LoRAUsageError: the model lacks what is needed, is not the manager's, or an option is out of range.
@@ -63,6 +70,7 @@ class Engine:
         *,
         tokenizer: Any | None = None,
         options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+        resolve: Resolve | None = None,
     ):
         _check(options)
         self.options = options
@@ -77,9 +85,13 @@ class Engine:
         )
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
-        self._counts = Counts()
+        self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
         self._peers = peers_of(model, manager.config.process_timeout)
+        self._lookups: Lookups | None = None
+        if resolve is not None:
+            most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
+            self._lookups = Lookups(resolve, most, lambda: self._dispatcher.wake(), self._not_found)
         self._loras = self._loras_of(manager)
         writer = self._writer if self._peers.leads else Nobody()
         self._dispatcher = Dispatcher(
@@ -93,7 +105,9 @@ class Engine:
         def wake() -> None:
             self._dispatcher.wake()
 
-        return Loras(manager, wake) if self._peers.count == 1 else LorasInStep(manager, wake, self._peers)
+        if self._peers.count == 1:
+            return Loras(manager, wake, self._lookups)
+        return LorasInStep(manager, wake, self._peers, self._lookups)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -198,12 +212,13 @@ class Engine:
         Args:
           prompt: text, or token ids.
           params: how its tokens are chosen.
-          lora: the adapter: a name that was added, or a request that is loaded first if its name is unknown. It answers
-            with the generation that is the newest when it begins.
+          lora: the adapter: a name that was added, or that the engine's `resolve` knows, or a request that is loaded
+            first if its name is unknown. It answers with the generation that is the newest when it begins.
           timeout: seconds after which it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
 
         Raises:
-          AdapterNotFoundError: the name is unknown, or was unloaded.
+          AdapterNotFoundError: the name is unknown, or was unloaded. Where there is a resolver, the answer ends with
+            that; the name of an adapter that is being unloaded, and one that could not be a name, are refused at once.
           LoRAUsageError: the prompt or a parameter is wrong or too long.
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine takes none.
@@ -226,7 +241,7 @@ class Engine:
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
                     self._counts.retry_after(),
                 )
-            name, request = (None, None) if lora is None else self._loras.wanted(lora)
+            name, request, unknown = (None, None, False) if lora is None else self._loras.wanted(lora)
             answer = Answer(len(tokens), lambda: self._cancel(sequence))
             sequence = Sequence(
                 prompt=tokens,
@@ -236,15 +251,17 @@ class Engine:
                 stops=stops,
                 lora=name,
                 request=request,
+                absent=name is not None and self._manager.level(name) != "slot",
                 deadline=None if seconds is None else time.monotonic() + seconds,
                 answer=answer,
                 decoding=Decoding(self._tokenizer, params.stop),
             )
+            if unknown:
+                self._look_up(sequence)
             self._open.add(sequence)
             self._dispatcher.submit(sequence)
         with self._counts.lock:
             self._counts.prompt_tokens += len(tokens)
-            self._counts.by_lora[name or ""] += 1
         return answer
 
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
@@ -256,6 +273,19 @@ class Engine:
             return list(self._tokenizer.encode(prompt).ids)
         except Exception as error:
             raise LoRAUsageError(f"the prompt {prompt!r:.80} cannot be tokenized: {error!s:.200}") from error
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """Before the dispatching thread sees it, which takes what nobody knows for gone."""
+        assert self._lookups is not None
+        assert sequence.lora is not None
+        try:
+            self._lookups.add(sequence)
+        except BaseException:
+            self._loras.not_wanted(sequence.lora)
+            raise
+
+    def _not_found(self, sequence: Sequence, error: LoRAError) -> None:
+        self._writer.put([News(sequence, end=error)])
 
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancelled = True
@@ -331,6 +361,7 @@ class Engine:
         used = sum(min(one.filled + one.received, self._longest) for one in running)
         counts = self._counts
         with counts.lock:
+            counts.sort_out()
             return EngineStats(
                 running=len(running),
                 waiting=len(waiting),
@@ -342,9 +373,12 @@ class Engine:
                 finished=dict(counts.finished),
                 failed_steps=counts.failed_steps,
                 by_lora=dict(counts.by_lora),
+                by_unloaded=counts.unloaded,
                 time_to_first_token=counts.first_token.read(),
                 time_per_output_token=counts.per_token.read(),
                 request_seconds=counts.whole.read(),
+                queue_seconds=counts.queued.read(),
+                adapter_wait_seconds=counts.absent.read(),
             )
 
 

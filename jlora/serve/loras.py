@@ -17,6 +17,7 @@ from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoR
 from jlora.layers.batch import LoRABatch
 from jlora.manager.manager import LoRAManager
 from jlora.manager.report import AdapterInfo
+from jlora.serve.lookups import Lookups, check_name
 from jlora.serve.request import AdapterExistsError
 from jlora.serve.scheduler import Slots
 from jlora.serve.sequence import Held, Sequence
@@ -32,11 +33,12 @@ class NotLoaded(Exception):
 
 
 class Loras:
-    """See the module. `wake` is called when a load is done."""
+    """See the module. `wake` is called when a load is done; `lookups` knows of names that nobody added."""
 
-    def __init__(self, manager: LoRAManager, wake: Callable[[], None]):
+    def __init__(self, manager: LoRAManager, wake: Callable[[], None], lookups: Lookups | None = None):
         self._manager = manager
         self._wake = wake
+        self._lookups = lookups
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
         self._going: set[str] = set()  # unloaded, but some that wait need them
@@ -109,21 +111,33 @@ class Loras:
         with self._lock:
             return {name: info for name, info in found.items() if name not in self._going}
 
-    def wanted(self, lora: str | LoRARequest) -> tuple[str, LoRARequest | None]:
-        """Count one more request that waits for an adapter. Raises AdapterNotFoundError for an unknown name."""
+    def wanted(self, lora: str | LoRARequest) -> tuple[str, LoRARequest | None, bool]:
+        """Count one more request that waits for an adapter.
+
+        Returns:
+          Its name, where it is loaded from if the request says so, and whether it is to be looked up.
+
+        Raises:
+          AdapterNotFoundError: the name is unknown, and cannot be looked up; or it is being unloaded.
+        """
         if isinstance(lora, LoRARequest) and lora.load_inplace:
             raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
         name, request = (lora, None) if isinstance(lora, str) else (lora.name, lora)
         with self._lock:
-            if request is None or name in self._going:
+            unknown = self._lookups is not None and request is None and self._manager.level(name) is None
+            if unknown:
+                check_name(name)
+            elif request is None or name in self._going:
                 self._check(name)
             self._waiting[name] += 1
-        return name, request
+        return name, request, unknown
 
     def not_wanted(self, name: str) -> None:
         """One request less waits for it: it has begun, or it has ended before."""
         with self._lock:
             if not _one_less(self._waiting, name):
+                if self._lookups is not None:
+                    self._lookups.forget(name)
                 self._let_go()
 
     def start(self, lost: Callable[[int], None]) -> None:
@@ -207,6 +221,8 @@ class Loras:
             if not load.done():
                 continue
             del self._loads[name]
+            if self._lookups is not None:
+                self._lookups.forget(name)
             error = None if load.cancelled() else load.exception()
             if isinstance(error, NoFreeSlotError) and self._held:
                 self.later(name)
@@ -232,6 +248,8 @@ class Loras:
         for sequence in waiting:
             name = sequence.lora
             if name is None or name in seen:
+                continue
+            if self._lookups is not None and self._lookups.under_way(name) and sequence.request is None:
                 continue
             seen.add(name)
             if len(seen) > room or loads >= _LOADS_AT_ONCE:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jlora.config import LoRARequest
 from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.manager.manager import LoRAManager
+from jlora.serve.lookups import Lookups
 from jlora.serve.loras import Loras, as_error, removed
 from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError
@@ -41,8 +42,8 @@ class _Load:
 class LorasInStep(Loras):
     """See the module."""
 
-    def __init__(self, manager: LoRAManager, wake: Callable[[], None], peers: Peers):
-        super().__init__(manager, wake)
+    def __init__(self, manager: LoRAManager, wake: Callable[[], None], peers: Peers, lookups: Lookups | None = None):
+        super().__init__(manager, wake, lookups)
         self._peers = peers
         self._turns: Literal["before", "now", "over"] = "before"
         self._numbers = count(1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from jlora.errors import LoRAError
+from jlora.manager.histogram import Counted
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -136,8 +137,12 @@ class EngineStats:
       prompt_tokens, generated_tokens: in all.
       finished: requests by finish reason, "error" among them.
       failed_steps: steps that raised.
-      by_lora: requests of each adapter name so far ("" for the base model).
-      time_to_first_token, time_per_output_token, request_seconds: (upper bounds, counts, sum) of histograms, seconds.
+      by_lora: requests that have begun, of each adapter that is registered ("" for the base model).
+      by_unloaded: requests that have begun, of adapters that are not registered any more.
+      time_to_first_token, time_per_output_token, request_seconds: (upper bounds, counts, sum) of histograms, seconds;
+        the last count is of those above all bounds.
+      queue_seconds: from the arrival of a request until it had a row and its adapter a slot; the same.
+      adapter_wait_seconds: that of requests alone whose adapter was in no slot when they came.
     """
 
     running: int = 0
@@ -150,6 +155,9 @@ class EngineStats:
     finished: Mapping[str, int] = field(default_factory=dict)
     failed_steps: int = 0
     by_lora: Mapping[str, int] = field(default_factory=dict)
-    time_to_first_token: tuple[tuple[float, ...], tuple[int, ...], float] = ((), (), 0.0)
-    time_per_output_token: tuple[tuple[float, ...], tuple[int, ...], float] = ((), (), 0.0)
-    request_seconds: tuple[tuple[float, ...], tuple[int, ...], float] = ((), (), 0.0)
+    by_unloaded: int = 0
+    time_to_first_token: Counted = ((), (), 0.0)
+    time_per_output_token: Counted = ((), (), 0.0)
+    request_seconds: Counted = ((), (), 0.0)
+    queue_seconds: Counted = ((), (), 0.0)
+    adapter_wait_seconds: Counted = ((), (), 0.0)

@@ -38,6 +38,7 @@ class Sequence:
       limit: the most new tokens.
       stops: tokens that end it.
       lora, request: its adapter's name, and where it is loaded from if it is not known.
+      absent: whether its adapter was in no slot when it came.
       deadline: `time.monotonic()` at which it ends with RequestTimeoutError.
       held: its adapter, once it has begun.
       row: of the cache, once it has begun.
@@ -59,6 +60,7 @@ class Sequence:
     deadline: float | None
     answer: Answer
     decoding: Decoding
+    absent: bool = False
     number: int = 0
     arrived: float = field(default_factory=time.monotonic)
     held: Held | None = None

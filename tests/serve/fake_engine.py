@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 from jlora.manager.report import AdapterInfo, Stats
+from jlora.serve.options import EngineOptions
 from jlora.serve.request import (
     AdapterExistsError,
     EngineBusyError,
@@ -84,6 +85,7 @@ class FakeEngine:
         self.closed = False
         self.calls = Counter()
         self.told = EngineStats()
+        self.options = EngineOptions(max_num_seqs=4)
 
     def submit(self, prompt, params, *, lora=None, timeout=None):
         if self.closed:
@@ -145,6 +147,12 @@ class FakeEngine:
             raise AdapterNotFoundError(name)
         self.pinned.discard(name)
 
+    def list_loras(self):
+        return {
+            name: AdapterInfo(name, 8, 2, 100, None, name in self.pinned, False, request.path, None, 0)
+            for name, request in self.loras.items()
+        }
+
     def resident(self):
         """What the manager would list: the first two adapters are in slots, the next two on the host."""
         return {
@@ -177,7 +185,8 @@ def _ended(generation):
 
 def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
-                  registered=2, active=2, leased=1, slot_bytes=1000, host_bytes=2000)  # fmt: skip
+                  registered=2, active=2, leased=1, slot_bytes=1000, host_bytes=2000, open_leases=3,
+                  load_seconds=((0.5,), (4, 1), 3.5), swap_seconds=((0.001,), (4, 0), 0.002))  # fmt: skip
     config = SimpleNamespace(max_loras=4)
     return SimpleNamespace(stats=lambda: stats, config=config, list_adapters=engine.resident)
 

@@ -28,6 +28,9 @@ STATS = EngineStats(
     time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
     time_per_output_token=((0.01,), (0, 0), 0.0),
     request_seconds=((1.0,), (1, 0), 0.5),
+    queue_seconds=((0.1,), (7, 1), 0.75),
+    adapter_wait_seconds=((0.1,), (2, 1), 0.7),
+    by_unloaded=6,
 )
 
 
@@ -89,7 +92,20 @@ def test_metrics(engine):
         ("vllm:e2e_request_latency_seconds_bucket", ("le", "+Inf"), base): 1,
         ("vllm:num_gpu_loaded_lora_adapters", base): 2,
         ("vllm:max_gpu_lora_adapters", base): 4,
-        ("vllm:lora_adapter_load_seconds_count", base): 2,
+        ("vllm:lora_adapter_load_seconds_count", base): 5,
+        ("vllm:lora_adapter_load_seconds_bucket", ("le", "0.5"), base): 4,
+        ("jlora:slot_write_seconds_sum", base): 0.002,
+        ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
+        ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
+        # What routers read: sequences times positions, and nothing is shared.
+        (
+            "vllm:cache_config_info",
+            ("block_size", "128"),
+            ("enable_prefix_caching", "False"),
+            ("num_gpu_blocks", "4"),
+        ): 1,
+        ("jlora:unloaded_adapter_requests_total",): 6,
+        ("jlora:open_leases",): 3,
         ("jlora:adapter_requests_total", ("adapter_name", "sort")): 5,
         ("jlora:adapter_requests_total", ("adapter_name", "reverse")): 2,
         **{(f"jlora:{name}_total",): n for name, n in (("slot_hits", 30), ("slot_loads", 4), ("slot_evictions", 2))},
@@ -208,5 +224,7 @@ def test_what_the_page_shows(engine):
     assert (sort["running"], sort["waiting"]) == (2, 0)
     assert body["manager"]["slot_hits"] == 30
     latency = {"first token": {"p50": 0.1, "p99": None}, "each further token": {"p50": None, "p99": None},
-               "whole request": {"p50": 1.0, "p99": 1.0}}  # fmt: skip
+               "whole request": {"p50": 1.0, "p99": 1.0}, "queue": {"p50": 0.1, "p99": None},
+               "queue, of adapters in no slot": {"p50": 0.1, "p99": None}, "load": {"p50": 0.5, "p99": None},
+               "slot write": {"p50": 0.001, "p99": 0.001}}  # fmt: skip
     assert body["latency"] == latency

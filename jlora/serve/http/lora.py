@@ -16,17 +16,18 @@ from starlette.responses import PlainTextResponse, Response
 from jlora.cli.text import shown
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError
-from jlora.serve.counts import Histogram
 from jlora.serve.http.body import Fields, read_object
 from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError
 from jlora.serve.http.log import log, log_event
+from jlora.serve.lookups import LONGEST_NAME
 from jlora.serve.request import AdapterExistsError, EngineClosedError
+from jlora.serve.resolvers import below, listed
 
 if TYPE_CHECKING:
     from jlora.serve.engine import Engine
     from jlora.serve.http.service import Service
 
-_LONGEST_NAME, _LONGEST_PATH = 256, 4096
+_LONGEST_PATH = 4096
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -51,30 +52,21 @@ class Places:
         Raises:
           ApiError: 400 where it is outside of the places (whether it exists or not), 404 where nothing is there.
         """
-        if self._allowed(path) and not (self.root is not None and os.path.isdir(self.root / path)):
+        if listed(self.repos, path) and not (self.root is not None and os.path.isdir(self.root / path)):
             if os.path.isdir(path):  # which the library would take for it
                 raise _invalid(f"lora_path {path!r} is a repository, and a folder where the server runs", "lora_path")
             return path
         if self.root is None:
             raise _invalid(f"lora_path {path!r:.200} is none of the repositories that may be loaded", "lora_path")
-        try:
-            root = self.root.resolve()
-            found = (root / path).resolve()
-            inside, there = found.is_relative_to(root), found.is_dir()
-        except (OSError, RuntimeError, ValueError):  # loops of links, NUL
-            found, inside, there = self.root, False, False
-        if not inside:
+        found = below(self.root, path)
+        if found is None:
             raise _invalid(
                 f"lora_path {path!r:.200} is not below the folder that adapters are loaded from", "lora_path"
             )
-        if not there:
+        if not os.path.isdir(found):
             message = f"there is no folder at lora_path {path!r:.200}"
             raise ApiError(404, NOT_FOUND, message, "lora_path")
         return str(found)
-
-    def _allowed(self, path: str) -> bool:
-        owner, slash, name = path.partition("/")
-        return bool(slash and name) and (path in self.repos or f"{owner}/*" in self.repos) and "/" not in name
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,6 @@ class Adapters:
 
     def __init__(self, engine: "Engine", places: Places, taken: Sequence[str]):
         self.places = places
-        self.load_seconds = Histogram()
         self._engine = engine
         self._taken = frozenset(taken)
         self._known: dict[str, Known] = {}
@@ -104,15 +95,22 @@ class Adapters:
         self._turns: dict[str, tuple[threading.Lock, int]] = {}  # of each name: a lock, and how many want it
 
     def known(self) -> Mapping[str, Known]:
+        """Those of the engine, however they came there."""
         with self._books:
+            loaded = self._engine.list_loras()
+            for name, info in loaded.items():
+                if name not in self._known:  # by a resolver, or beside the server
+                    self._known[name] = Known(info.path or "", int(time.time()))
+            for name in [name for name in self._known if name not in loaded]:
+                del self._known[name]
             return dict(self._known)
 
     def check_name(self, name: str) -> None:
         """Raises `ApiError` (400) for a name that no adapter can have."""
         if name in self._taken:
             raise _invalid(f"lora_name {name!r} is a name of the base model", "lora_name")
-        if shown(name) != name or len(name) > _LONGEST_NAME:
-            raise _invalid(f"lora_name {name!r:.80} must be printable, and of at most {_LONGEST_NAME} characters")
+        if shown(name) != name or len(name) > LONGEST_NAME:
+            raise _invalid(f"lora_name {name!r:.80} must be printable, and of at most {LONGEST_NAME} characters")
 
     def load(self, request: LoRARequest, path: str, timeout: float | None) -> None:
         """Load an adapter and let it be asked for; `path` is what is shown of where it came from. Blocks.
@@ -122,14 +120,11 @@ class Adapters:
           LoRAError: it cannot be loaded; nothing changes then.
         """
         with self._turn(request.name):
-            if not request.load_inplace and request.name in self.known():
-                raise AdapterExistsError(f"adapter {request.name!r} is loaded already")
             started = time.monotonic()
             self._engine.add_lora(request, timeout=timeout)
             seconds = time.monotonic() - started
             with self._books:
                 self._known[request.name] = Known(path, int(time.time()))
-                self.load_seconds.add(seconds)
         log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
         own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
         if own:
@@ -142,17 +137,10 @@ class Adapters:
           AdapterNotFoundError: there is none of that name.
         """
         with self._turn(name):
-            try:
-                self._engine.remove_lora(name)
-            except AdapterNotFoundError:  # it was removed beside the server: nobody may ask for it all the same
-                self._forget(name)
-                raise
-            self._forget(name)
+            self._engine.remove_lora(name)
+            with self._books:
+                self._known.pop(name, None)
         log_event("unloaded", adapter=name)
-
-    def _forget(self, name: str) -> None:
-        with self._books:
-            self._known.pop(name, None)
 
     @contextmanager
     def _turn(self, name: str) -> Generator[None, None, None]:

@@ -24,6 +24,7 @@ _COUNTERS = {
     "slot_evictions": "jlora:slot_evictions_total",
     "slot_hits": "jlora:slot_hits_total",
 }
+_HISTOGRAMS = {"load_seconds": "vllm:lora_adapter_load_seconds", "swap_seconds": "jlora:slot_write_seconds"}
 
 Labels = Mapping[str, str]
 Samples = Sequence[tuple[Labels, float]]
@@ -49,6 +50,13 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:num_requests_running", "gauge", [(model, stats.running)])
     yield from _family("vllm:num_requests_waiting", "gauge", [(model, stats.waiting)])
     yield from _family("vllm:kv_cache_usage_perc", "gauge", [(model, stats.cache_usage)])
+    # A row of the cache is one block: it is never shared, and as long as a sequence can be.
+    blocks = {
+        "block_size": str(service.max_model_len),
+        "num_gpu_blocks": str(service.engine.options.max_num_seqs),
+        "enable_prefix_caching": "False",
+    }
+    yield from _family("vllm:cache_config_info", "gauge", [(blocks, 1)])
     yield from _family("vllm:prompt_tokens_total", "counter", [(model, stats.prompt_tokens)])
     yield from _family("vllm:generation_tokens_total", "counter", [(model, stats.generated_tokens)])
     finished = [({**model, "finished_reason": reason}, count) for reason, count in sorted(stats.finished.items())]
@@ -57,6 +65,8 @@ def _lines(service: Service) -> Iterator[str]:
         ("vllm:time_to_first_token_seconds", stats.time_to_first_token),
         ("vllm:time_per_output_token_seconds", stats.time_per_output_token),
         ("vllm:e2e_request_latency_seconds", stats.request_seconds),
+        ("vllm:request_queue_time_seconds", stats.queue_seconds),
+        ("jlora:adapter_wait_seconds", stats.adapter_wait_seconds),
     ):
         yield from _histogram(name, model, *histogram)
 
@@ -79,13 +89,16 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:lora_adapter_loaded", "gauge", resident)
     yield from _family("vllm:num_gpu_loaded_lora_adapters", "gauge", [(model, len(in_slots))])
     yield from _family("vllm:max_gpu_lora_adapters", "gauge", [(model, config.max_loras)])
-    yield from _histogram("vllm:lora_adapter_load_seconds", model, *service.adapters.load_seconds.read())
     used = [({"adapter_name": info.name}, float(stats.by_lora.get(info.name, 0))) for info in in_slots[:_MOST]]
     yield from _family("jlora:adapter_requests_total", "counter", used)
+    yield from _family("jlora:unloaded_adapter_requests_total", "counter", [({}, stats.by_unloaded)])
 
     yield from _family("jlora:adapters_registered", "gauge", [({}, len(service.adapters.known()))])
     yield from _family("jlora:failed_steps_total", "counter", [({}, stats.failed_steps)])
     for field in fields(manager):
+        if field.name in _HISTOGRAMS:
+            yield from _histogram(_HISTOGRAMS[field.name], model, *getattr(manager, field.name))
+            continue
         name = _COUNTERS.get(field.name, f"jlora:{field.name}")
         yield from _family(
             name, "counter" if name in _COUNTERS.values() else "gauge", [({}, getattr(manager, field.name))]

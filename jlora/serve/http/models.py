@@ -18,7 +18,7 @@ async def list_models(service: Service, request: Request) -> Response:
 async def show_model(service: Service, request: Request) -> Response:
     """`GET /v1/models/NAME`."""
     name: str = request.path_params["name"]
-    card = _cards(service).get(name)
+    card = (await service.work(lambda: _cards(service))).get(name)
     if card is None:
         raise no_such_model(name)
     return JSONResponse(card)

@@ -5,7 +5,6 @@ import hashlib
 import heapq
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jlora.manager.histogram import Counted
 from jlora.serve.http.service import Service
 
 _MOST = 200  # adapters that are shown
-
-_Histogram = tuple[Sequence[float], Sequence[int], float]
 
 
 async def status_json(service: Service, request: Request) -> Response:
@@ -90,11 +88,15 @@ def _status(service: Service) -> dict[str, Any]:
             "first token": _quantiles(stats.time_to_first_token),
             "each further token": _quantiles(stats.time_per_output_token),
             "whole request": _quantiles(stats.request_seconds),
+            "queue": _quantiles(stats.queue_seconds),
+            "queue, of adapters in no slot": _quantiles(stats.adapter_wait_seconds),
+            "load": _quantiles(manager.load_seconds),
+            "slot write": _quantiles(manager.swap_seconds),
         },
     }
 
 
-def _quantiles(histogram: _Histogram) -> dict[str, float | None]:
+def _quantiles(histogram: Counted) -> dict[str, float | None]:
     """Bounds that half, and 99 of 100, of the values lie below; None where there are none, or no bound is that high."""
     bounds, counts, _ = histogram
     found: dict[str, float | None] = {}

@@ -1,0 +1,147 @@
+"""Names that nobody has added: a resolver is asked for them, on threads of its own, and nothing else waits for it."""
+
+import inspect
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jlora.cli.text import shown
+from jlora.config import LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora.serve.request import EngineBusyError
+from jlora.serve.sequence import Sequence
+
+Resolve = Callable[[str], LoRARequest | None]
+
+LONGEST_NAME = 256  # characters
+_THREADS = 8
+_RETRY = 1.0
+
+
+def check_name(name: str) -> None:
+    """Raises AdapterNotFoundError for a name that no resolver is asked for.
+
+    Those are names that do not print or are too long, and what would be a path out of a folder: absolute, or with an
+    empty part, "." or "..".
+    """
+    parts = re.split(r"[/\\]", name)
+    if not name or len(name) > LONGEST_NAME or shown(name) != name:
+        why = f"it must be printable, of 1 to {LONGEST_NAME} characters"
+    elif os.path.isabs(name) or name.startswith("~") or not {"", ".", ".."}.isdisjoint(parts):
+        why = "it is a path that leads elsewhere"
+    else:
+        return
+    raise AdapterNotFoundError(f"no adapter can be called {name!r:.300}: {why}")
+
+
+class Lookups:
+    """Asks a resolver for names: one call a name, whoever else asks meanwhile, and no answer is kept.
+
+    A call cannot be stopped. One that hangs keeps one of a few threads until it returns, and other names wait for the
+    rest; requests end by their own timeouts, or as they are cancelled.
+
+    Args:
+      resolve: name -> what to load; None where there is no such adapter.
+      most: requests that may wait for its answers.
+      found: called when there is something to load.
+      fail: called with a request, and the error that it ends with. Must not block.
+    """
+
+    def __init__(
+        self, resolve: Resolve, most: int, found: Callable[[], None], fail: Callable[[Sequence, LoRAError], None]
+    ):
+        self._resolve = resolve
+        self._most = most
+        self._found = found
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[Sequence]] = {}  # of each name that has no answer yet
+        self._line: deque[str] = deque()  # of these, those that no thread has taken
+        self._loading: dict[str, LoRARequest] = {}  # answers, until what they say is loaded
+        self._threads = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Have its `request` set, or have it end with an error.
+
+        Raises:
+          EngineBusyError: too many wait.
+          LoRAError: there are no threads.
+        """
+        name = sequence.lora
+        assert name is not None
+        with self._lock:
+            sequence.request = self._loading.get(name)
+            if sequence.request is not None:
+                return
+            waiting = 0
+            for others in self._waiting.values():
+                others[:] = [one for one in others if not one.left]
+                waiting += len(others)
+            if waiting >= self._most:
+                raise EngineBusyError(f"{waiting} requests wait for names that are looked up", _RETRY)
+            if name in self._waiting:
+                self._waiting[name].append(sequence)
+                return
+            if self._threads < _THREADS:
+                try:
+                    threading.Thread(target=self._work, name="jlora-serve-lookup", daemon=True).start()
+                except RuntimeError as error:
+                    raise LoRAError(f"adapter {name!r} cannot be looked up: {error}") from error
+                self._threads += 1
+            self._waiting[name] = [sequence]
+            self._line.append(name)
+
+    def under_way(self, name: str) -> bool:
+        """Whether there is no answer yet. Look at `request` of a sequence after this, not before."""
+        return name in self._waiting
+
+    def forget(self, name: str) -> None:
+        """It is loaded, or could not be, or nobody waits for it: who asks for it from now on asks anew."""
+        with self._lock:
+            self._loading.pop(name, None)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._line:
+                    self._threads -= 1
+                    return
+                name = self._line.popleft()
+                if all(one.left for one in self._waiting[name]):
+                    del self._waiting[name]
+                    continue
+            answer = self._ask(name)
+            with self._lock:
+                # Errors are out, and requests set, before others can see that there is an answer.
+                for sequence in self._waiting[name]:
+                    if isinstance(answer, LoRAError):
+                        self._fail(sequence, answer)
+                    elif not sequence.left:
+                        sequence.request = self._loading[name] = answer
+                del self._waiting[name]
+            self._found()
+
+    def _ask(self, name: str) -> LoRARequest | LoRAError:
+        try:
+            answer: Any = self._resolve(name)
+        except LoRAError as error:
+            return error
+        except BaseException as error:  # it is somebody else's code, and those who wait must hear of it
+            return LoRAError(f"adapter {name!r}: the resolver failed: {type(error).__name__}: {error!s:.500}")
+        if answer is None:
+            return AdapterNotFoundError(f"adapter {name!r} is not loaded, and the resolver knows none of that name")
+        if inspect.iscoroutine(answer):
+            answer.close()
+            return LoRAError(f"adapter {name!r}: the resolver is a coroutine function; it must be a plain one")
+        if not isinstance(answer, LoRARequest):
+            return LoRAError(
+                f"adapter {name!r}: the resolver returned {type(answer).__name__}, expected LoRARequest or None"
+            )
+        if answer.name != name:
+            return LoRAError(f"adapter {name!r}: the resolver returned a request for {answer.name!r:.300}")
+        if answer.load_inplace:
+            return LoRAError(f"adapter {name!r}: the resolver returned a request with load_inplace; add_lora replaces")
+        return answer

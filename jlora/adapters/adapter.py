@@ -274,7 +274,7 @@ class Adapter:
 
 
 def read_adapter(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Found,
     *,
     name: str | None = None,
     revision: str | None = None,
@@ -284,7 +284,8 @@ def read_adapter(
     check: Callable[[AdapterShapes], OwnExperts | None] | None = None,
     max_bytes: int | None = None,
 ) -> Adapter:
-    """`Adapter.from_pretrained`, of which a process of several needs some experts alone.
+    """`Adapter.from_pretrained`, of which a process of several needs some experts alone. What is found already needs no
+    name, revision or local_only.
 
     `check` may return which: other experts are not read. They are zeros that take no memory, in modules of the file's
     names, shapes, ranks and scalings; such an adapter is no good for `save_pretrained`.
@@ -292,7 +293,7 @@ def read_adapter(
     target = None if dtype is None else _float_dtype(dtype)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
         raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
-    found = resolve(path, name, revision, local_only=local_only)
+    found = path if isinstance(path, Found) else resolve(path, name, revision, local_only=local_only)
     name = found.name
     files = config_file, weights_file = adapter_files(found)
     content = _content(found, files)

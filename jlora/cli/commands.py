@@ -122,6 +122,11 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--lora-hub-repos", nargs="+", default=[], type=_text, metavar="REPO",
         help="owner/name or owner/*: requests may load these from the Hugging Face hub",
     )  # fmt: skip
+    lora.add_argument(
+        "--lora-resolver", nargs="+", default=[], type=_text, metavar="WHERE",
+        help="a model name that is unknown is looked for there, in this order: folder (below --lora-root), hub (in "
+        "--lora-hub-repos), or your own package.module:function of the name, which returns a LoRARequest or None",
+    )  # fmt: skip
 
     service = serve.add_argument_group("service")
     service.add_argument("--api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_API_KEY")

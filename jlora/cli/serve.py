@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from jlora.models.config import DecoderConfig
     from jlora.serve.engine import Engine
+    from jlora.serve.lookups import Resolve
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
@@ -56,6 +57,7 @@ def _serve(args: argparse.Namespace) -> int:
     root = None if args.lora_root is None else Path(args.lora_root).expanduser()
     if root is not None and not root.is_dir():
         raise LoRAUsageError(f"--lora-root {root} is not a folder")
+    resolve = _resolver(args.lora_resolver, root, args.lora_hub_repos)
     keys = Keys(_keys(args.api_key, _KEY), _keys(args.admin_api_key, _ADMIN_KEY))
     if args.compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(args.compilation_cache_dir))
@@ -113,7 +115,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         request_timeout=args.request_timeout,
     )
-    engine = Engine(model, manager, tokenizer=tokenizer, options=options)
+    engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
     adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names)
     for request in modules:
         adapters.load(request, request.path, None)
@@ -187,6 +189,28 @@ def _follow(engine: "Engine") -> int:
         log.info("ready: this process follows process 0")
         engine.follow()
     return 0
+
+
+def _resolver(given: list[str], root: Path | None, repos: list[str]) -> "Resolve | None":
+    """Those of `--lora-resolver`, one after the other."""
+    from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
+
+    found: list[Resolve] = []
+    for where in given:
+        if where == "folder":
+            if root is None:
+                raise LoRAUsageError("--lora-resolver folder: say where it is with --lora-root")
+            found.append(of_folder(root))
+        elif where == "hub":
+            if not repos:
+                raise LoRAUsageError("--lora-resolver hub: say which repositories may be loaded with --lora-hub-repos")
+            found.append(of_hub(repos))
+        else:
+            try:
+                found.append(of_function(where))
+            except LoRAUsageError as error:
+                raise LoRAUsageError(f"--lora-resolver: {error}") from error
+    return in_order(found) if found else None
 
 
 def _module(text: str) -> LoRARequest:

@@ -1,6 +1,7 @@
 """The host side: adapters are read, checked and packed here, let into the host cache, evicted and recalled."""
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from jlora.adapters import Adapter, AdapterShapes
 from jlora.adapters.adapter import read_adapter
 from jlora.adapters.checkpoint import OwnExperts
 from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
+from jlora.adapters.resolve import Found, resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import (
     AdapterInUseError,
@@ -141,9 +143,10 @@ class Host:
         if request.load_inplace or not self._found(request.name):
             started = time.monotonic()
             with _logged(request.name, request.path):
+                found = self._find(load)
                 with self.loader.turn():
                     self.loader.check_wanted(load)
-                    read = self._read(request)
+                    read = self._read(request, found)
                     self.loader.check_wanted(load)
                     content = self.stage(*read, request)
                 result = self._arrived(load, content)
@@ -181,7 +184,19 @@ class Host:
         placed = place(where, adapter.modules, self._index)
         return self.stage(adapter, dict(adapter.modules), placed, None)
 
-    def _read(self, request: LoRARequest) -> tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]:
+    def _find(self, load: Load) -> Found:
+        """The local folder of a load's request, fetched if need be."""
+        request = load.request
+        if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
+            return resolve(request.path, request.name)
+        with self.loader.fetching():
+            self.loader.check_wanted(load)
+            path = request.path if self._resolve is None else self._resolve(request)
+            return resolve(path, request.name, request.revision, local_only=request.local_only)
+
+    def _read(
+        self, request: LoRARequest, found: Found
+    ) -> tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]:
         """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
 
         What its shapes tell against it is found before a tensor is read.
@@ -189,7 +204,6 @@ class Host:
         Returns:
           The adapter without its modules, these, and their places.
         """
-        path = request.path if self._resolve is None else self._resolve(request)
         where = describe(request.name, request.path)
         placed: dict[str, Place] = {}
 
@@ -210,10 +224,7 @@ class Host:
             return own_experts(shapes.modules, placed)
 
         adapter = read_adapter(
-            path,
-            name=request.name,
-            revision=request.revision,
-            local_only=request.local_only,
+            found,
             allow_nonfinite=self._config.allow_nonfinite,
             check=check,
         )

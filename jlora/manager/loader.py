@@ -132,10 +132,11 @@ class Loader:
 
     Attributes:
       turn: held while a load reads and casts.
+      fetching: held while one asks a network, which may take long or hang: others read meanwhile.
     """
 
     def __init__(self, work: Callable[[Load], bool], lock: Lock):
-        self.turn = Turns(_AT_ONCE)
+        self.turn, self.fetching = Turns(_AT_ONCE), Turns(_AT_ONCE)
         self._work = work
         self._lock = lock
         self._loads: dict[LoRARequest, Load] = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ class Store:
         return jlora.LoRARequest(name, folder, **options)
 
     def read_adapter(self, path, **options):
-        name = options["name"]
+        name = path.name
         self.reads.append(name)
         self.threads.append(threading.current_thread())
         while name in self.closed:
@@ -559,3 +560,22 @@ def test_an_evicted_adapter_is_listed_and_loaded_ahead_by_its_name(world, store)
         world.manager.prefetch("nobody")
     world.manager.add_adapter(make_adapter("memory"))
     assert world.manager.prefetch("memory").result(30) is False  # never read from anywhere
+
+
+def test_a_hub_that_hangs_delays_no_load_from_a_folder(store, monkeypatch):
+    """More hang than read at a time; each of them is loaded once the hub answers."""
+    manager, answers, asked = make_world(max_cpu_loras=8).manager, threading.Event(), []
+    folder = store.request("hub").path
+
+    def download(repo, **options):
+        asked.append(repo)
+        assert answers.wait(30)
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    loads = [manager.prefetch(jlora.LoRARequest(f"remote{i}", f"nobody/remote{i}")) for i in range(6)]
+    until(lambda: len(asked) == 4)
+    assert manager.add_adapter(store.request("local"), timeout=10)
+    answers.set()
+    assert all(load.result(30) for load in loads)
+    assert len(asked) == 6

@@ -61,6 +61,7 @@ class Lookups:
         self._waiting: dict[str, list[Sequence]] = {}  # of each name that has no answer yet
         self._line: deque[str] = deque()  # of these, those that no thread has taken
         self._loading: dict[str, LoRARequest] = {}  # answers, until what they say is loaded
+        self._count = 0  # of `_waiting`, some of which may have ended
         self._threads = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -76,14 +77,15 @@ class Lookups:
             sequence.request = self._loading.get(name)
             if sequence.request is not None:
                 return
-            waiting = 0
-            for others in self._waiting.values():
-                others[:] = [one for one in others if not one.left]
-                waiting += len(others)
-            if waiting >= self._most:
-                raise EngineBusyError(f"{waiting} requests wait for names that are looked up", _RETRY)
+            if self._count >= self._most:
+                for others in self._waiting.values():
+                    others[:] = [one for one in others if one.waits]
+                self._count = sum(map(len, self._waiting.values()))
+            if self._count >= self._most:
+                raise EngineBusyError(f"{self._count} requests wait for names that are looked up", _RETRY)
             if name in self._waiting:
                 self._waiting[name].append(sequence)
+                self._count += 1
                 return
             if self._threads < _THREADS:
                 try:
@@ -92,6 +94,7 @@ class Lookups:
                     raise LoRAError(f"adapter {name!r} cannot be looked up: {error}") from error
                 self._threads += 1
             self._waiting[name] = [sequence]
+            self._count += 1
             self._line.append(name)
 
     def under_way(self, name: str) -> bool:
@@ -110,18 +113,20 @@ class Lookups:
                     self._threads -= 1
                     return
                 name = self._line.popleft()
-                if all(one.left for one in self._waiting[name]):
-                    del self._waiting[name]
+                if not any(one.waits for one in self._waiting[name]):
+                    self._count -= len(self._waiting.pop(name))
                     continue
             answer = self._ask(name)
             with self._lock:
                 # Errors are out, and requests set, before others can see that there is an answer.
                 for sequence in self._waiting[name]:
+                    if not sequence.waits:  # it may have begun: the name was added meanwhile
+                        continue
                     if isinstance(answer, LoRAError):
                         self._fail(sequence, answer)
-                    elif not sequence.left:
+                    else:
                         sequence.request = self._loading[name] = answer
-                del self._waiting[name]
+                self._count -= len(self._waiting.pop(name))
             self._found()
 
     def _ask(self, name: str) -> LoRARequest | LoRAError:

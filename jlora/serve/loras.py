@@ -219,6 +219,9 @@ class Loras:
         orders: list[Order] = []
         for name, load in tuple(self._loads.items()):
             if not load.done():
+                if not self._waiting[name]:  # those that asked for it have left: it may hang, and others need its place
+                    del self._loads[name]
+                    load.cancel()
                 continue
             del self._loads[name]
             if self._lookups is not None:

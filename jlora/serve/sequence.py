@@ -75,6 +75,11 @@ class Sequence:
     cancelled: bool = False
 
     @property
+    def waits(self) -> bool:
+        """Whether it has neither begun nor ended."""
+        return self.row < 0 and not self.left
+
+    @property
     def live(self) -> int:
         """Positions of the cache that its next step reads."""
         return len(self.prompt) + self.drawn

@@ -51,7 +51,8 @@ class World:
     def wait_idle(self) -> None:
         """Until nothing is held any more: the last turn of the dispatching thread is over."""
         for _ in range(1000):
-            if not self.engine._open and not self.manager.leases() and not self.engine._loras._held:
+            loras = self.engine._loras
+            if not self.engine._open and not self.manager.leases() and not loras._held and not loras._waiting:
                 return
             threading.Event().wait(0.01)
         raise AssertionError("the engine does not come to rest")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jlora.serve import (
     SamplingParams,
     StepFailedError,
 )
+from tests.serve.client import until
 from tests.serve.conftest import ADAPTERS, ROWS, request_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -407,6 +409,54 @@ def test_evicted_adapters_are_listed_and_come_back_when_they_are_asked_for(world
     assert [list(one.tokens) for one in found] == want
 
 
+def test_loads_that_hang_take_nobodys_place(world, monkeypatch):
+    hung, prefetch = [], world.manager.prefetch
+
+    def hang(request):
+        if not isinstance(request, str) and request.name.startswith("hang"):
+            hung.append(Future())
+            return hung[-1]
+        return prefetch(request)
+
+    monkeypatch.setattr(world.manager, "prefetch", hang)
+    late = [world.engine.submit(WORD, GREEDY, lora=request_of(f"hang{i}", "sort"), timeout=0.3) for i in range(4)]
+    until(lambda: len(hung) == 4)
+    for one in late:
+        with pytest.raises(RequestTimeoutError):
+            one.result(60)
+    assert world.engine.submit(WORD, GREEDY, lora=request_of("guest", "swap")).result(60).text == "lpnate"
+    assert all(load.cancelled() for load in hung)
+
+
+def test_stats_tell_of_loads_swaps_and_waits(world):
+    """Of adapters that were evicted and come back, too."""
+    for name in ("0", "1", "2", "3"):
+        world.engine.add_lora(request_of(name, "sort"))  # the host has room for 6: two are evicted
+    before, counts = world.engine.stats(), world.manager.stats()
+    names = ["0", "0", *world.manager.list_evicted()]
+    assert len(names) == 4
+    for name in names:
+        answers(world, [Request(name, WORD)])
+    world.wait_idle()
+    after, later = world.engine.stats(), world.manager.stats()
+    assert sum(later.load_seconds[1]) - sum(counts.load_seconds[1]) == 2 == later.host_loads - counts.host_loads
+    assert sum(later.swap_seconds[1]) - sum(counts.swap_seconds[1]) == 3 == later.slot_loads - counts.slot_loads
+    assert 0 < later.load_seconds[2] - counts.load_seconds[2] < 60
+    assert 0 < later.swap_seconds[2] - counts.swap_seconds[2] < 60
+    assert sum(after.queue_seconds[1]) - sum(before.queue_seconds[1]) == 4
+    assert sum(after.adapter_wait_seconds[1]) - sum(before.adapter_wait_seconds[1]) == 3  # the second found it there
+    assert (later.leased, later.open_leases) == (0, 0)
+    with world.manager.prepare(["0"]), world.manager.prepare([None]):
+        assert (world.manager.stats().leased, world.manager.stats().open_leases) == (1, 2)
+    # Those that are unloaded are counted together.
+    unloaded = world.engine.stats().by_unloaded
+    assert after.by_lora["0"] - before.by_lora.get("0", 0) == 2
+    count = world.engine.stats().by_lora["0"]
+    world.engine.remove_lora("0")
+    assert "0" not in world.engine.stats().by_lora
+    assert world.engine.stats().by_unloaded == unloaded + count
+
+
 def test_pinned_adapters_stay_in_their_slot(world):
     world.engine.pin_lora("swap")
     answers(world, [Request(name, WORD) for name in ("sort", "shift", "reverse")])
@@ -482,7 +532,7 @@ def test_stats_add_up(world):
     assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
     assert after.finished["stop"] - before.finished["stop"] == 3
     assert after.by_lora["sort"] - before.by_lora["sort"] == 2
-    for name in ("time_to_first_token", "request_seconds"):
+    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
         assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 3
     assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
     assert isinstance(next(iter(world.engine.submit(WORD))), Piece)

@@ -78,12 +78,27 @@ def resolve(
 
 def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool) -> Path:
     import huggingface_hub  # here, because it is slow to import and a local folder does not need it
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    away: Exception | None = None
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE], local_files_only=local_only
-        )
-    except Exception as error:  # the hub's client lets errors of several HTTP libraries through; all mean "not here"
+        if not local_only:
+            # Asked once, with a time limit (HF_HUB_ETAG_TIMEOUT): what follows goes on for minutes where a hub hangs.
+            url = huggingface_hub.hf_hub_url(repo_id, CONFIG_FILE, revision=revision)
+            try:
+                huggingface_hub.get_hf_file_metadata(url)
+            except Exception as error:  # as below; what is in the cache is served all the same
+                away = error
+        cached = local_only or away is not None
+        config = huggingface_hub.hf_hub_download(repo_id, CONFIG_FILE, revision=revision, local_files_only=cached)
+        folder = Path(config).parent
+        try:  # of the same commit
+            huggingface_hub.hf_hub_download(repo_id, WEIGHTS_FILE, revision=folder.name, local_files_only=cached)
+        except EntryNotFoundError as error:  # whoever opens it says so
+            if isinstance(error, LocalEntryNotFoundError) and not local_only:  # which means that the hub is away
+                raise
+    except Exception as caught:  # the hub's client lets errors of several HTTP libraries through; all mean "not here"
+        error = away or caught
         reason = printable((str(error).strip().splitlines() or [""])[0])
         at = f" at revision {shown(revision)}" if revision else ""
         how = (
@@ -95,7 +110,7 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
             f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}: "
             f"{type(error).__name__}: {reason}"
         ) from error
-    return Path(folder)
+    return folder
 
 
 def adapter_files(found: Found) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ import types
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import Found, resolve
@@ -20,21 +20,26 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageErro
 @pytest.fixture
 def no_hub(monkeypatch):
     def download(*args, **kwargs):
-        raise AssertionError(f"the hub was asked for {args}")
+        pytest.fail(f"the hub was asked for {args}")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", download)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Records calls; `hub.answer` is the folder to give back or the error to raise."""
-    state = types.SimpleNamespace(calls=[], answer=None, files=[])
+    """Records calls; `hub.answer` has the files, or is the error to raise, `hub.weights` those of weights alone."""
+    state = types.SimpleNamespace(calls=[], answer=None, weights=None, files=[], urls=[], away=None)
 
-    def download(repo_id, *, revision, allow_patterns, local_files_only):
-        state.calls.append((repo_id, revision, sorted(allow_patterns), local_files_only))
-        if isinstance(state.answer, Exception):
-            raise state.answer
-        return str(state.answer)
+    def download(repo_id, filename, *, revision, local_files_only):
+        state.calls.append((repo_id, filename, revision, local_files_only))
+        answer = state.weights if filename == "adapter_model.safetensors" and state.weights else state.answer
+        if isinstance(answer, Exception):
+            raise answer
+        if not (answer / filename).exists():
+            raise (LocalEntryNotFoundError if local_files_only else EntryNotFoundError)(f"no {filename}")
+        return str(answer / filename)
 
     def files(repo_id, *, revision=None):
         state.calls.append((repo_id, revision, "files"))
@@ -42,7 +47,13 @@ def hub(monkeypatch):
             raise state.files
         return state.files
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    def metadata(url):
+        state.urls.append(url)
+        if state.away is not None:
+            raise state.away
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", files)
     return state
 
@@ -112,7 +123,29 @@ def test_hub(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     adapter = Adapter.from_pretrained("org/sql-lora", revision="v2")
     assert adapter.name == "sql-lora"
-    assert hub.calls == [("org/sql-lora", "v2", ["adapter_config.json", "adapter_model.safetensors"], False)]
+    # The weights of the commit that the configuration is of.
+    assert hub.calls == [
+        ("org/sql-lora", "adapter_config.json", "v2", False),
+        ("org/sql-lora", "adapter_model.safetensors", "snapshot", False),
+    ]
+
+
+def test_a_hub_that_is_away_is_not_asked_for_files(folder_of, hub):
+    """It takes minutes to give up. What is in the cache is served."""
+    hub.answer, hub.away = folder_of(name="snapshot"), TimeoutError("it does not answer")
+    assert Adapter.from_pretrained("org/sql-lora").rank == 4
+    assert {call[3] for call in hub.calls} == {True}
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (hub.answer / name).unlink()
+        with pytest.raises(AdapterNotFoundError, match=r"could not be fetched.*it does not answer"):
+            Adapter.from_pretrained("org/sql-lora", revision="v2")
+    assert hub.urls[-1].endswith("/org/sql-lora/resolve/v2/adapter_config.json")
+
+
+def test_a_hub_that_goes_away_between_the_files(folder_of, hub):
+    hub.answer, hub.weights = folder_of(name="snapshot"), LocalEntryNotFoundError("no connection")
+    with pytest.raises(AdapterNotFoundError, match="could not be fetched"):
+        Adapter.from_pretrained("org/sql-lora")
 
 
 @pytest.mark.parametrize(

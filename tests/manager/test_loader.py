@@ -567,15 +567,16 @@ def test_a_hub_that_hangs_delays_no_load_from_a_folder(store, monkeypatch):
     manager, answers, asked = make_world(max_cpu_loras=8).manager, threading.Event(), []
     folder = store.request("hub").path
 
-    def download(repo, **options):
+    def download(repo, file, **options):
         asked.append(repo)
         assert answers.wait(30)
-        return folder
+        return f"{folder}/{file}"
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     loads = [manager.prefetch(jlora.LoRARequest(f"remote{i}", f"nobody/remote{i}")) for i in range(6)]
     until(lambda: len(asked) == 4)
     assert manager.add_adapter(store.request("local"), timeout=10)
     answers.set()
     assert all(load.result(30) for load in loads)
-    assert len(asked) == 6
+    assert len(asked) == 12  # two files each

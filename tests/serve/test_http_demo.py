@@ -6,10 +6,7 @@ import json
 import re
 import signal
 import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -18,22 +15,9 @@ import pytest
 from jlora.cli.commands import run
 from jlora.cli.demo import DENSE, demo_requests
 from tests.serve.client import until
+from tests.serve.demo_process import ADAPTERS, NAMES, ROOT, DemoServer, recipe
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-ADAPTERS = ROOT / "jlora" / "demo" / "adapters"
-NAMES = ("reverse", "shift", "sort", "swap")
-
-
-def recipe(*more: str) -> list[str]:
-    """The arguments of `make serve`, and more."""
-    printed = subprocess.run(
-        ["make", "-n", "serve", "SERVE=--port 0 --max-num-seqs 16 --max-loras 3 --max-cpu-loras 4"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.replace("\\\n", " ")  # fmt: skip
-    (line,) = [line for line in printed.splitlines() if line.startswith(".venv/bin/jlora serve")]
-    return [*line.split()[1:], *more]
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +25,9 @@ def server(tmp_path_factory):
     """The address of a server, and its process. Three slots for four adapters: they are swapped."""
     template = tmp_path_factory.mktemp("chat") / "template.jinja"
     template.write_text("<bos>{{ messages[-1].content }}{% if add_generation_prompt %}={% endif %}")
-    command = [sys.executable, "-m", "jlora", *recipe("--chat-template", str(template))]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    log = []
-    reader = threading.Thread(target=lambda: log.extend(process.stderr))
-    reader.start()
-    try:
-        first = process.stdout.readline()
-        found = re.fullmatch(r"jlora serves demo at (http://127\.0\.0\.1:\d+)\n", first)
-        assert found, (first, log)
-        yield found[1], process, log
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stdout.close()
-        process.stderr.close()
+    server = DemoServer(recipe("--chat-template", str(template)))
+    yield server.url, server.process, server.log
+    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -372,13 +372,14 @@ def hub(monkeypatch, tmp_path):
     """What is downloaded, and what the hub says instead."""
     state = SimpleNamespace(asked=[], error=None)
 
-    def download(repo, **options):
+    def download(repo, file, **options):
         state.asked.append(repo)
         if state.error is not None:
             raise state.error
-        return str(tmp_path / "cache" / ("a" * 40))
+        return str(tmp_path / "cache" / ("a" * 40) / file)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     return state
 
 
@@ -388,7 +389,7 @@ def test_the_hub(hub, monkeypatch, tmp_path):
         assert resolve(name) == jlora.LoRARequest(name, name, revision="a" * 40, local_only=True)
     for name in ("owner/two", "one", "team", "other/one", "team/a b", "team/a/b", "team/.."):
         assert resolve(name) is None
-    assert hub.asked == ["owner/one", "team/any"]
+    assert hub.asked == ["owner/one"] * 2 + ["team/any"] * 2  # two files each
     answer = httpx2.Response(404, request=httpx2.Request("GET", "http://hub"))
     hub.error = RepositoryNotFoundError("no such repository", response=answer)
     assert resolve("team/none") is None

@@ -1,0 +1,94 @@
+"""`jlora serve` on the demo model in a process of its own, as `make serve` starts it."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ROOT / "jlora" / "demo" / "adapters"
+NAMES = ("reverse", "shift", "sort", "swap")
+RIGHT = {"demo": "planet", "reverse": "tenalp", "shift": "qmbofu", "sort": "aelnpt", "swap": "lpnate"}  # of "planet="
+
+
+def recipe(*more: str, port: int = 0) -> list[str]:
+    """The arguments of `make serve`, and more."""
+    printed = subprocess.run(
+        ["make", "-n", "serve", f"SERVE=--port {port} --max-num-seqs 16 --max-loras 3 --max-cpu-loras 4"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.replace("\\\n", " ")  # fmt: skip
+    (line,) = [line for line in printed.splitlines() if line.startswith(".venv/bin/jlora serve")]
+    return [*line.split()[1:], *more]
+
+
+class DemoServer:
+    """A server that answers. `log` has the lines of its stderr."""
+
+    def __init__(self, arguments: list[str], **environment: str):
+        command = [sys.executable, "-m", "jlora", *arguments]
+        env = {**os.environ, **environment}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
+        self._reader.start()
+        first = self.process.stdout.readline()
+        found = re.fullmatch(r"jlora serves demo at (http://127\.0\.0\.1:(\d+))\n", first)
+        if found is None:
+            self.stop()
+        assert found, (first, self.log)
+        self.url, self.port = found[1], int(found[2])
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+    def ask(self, name: str, **more) -> httpx.Response:
+        body = {"model": name, "prompt": "planet=", "temperature": 0, "max_tokens": 10, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+
+    def text(self, name: str) -> str:
+        answer = self.ask(name)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=120)
+
+    def status(self) -> dict:
+        return httpx.get(f"{self.url}/status.json", timeout=60).json()
+
+    @property
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def children(self) -> list[str]:
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [child for task in tasks for child in (task / "children").read_text().split()]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of its own now."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def at_rest(self, seconds: float = 60.0) -> dict:
+        """Its status, once nothing is under way."""
+        end = time.monotonic() + seconds
+        while (found := self.status())["running"] or found["waiting"] or found["manager"]["open_leases"]:
+            assert time.monotonic() < end, found
+            time.sleep(0.05)
+        return found

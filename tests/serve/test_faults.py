@@ -1,0 +1,384 @@
+"""What goes wrong around a server: it is killed, disks and hubs fail, clients leave, send too much or too slowly."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+import jlora
+from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.http.service import Keys, Service
+from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until
+from tests.serve.conftest import ADAPTERS
+from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, recipe
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.fake_hub import FakeHub
+from tests.serve.test_http_keys import ADMINS
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PATH = "/v1/completions"
+ASKED = {"prompt": "planet=", "temperature": 0, "max_tokens": 10}
+
+
+def text(answer):
+    assert answer.status == 200, answer.text
+    return answer.json["choices"][0]["text"]
+
+
+# --- an engine of this process --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name, source in (("one", "sort"), ("two", "reverse")):
+        shutil.copytree(ADAPTERS[source], tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def service(world, root):
+    adapters = Adapters(world.engine, Places(root), ("demo",))
+    return Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
+
+
+class Disk:
+    """Reads of files below a folder: they are counted, and the nth fails."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.reads, self.fails = str(folder), 0, 0
+        self.read = os.preadv
+        monkeypatch.setattr(os, "preadv", self.preadv)
+
+    def preadv(self, fd, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(self.folder):
+            self.reads += 1
+            if self.reads == self.fails:
+                raise OSError(5, "Input/output error")
+        return self.read(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("nth", ["first", "third", "last"])
+def test_a_disk_that_fails_on_a_read(world, service, root, monkeypatch, nth):
+    """The load that it hits ends with an error, others and their answers do not, and the next try is whole."""
+    disk = Disk(root / "one", monkeypatch)
+    assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
+    assert post(service, UNLOAD, {"lora_name": "mine"}).status == 200
+    until(lambda: world.manager.level("mine") is None)
+    fails = {"first": 1, "third": 3, "last": disk.reads}[nth]
+    disk.reads, disk.fails = 0, fails
+    before = set(world.engine.list_loras())
+    others = [world.engine.submit("planet=", lora=name, params=jlora_greedy()) for name in NAMES]
+    answer = post(service, LOAD, {"lora_name": "mine", "lora_path": "one"})
+    assert (answer.status, answer.error["type"]) == (500, "InternalServerError")
+    assert "cannot be read: Input/output error" in answer.error["message"]
+    assert post(service, LOAD, {"lora_name": "other", "lora_path": "two"}).status == 200
+    assert set(world.engine.list_loras()) == before | {"other"}
+    assert [one.result(60).text for one in others] == [RIGHT[name] for name in NAMES]
+    assert post(service, PATH, {"model": "mine", **ASKED}).status == 404
+    assert text(post(service, PATH, {"model": "other", **ASKED})) == RIGHT["reverse"]
+    assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
+    assert text(post(service, PATH, {"model": "mine", **ASKED})) == RIGHT["sort"]
+
+
+def jlora_greedy():
+    return jlora.serve.SamplingParams(temperature=0, max_tokens=10)
+
+
+# --- who may not ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "user", "", "ADMIN"])
+@pytest.mark.parametrize(("method", "path", "body"), ADMINS)
+def test_an_unauthorised_call_changes_nothing_and_nothing_is_read(tmp_path, monkeypatch, method, path, body, key):
+    """Not its body, not a disk; and it is not told whether the adapter exists."""
+    (tmp_path / "one").mkdir()
+    engine = FakeEngine()
+    service = make_service(engine, root=tmp_path, keys=Keys(("user",), ("admin",)))
+    before = (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state)
+    monkeypatch.setattr("jlora.serve.http.lora.read_object", lambda *args: pytest.fail("the body is read"))
+    monkeypatch.setattr(Places, "find", lambda *args: pytest.fail("the disk is read"))
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    answers = [ask(service, method, path, sent, **headers) for sent in (body, b"{", {**body, "lora_name": "nobody"})]
+    assert {answer.status for answer in answers} == {401}
+    assert len({answer.body for answer in answers}) == 1
+    assert (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state) == before
+    assert not engine.calls
+
+
+# --- slow clients beside others ---------------------------------------------------------------------------------------
+
+
+def test_slow_clients_delay_nobody():
+    """Of headers, of bodies, of reading: three hundred of them, and each answer for somebody else comes at once."""
+    engine = FakeEngine()
+    service = make_service(engine)
+    with on_socket(service) as address, contextlib.ExitStack() as open_ones:
+        whole = raw_post(PATH, json.dumps({"model": "sort", "prompt": "ba="}).encode())
+        reader = raw_post(PATH, json.dumps({"model": "sort", "prompt": "a" * 4000, "stream": True}).encode())
+        for i in range(300):
+            connection = open_ones.enter_context(socket.create_connection(address, timeout=30))
+            connection.sendall((whole[:20], whole[:-3], reader)[i % 3])
+        until(lambda: len(engine.generations) == 100, 60)
+        times = []
+        for _ in range(20):
+            started = time.monotonic()
+            answer = httpx.post(f"http://{address[0]}:{address[1]}{PATH}", json={"model": "sort", "prompt": "ba="})
+            assert answer.json()["choices"][0]["text"] == "sort|ba="
+            times.append(time.monotonic() - started)
+        assert sorted(times)[10] < 2
+
+
+# --- a server of its own ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub():
+    folders = ("sort", "reverse", "swap", "hangs", "halves", "later")
+    made = FakeHub({name: ADAPTERS.get(name, ADAPTERS["shift"]) for name in folders})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server(hub, tmp_path_factory):
+    """Three slots for four adapters and more. The hub is one of this machine, and its time limit a second."""
+    place = tmp_path_factory.mktemp("hub")
+    more = ["--lora-hub-repos", "team/*", "--lora-resolver", "folder", "hub"]
+    limits = {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_DISABLE_XET": "1"}
+    made = DemoServer(recipe(*more), HF_ENDPOINT=hub.url, HF_HOME=str(place), **limits)
+    yield made
+    made.stop()
+
+
+@pytest.mark.slow
+def test_names_are_resolved_over_http(server, hub):
+    assert server.text("team/sort") == RIGHT["sort"]
+    cards = {card["id"]: card for card in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    assert (cards["team/sort"]["root"], cards["team/sort"]["parent"]) == ("team/sort", "demo")
+    assert server.post("unload_lora_adapter", lora_name="swap").status_code == 200
+    assert server.text("swap") == RIGHT["swap"]  # the folder has it
+    for name in ("nobody", "team/nobody", "../model", "/etc", "a/../../model", "sort/../swap", "\0", "x" * 300, "."):
+        answer = server.ask(name)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"], error["code"]) == (
+            404,
+            "NotFoundError",
+            "model",
+            404,
+        )
+        assert error["message"] == f"The model `{name[:256]}` does not exist."
+    asked = len(hub.asked)
+    assert server.text("team/sort") == RIGHT["sort"]
+    for name in NAMES:  # the host has room for four: it is evicted
+        assert server.text(name) == RIGHT[name]
+    assert server.text("team/sort") == RIGHT["sort"]
+    assert len(hub.asked) == asked  # and comes back without the hub
+
+
+@pytest.mark.slow
+def test_a_hub_that_hangs_or_sends_half(server, hub):
+    """Others are served meanwhile, by resolver and by load; each ends in seconds, and a later one works."""
+    hub.hangs.update(("hangs", "later"))
+    hub.halves.add("halves")
+    with ThreadPoolExecutor(12) as pool:
+        started = time.monotonic()
+        hanging = [pool.submit(server.ask, "team/hangs") for _ in range(3)]
+        half = [pool.submit(server.ask, "team/halves")]
+        loads = [
+            pool.submit(server.post, "load_lora_adapter", lora_name=f"mine{i}", lora_path="team/later")
+            for i in range(6)
+        ]
+        assert {name: server.text(name) for name in RIGHT} == RIGHT
+        assert server.post("load_lora_adapter", lora_name="local", lora_path="sort").status_code == 200
+        answers = [one.result(60) for one in (*hanging, *half)]
+        loaded = [one.result(60) for one in loads]
+        assert time.monotonic() - started < 50
+    assert {answer.status_code for answer in answers} == {500}
+    assert all("could not be fetched" in answer.json()["error"]["message"] for answer in answers)
+    assert {answer.status_code for answer in loaded} == {404}
+    hub.hangs.clear()
+    hub.halves.clear()
+    assert server.text("team/hangs") == server.text("team/halves") == RIGHT["shift"]
+    assert server.post("load_lora_adapter", lora_name="mine0", lora_path="team/later").status_code == 200
+    assert server.text("mine0") == RIGHT["shift"]
+    for name in ("mine0", "local", "team/hangs", "team/halves"):
+        assert server.post("unload_lora_adapter", lora_name=name).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_that_leave(server):
+    """Streaming or not, before or in the middle of an answer: everything is as it was."""
+    assert {name: server.text(name) for name in RIGHT} == RIGHT
+    server.at_rest()
+    threads, descriptors = server.threads, server.descriptors
+    for i in range(10):
+        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(100)]
+        for j, connection in enumerate(connections):
+            body = {"model": NAMES[j % 4], "prompt": "a", "ignore_eos": True, "max_tokens": 60, "stream": j % 2 == 0}
+            connection.sendall(raw_post(PATH, json.dumps(body).encode()))
+        if i % 2:  # some have begun to answer
+            assert connections[0].recv(10) == b"HTTP/1.1 2"
+        for connection in connections:
+            connection.close()
+    found = server.at_rest()
+    assert found["manager"]["leased"] == 0
+    until(lambda: server.descriptors <= descriptors + 2, 60)
+    assert server.threads <= threads + 4
+    assert {name: server.text(name) for name in RIGHT} == RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["declared", "chunked"])
+def test_bodies_of_a_gigabyte(server, how):
+    """Refused at once, whoever goes on sending; memory stays flat, and others are served."""
+    head = raw_post(PATH, b"", length=2**30)
+    if how == "chunked":
+        head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n" if how == "chunked" else b" " * 2**20
+    before = server.memory
+
+    def send(_):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(head)
+            sent = 0
+            with contextlib.suppress(OSError):  # cut off
+                while sent < 2**30:
+                    connection.sendall(chunk)
+                    sent += 2**20
+            return sent, read_all(connection)
+
+    with ThreadPoolExecutor(8) as pool:
+        sending = [pool.submit(send, i) for i in range(16)]
+        assert server.text("sort") == RIGHT["sort"]
+        for one in sending:
+            sent, answer = one.result(60)
+            assert sent < 64 * 2**20
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")  # what is cut off may not be read any more
+    assert server.memory - before < 128 * 2**20
+    # One that stops sending reads why.
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head + (9 * chunk if how == "chunked" else b""))
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"RequestTooLargeError" in answer
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed(server):
+    """Under traffic, at once: nothing wrong was answered before, and the next one on its port answers right."""
+    stop, wrong, right, broken = threading.Event(), [], [], []
+
+    def ask_on(seed):
+        names, i = list(RIGHT), seed
+        while not stop.is_set():
+            name, i = names[i % 5], i + 1
+            try:
+                if i % 2:
+                    got = server.text(name)
+                else:
+                    got = streamed(server, name)
+            except httpx.TransportError as error:
+                broken.append(error)
+                return
+            (right if got == RIGHT[name] else wrong).append((name, got))
+
+    assert server.children == []
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask_on, seed) for seed in range(8)]
+        until(lambda: len(right) > 100, 120)
+        server.process.send_signal(signal.SIGKILL)
+        for one in asking:
+            one.result(60)
+    stop.set()
+    assert wrong == []
+    assert len(broken) == 8
+    assert server.process.wait(30) == -signal.SIGKILL
+    again = DemoServer(recipe(port=server.port))
+    try:
+        assert again.port == server.port
+        assert {name: again.text(name) for name in RIGHT} == RIGHT
+        assert again.children == []
+        again.process.send_signal(signal.SIGTERM)
+        assert again.process.wait(60) == 0
+    finally:
+        again.stop()
+
+
+def streamed(server, name):
+    body = {"model": name, **ASKED, "stream": True}
+    with httpx.stream("POST", f"{server.url}{PATH}", json=body, timeout=120) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    if not lines or lines[-1] != "[DONE]":
+        raise httpx.ReadError("cut off")
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+
+# --- make serve -------------------------------------------------------------------------------------------------------
+
+
+def family(pid):
+    """A process and all that it started: pid -> command line."""
+    found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found |= family(int(child))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "jlora").exists(), reason="make has not installed anything here")
+def test_make_serve():
+    """As the README says, with curl. What make would install is there: it is not asked to look."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        ["make", "serve", "-o", ".venv/.serve", f"SERVE=--port {port}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr))
+    reader.start()
+    started = {}
+    try:
+        assert process.stdout.readline() == f"jlora serves demo at http://127.0.0.1:{port}\n", log
+        started = family(process.pid)
+        url = f"http://127.0.0.1:{port}{PATH}"
+        for name, right in RIGHT.items():
+            assert json.loads(curl(url, {"model": name, **ASKED}))["choices"][0]["text"] == right
+            *events, last, _ = curl(url, {"model": name, **ASKED, "stream": True}).split("\n\n")
+            assert last == "data: [DONE]"
+            parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+            assert "".join(parts) == right
+            assert len(parts) > 3
+        (serving,) = [pid for pid, command in started.items() if "jlora serve" in command and "python" in command]
+        os.kill(serving, signal.SIGTERM)
+        assert process.wait(60) == 0, log
+    finally:
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not any("Traceback" in line for line in log)
+
+
+def curl(url, body):
+    if shutil.which("curl") is None:
+        return httpx.post(url, json=body, timeout=60).text
+    command = ["curl", "-sS", "--max-time", "60", url, "-H", "content-type: application/json", "-d", json.dumps(body)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-import jlora
 from jlora.serve.http.lora import Adapters, Places
 from jlora.serve.http.service import Keys, Service
+from jlora.serve.request import Piece, SamplingParams
 from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until
 from tests.serve.conftest import ADAPTERS
 from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, recipe
@@ -77,7 +77,8 @@ def test_a_disk_that_fails_on_a_read(world, service, root, monkeypatch, nth):
     fails = {"first": 1, "third": 3, "last": disk.reads}[nth]
     disk.reads, disk.fails = 0, fails
     before = set(world.engine.list_loras())
-    others = [world.engine.submit("planet=", lora=name, params=jlora_greedy()) for name in NAMES]
+    greedy = SamplingParams(temperature=0, max_tokens=10)
+    others = [world.engine.submit("planet=", greedy, lora=name) for name in NAMES]
     answer = post(service, LOAD, {"lora_name": "mine", "lora_path": "one"})
     assert (answer.status, answer.error["type"]) == (500, "InternalServerError")
     assert "cannot be read: Input/output error" in answer.error["message"]
@@ -88,10 +89,6 @@ def test_a_disk_that_fails_on_a_read(world, service, root, monkeypatch, nth):
     assert text(post(service, PATH, {"model": "other", **ASKED})) == RIGHT["reverse"]
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
     assert text(post(service, PATH, {"model": "mine", **ASKED})) == RIGHT["sort"]
-
-
-def jlora_greedy():
-    return jlora.serve.SamplingParams(temperature=0, max_tokens=10)
 
 
 # --- who may not ----------------------------------------------------------------------------------------------------
@@ -119,16 +116,19 @@ def test_an_unauthorised_call_changes_nothing_and_nothing_is_read(tmp_path, monk
 
 
 def test_slow_clients_delay_nobody():
-    """Of headers, of bodies, of reading: three hundred of them, and each answer for somebody else comes at once."""
+    """Of headers, of bodies, of reading: ninety of them, and each answer for somebody else comes at once."""
     engine = FakeEngine()
     service = make_service(engine)
     with on_socket(service) as address, contextlib.ExitStack() as open_ones:
         whole = raw_post(PATH, json.dumps({"model": "sort", "prompt": "ba="}).encode())
-        reader = raw_post(PATH, json.dumps({"model": "sort", "prompt": "a" * 4000, "stream": True}).encode())
-        for i in range(300):
+        reader = raw_post(PATH, json.dumps({"model": "sort", "prompt": "a", "stream": True}).encode())
+        # More than the buffers of a connection have room for.
+        engine.script = [*[Piece("x" * 50_000, (3,))] * 40, Piece("", (1,), (), "stop")]
+        for i in range(90):
             connection = open_ones.enter_context(socket.create_connection(address, timeout=30))
             connection.sendall((whole[:20], whole[:-3], reader)[i % 3])
-        until(lambda: len(engine.generations) == 100, 60)
+        until(lambda: len(engine.generations) == 30, 60)
+        engine.script = None
         times = []
         for _ in range(20):
             started = time.monotonic()
@@ -170,12 +170,8 @@ def test_names_are_resolved_over_http(server, hub):
     for name in ("nobody", "team/nobody", "../model", "/etc", "a/../../model", "sort/../swap", "\0", "x" * 300, "."):
         answer = server.ask(name)
         error = answer.json()["error"]
-        assert (answer.status_code, error["type"], error["param"], error["code"]) == (
-            404,
-            "NotFoundError",
-            "model",
-            404,
-        )
+        assert answer.status_code == 404
+        assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", 404)
         assert error["message"] == f"The model `{name[:256]}` does not exist."
     asked = len(hub.asked)
     assert server.text("team/sort") == RIGHT["sort"]
@@ -245,7 +241,6 @@ def test_bodies_of_a_gigabyte(server, how):
     if how == "chunked":
         head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n" if how == "chunked" else b" " * 2**20
-    before = server.memory
 
     def send(_):
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
@@ -257,14 +252,19 @@ def test_bodies_of_a_gigabyte(server, how):
                     sent += 2**20
             return sent, read_all(connection)
 
-    with ThreadPoolExecutor(8) as pool:
-        sending = [pool.submit(send, i) for i in range(16)]
-        assert server.text("sort") == RIGHT["sort"]
-        for one in sending:
-            sent, answer = one.result(60)
-            assert sent < 64 * 2**20
-            assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")  # what is cut off may not be read any more
-    assert server.memory - before < 128 * 2**20
+    def flood():
+        """What the server takes of memory afterwards."""
+        with ThreadPoolExecutor(8) as pool:
+            sending = [pool.submit(send, i) for i in range(16)]
+            assert server.text("sort") == RIGHT["sort"]
+            for one in sending:
+                sent, answer = one.result(60)
+                assert sent < 64 * 2**20
+                assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")  # it may not be read any more
+        return server.memory
+
+    first = flood()
+    assert max(flood() for _ in range(3)) - first < 64 * 2**20  # eight at a time, of 8 MiB each
     # One that stops sending reads why.
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head + (9 * chunk if how == "chunked" else b""))
@@ -283,10 +283,7 @@ def test_a_server_that_is_killed(server):
         while not stop.is_set():
             name, i = names[i % 5], i + 1
             try:
-                if i % 2:
-                    got = server.text(name)
-                else:
-                    got = streamed(server, name)
+                got = server.text(name) if i % 2 else streamed(server, name)
             except httpx.TransportError as error:
                 broken.append(error)
                 return

@@ -16,9 +16,12 @@ import jlora
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
 from jlora.serve import EngineBusyError, RequestTimeoutError
 from jlora.serve.counts import Counts
+from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.http.service import Service
 from jlora.serve.lookups import Lookups, check_name
 from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
-from tests.serve.client import until
+from tests.serve.client import ask as http
+from tests.serve.client import post, until
 from tests.serve.conftest import ADAPTERS, request_of
 from tests.serve.test_engine import GREEDY, WORD
 
@@ -251,13 +254,57 @@ def test_an_evicted_name_comes_back_without_being_looked_up(world, store):
     assert set(store.calls.values()) == {1}
 
 
-def test_who_brings_the_adapter_does_not_wait_for_the_resolver(world, store):
+def test_over_http(world, store, tmp_path):
+    """What is resolved is listed; a name that is not is answered as where there is no resolver."""
+    adapters = Adapters(world.engine, Places(tmp_path), ("demo",))
+    service = Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
+
+    def over_http(name, **more):
+        return post(service, "/v1/completions", {"model": name, "prompt": WORD, "temperature": 0, **more})
+
+    def listed():
+        return {card["id"]: card["root"] for card in http(service, "GET", "/v1/models").json["data"]}
+
+    assert "sort-1" not in listed()
+    answer = over_http("sort-1", n=2, max_tokens=10)
+    assert [choice["text"] for choice in answer.json["choices"]] == [RIGHT["sort"]] * 2
+    assert listed()["sort-1"] == str(ADAPTERS["sort"])
+    assert http(service, "GET", "/v1/models/sort-1").status == 200
+    assert http(service, "GET", "/metrics").text.count('adapter_name="sort-1",level="slot"') == 1
+    for name in ("nobody", "../x", "a\nb", "/etc"):
+        for stream in (False, True):
+            answer = over_http(name, stream=stream)
+            assert (answer.status, answer.error["type"], answer.error["param"]) == (404, "NotFoundError", "model")
+            assert "does not exist" in answer.error["message"]
+    assert store.calls["../x"] == store.calls["/etc"] == 0
+    store.answers["broken"] = AdapterFormatError("it is cut short")
+    assert over_http("broken").status == 400  # found, and cannot be served
+    store.answers["away"] = Other("no route")
+    assert over_http("away").status == 500
+    store.hangs.add("reverse-1")
+    assert over_http("reverse-1", timeout=0.2).status == 504
+    asked = [ask(world, "reverse-1") for _ in range(16)]
+    busy = over_http("reverse-1")
+    assert (busy.status, int(busy.headers["retry-after"]) >= 1) == (429, True)
+    assert over_http("sort-1", max_tokens=10).json["choices"][0]["text"] == RIGHT["sort"]
+    store.go.set()
+    assert {one.result(60).text for one in asked} == {RIGHT["reverse"]}
+    assert post(service, "/v1/unload_lora_adapter", {"lora_name": "sort-1"}).status == 200
+    assert "sort-1" not in listed()
+    world.wait_idle()
+    assert over_http("sort-1", max_tokens=10).json["choices"][0]["text"] == RIGHT["sort"]
+    assert "sort-1" in listed()
+
+
+@pytest.mark.parametrize("answer", [None, request_of("x", "sort")])
+def test_who_brings_the_adapter_does_not_wait_for_the_resolver(world, store, answer):
+    """And what the resolver says at last concerns nobody."""
     store.hangs.add("x")
+    store.answers["x"] = answer
     asked = ask(world, "x", timeout=30)
     until(lambda: store.calls["x"])
     assert ask(world, request_of("x", "swap")).result(60).text == RIGHT["swap"]
     assert asked.result(60).text == RIGHT["swap"]
-    store.answers["x"] = None
 
 
 def test_made_up_names_leave_nothing_behind(world, store):

@@ -1,5 +1,6 @@
 """From a path or a Hugging Face repo id to a local adapter folder whose files are safe to open."""
 
+import contextlib
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageErro
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PATH = 500
 
 
@@ -82,6 +84,13 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
 
     away: Exception | None = None
     try:
+        if revision is not None and _COMMIT.fullmatch(revision):  # it is what it was
+            with contextlib.suppress(LocalEntryNotFoundError):
+                files = [
+                    huggingface_hub.hf_hub_download(repo_id, name, revision=revision, local_files_only=True)
+                    for name in (CONFIG_FILE, WEIGHTS_FILE)
+                ]
+                return Path(files[0]).parent
         if not local_only:
             # Asked once, with a time limit (HF_HUB_ETAG_TIMEOUT): what follows goes on for minutes where a hub hangs.
             url = huggingface_hub.hf_hub_url(repo_id, CONFIG_FILE, revision=revision)

@@ -68,7 +68,7 @@ def _on_hub(repos: tuple[str, ...], name: str) -> LoRARequest | None:
         if isinstance(error.__cause__, RepositoryNotFoundError):
             return None
         raise LoRAError(str(error)) from error  # it may well be there
-    return LoRARequest(name, name, revision=found.folder.name, local_only=True)
+    return LoRARequest(name, name, revision=found.folder.name)
 
 
 def of_function(where: str) -> Resolve:

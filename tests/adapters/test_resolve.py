@@ -142,6 +142,17 @@ def test_a_hub_that_is_away_is_not_asked_for_files(folder_of, hub):
     assert hub.urls[-1].endswith("/org/sql-lora/resolve/v2/adapter_config.json")
 
 
+def test_a_commit_in_the_cache_is_not_asked_for(folder_of, hub):
+    hub.answer, commit = folder_of(name="snapshot"), "0123456789" * 4
+    assert Adapter.from_pretrained("org/sql-lora", revision=commit).rank == 4
+    assert hub.urls == []
+    assert {call[3] for call in hub.calls} == {True}
+    (hub.answer / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterFormatError, match=r"adapter_model\.safetensors: is missing"):
+        Adapter.from_pretrained("org/sql-lora", revision=commit)
+    assert len(hub.urls) == 1
+
+
 def test_a_hub_that_goes_away_between_the_files(folder_of, hub):
     hub.answer, hub.weights = folder_of(name="snapshot"), LocalEntryNotFoundError("no connection")
     with pytest.raises(AdapterNotFoundError, match="could not be fetched"):

@@ -433,7 +433,7 @@ def hub(monkeypatch, tmp_path):
 def test_the_hub(hub, monkeypatch, tmp_path):
     resolve = of_hub(["owner/one", "team/*"])
     for name in ("owner/one", "team/any"):
-        assert resolve(name) == jlora.LoRARequest(name, name, revision="a" * 40, local_only=True)
+        assert resolve(name) == jlora.LoRARequest(name, name, revision="a" * 40)
     for name in ("owner/two", "one", "team", "other/one", "team/a b", "team/a/b", "team/.."):
         assert resolve(name) is None
     assert hub.asked == ["owner/one"] * 2 + ["team/any"] * 2  # two files each

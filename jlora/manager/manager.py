@@ -161,6 +161,7 @@ class LoRAManager:
             self._host = Host(*of_host, resolve)
             self._batches = Batches(*of_batches, self._host)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
+        self._shape: tuple[Any, list[int]] | None = None  # of that state, and which array each of its leaves is
 
     def _forget_uses(self) -> None:
         with self._books():
@@ -451,12 +452,25 @@ class LoRAManager:
         """The current slot arrays, the same pytree as `nnx.state(model, jlora.SlotParam)`.
 
         The next write of a slot donates them: read this property anew for each step.
+
+        Raises:
+          LoRAError: the model was given back (`unwrap`).
         """
         with self._books():
             arrays = self._pool.arrays()
             if self._state is None or not all(map(operator.is_, arrays, self._state[0])):
-                self._state = (arrays, nnx.state(self.model, SlotParam))
+                self._state = (arrays, self._state_of(arrays))
             return self._state[1]
+
+    def _state_of(self, arrays: list[jax.Array]) -> nnx.State[Any, Any]:
+        """The slot arrays as a state. To walk the model for it takes milliseconds, so that is done once."""
+        self._wrapped.check()
+        if self._shape is None:
+            leaves, tree = jax.tree.flatten(nnx.state(self.model, SlotParam))
+            places = {id(array): i for i, array in enumerate(arrays)}
+            self._shape = (tree, [places[id(leaf)] for leaf in leaves])
+        tree, order = self._shape
+        return jax.tree.unflatten(tree, [arrays[i] for i in order])
 
     def _activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be. True if it was written."""

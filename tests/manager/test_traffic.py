@@ -4,9 +4,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jlora
+from jlora.errors import LoRAError
 from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world
 
 NAMES = list("abcdefgh")
@@ -100,6 +102,27 @@ def test_slots_are_the_state_of_the_model(world):
     state = nnx.state(world.model, jlora.SlotParam)
     chex.assert_trees_all_equal_structs(after, state, before)
     chex.assert_trees_all_equal(after, state)
+    assert set(map(id, jax.tree.leaves(after))) == set(map(id, jax.tree.leaves(state)))  # nothing was copied
+
+
+def test_slots_after_a_swap_cost_no_walk_over_the_model(world, monkeypatch):
+    world.manager.add_adapter(make_adapter("a"))
+    assert world.manager.slots
+    with monkeypatch.context() as patched:
+        patched.setattr(nnx, "state", lambda *_: pytest.fail("the model was walked"))
+        world.manager.activate_adapter("a")
+        after = world.manager.slots
+    chex.assert_trees_all_equal(after, nnx.state(world.model, jlora.SlotParam))
+
+
+def test_no_slots_of_a_model_that_was_given_back():
+    manager = make_world().manager
+    model = manager.unwrap()
+    with pytest.raises(LoRAError, match="gave its model back"):
+        _ = manager.slots
+    jlora.LoRAManager(model, manager.config)  # nor those of the next manager
+    with pytest.raises(LoRAError, match="gave its model back"):
+        _ = manager.slots
 
 
 def test_packed_rows_take_the_adapters_of_their_sequences(world):

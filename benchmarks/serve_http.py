@@ -1,0 +1,342 @@
+"""Tokens a second over HTTP against the bare decode loop, and the time to the first token of cold and warm adapters.
+
+    python -m benchmarks.serve_http [--out results.json] [--layers 32] [--batches 8 64] [--context 1000]
+    python -m benchmarks.serve_http --shape tiny          sizes for a CPU, to see that it runs
+
+Needs starlette, uvicorn, h11, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is `jlora serve`'s own, in
+a process of its own, around random bf16 weights of Llama-3-8B's shape; its client is this process, which never touches
+the device. Answers are streamed, and each token's text has one mark, so that tokens are counted however they are grouped.
+
+Of each batch size: the bare loop of `benchmarks.serve_decode`; then a server of as many rows, all of them decoding for the
+base model, counted between the first token of the last sequence and the last of the first to end. `server_us_per_token`
+and `client_us_per_token` are the processor time of the two processes meanwhile.
+
+Then, at the last of these servers, seconds to the first token of one short prompt after another, with adapters of rank 16
+on all seven projections of every layer (84 MB each at 32 layers):
+
+  base        no adapter
+  resident    the adapter is in a slot
+  host        it is in the host cache and in no slot
+  cold        it was registered, and is read from its file, which is in the page cache
+  cold disk   the same, and the kernel was asked to forget the file (`posix_fadvise`); no file system has to
+
+With `--beside N` as many sequences of the base model decode meanwhile.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+import jlora
+from benchmarks.decode_step import llama_3_8b
+from benchmarks.serve_decode import bare_loop, extent_of
+from benchmarks.stream_client import Answer, Connection
+from benchmarks.timing import machine
+from jlora.models import Decoder, DecoderConfig
+
+_MARK = b"~"  # once in the text of every token
+_BASE = "base"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+# --- the server's process -----------------------------------------------------------------------------------------------
+
+
+def make_config(args: argparse.Namespace) -> DecoderConfig:
+    config = dataclasses.replace(llama_3_8b(args.layers), max_position_embeddings=extent_of(args.context))
+    if args.shape == "tiny":
+        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        config = dataclasses.replace(config, **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    return config
+
+
+def make_tokenizer(size: int) -> Any:
+    """Token i is written as one mark and its number."""
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({f"{_MARK.decode()}{i}": i for i in range(size)}, unk_token=f"{_MARK.decode()}0"))
+
+
+def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
+    """One server of each batch size after another; `tell` hears of ("about", ...), ("bare", ...) and ("ready", ...)."""
+    from jlora.serve import Engine, EngineOptions
+    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.server import listen, serve
+    from jlora.serve.http.service import Service
+
+    config = make_config(args)
+    model = Decoder(config, dtype=jnp.float32 if args.shape == "tiny" else jnp.bfloat16, rngs=nnx.Rngs(0))
+    tell.send(("about", machine()))
+    for batch in args.batches:
+        tell.send(("bare", bare_loop(model, batch, args.context, args.steps)))
+    sizes = jlora.LoRAConfig(max_loras=args.slots, max_lora_rank=args.rank, max_cpu_loras=args.max_cpu_loras)
+    manager, tokenizer = jlora.LoRAManager(model, sizes), make_tokenizer(config.vocab_size)
+    for batch in args.batches:
+        options = EngineOptions(max_num_seqs=batch, max_num_batched_tokens=args.chunk)
+        engine = Engine(model, manager, tokenizer=tokenizer, options=options)
+        adapters = Adapters(engine, Places(), (_BASE,))
+        for path in sorted(folder.iterdir()) if batch == args.batches[-1] else ():
+            adapters.load(jlora.LoRARequest(path.name, str(path)), str(path), None)
+        service = Service(engine, manager, tokenizer, (_BASE,), _BASE, engine.max_model_len, adapters)
+        bound, started = listen("127.0.0.1", 0), time.perf_counter()
+
+        def ready(port: int = bound.getsockname()[1], started: float = started) -> None:
+            tell.send(("ready", (port, round(time.perf_counter() - started, 1))))
+
+        serve(service, bound, drain_seconds=5.0, ready=ready)
+
+
+# --- the client's -------------------------------------------------------------------------------------------------------
+
+
+def write_adapters(folder: Path, config: DecoderConfig, count: int, rank: int) -> None:
+    """Adapters that differ in one value: bytes that nobody could share, made quickly."""
+    rng, tensors = np.random.default_rng(0), {}
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes = {
+        **{f"self_attn.{name}": shape for name, shape in
+           {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}.items()},
+        **{f"mlp.{name}": shape for name, shape in
+           {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}.items()},
+    }  # fmt: skip
+    for layer in range(config.num_hidden_layers):
+        for name, (fan_in, fan_out) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            a = rng.standard_normal((rank, fan_in), np.float32) * fan_in**-0.5
+            tensors[f"{prefix}.lora_A.weight"] = a.astype(ml_dtypes.bfloat16)
+            b = rng.standard_normal((fan_out, rank), np.float32) * 0.01
+            tensors[f"{prefix}.lora_B.weight"] = b.astype(ml_dtypes.bfloat16)
+    first = next(iter(tensors.values()))
+    says = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "fan_in_fan_out": False}
+    for i in range(count):
+        own = folder / f"adapter{i:03d}"
+        own.mkdir()
+        first[0, 0] = i / 64
+        safetensors.numpy.save_file(tensors, own / "adapter_model.safetensors")
+        names = [name.rpartition(".")[2] for name in shapes]
+        (own / "adapter_config.json").write_text(json.dumps({**says, "target_modules": names}))
+
+
+def forget(file: Path) -> None:
+    """Ask the kernel to drop what it holds of a file."""
+    opened = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(opened)
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """What is asked of one server: `pid` and `port` are its."""
+
+    pid: int
+    port: int
+    vocab: int
+
+    async def stream(self, prompt: list[int], tokens: int, model: str = _BASE, at: Connection | None = None) -> Answer:
+        connection = at or await Connection.open("127.0.0.1", self.port)
+        try:
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            return await connection.stream(body)
+        finally:
+            if at is None:
+                connection.close()
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return np.random.default_rng(count).integers(10, min(self.vocab, 1000), (count, length)).tolist()
+
+    async def throughput(self, batch: int, context: int, chunk: int, window: int) -> dict[str, Any]:
+        """Tokens a second while all rows decode."""
+        lead = batch * -(-context // chunk)  # steps until the last prompt is in
+        length = context - lead - window
+        if length < 1:
+            raise SystemExit(f"a context of {context} is too short: all prompts take {lead} steps, {window} are timed")
+        before = processor_seconds(self.pid), time.process_time(), time.perf_counter()
+        asked = (self.stream(prompt, lead + window) for prompt in self.prompts(batch, length))
+        answers = await asyncio.gather(*asked)
+        after = processor_seconds(self.pid), time.process_time(), time.perf_counter()
+        counts = [[(at, data.count(_MARK)) for at, data in answer.parts] for answer in answers]
+        if any(sum(count for _, count in of_one) != lead + window for of_one in counts):
+            raise SystemExit("an answer is not as long as it was asked to be")
+        begun = max(answer.asked + answer.first for answer in answers)
+        ended = min(answer.parts[-1][0] for answer in answers)
+        tokens = sum(count for of_one in counts for at, count in of_one if begun < at <= ended)
+        events = sum(count > 0 for of_one in counts for at, count in of_one if begun < at <= ended)
+        every = batch * (lead + window)
+        return {
+            "tokens_per_second": round(tokens / (ended - begun), 1),
+            "ms": round((ended - begun) * batch / tokens * 1e3, 3),
+            "tokens_per_event": round(tokens / events, 3),
+            "seconds_until_all_decode": round(begun - before[2], 2),
+            "server_us_per_token": round((after[0] - before[0]) / every * 1e6, 1),
+            "client_us_per_token": round((after[1] - before[1]) / every * 1e6, 1),
+        }
+
+    async def first_tokens(
+        self, names: Iterable[str | None], length: int, before: Callable[[str], None] = lambda name: None
+    ) -> dict[str, float]:
+        """Milliseconds to the first token, one request after the other."""
+        connection, times = await Connection.open("127.0.0.1", self.port), list[float]()
+        (prompt,) = self.prompts(1, length)
+        for name in names:
+            if name is not None:
+                before(name)
+            times.append((await self.stream(prompt, 2, name or _BASE, connection)).first * 1e3)
+            await asyncio.sleep(0.02)  # the engine comes to rest
+        connection.close()
+        return {
+            "requests": len(times),
+            **{name: round(float(np.percentile(times, p)), 2) for name, p in (("median", 50), ("p10", 10), ("p90", 90))},
+        }
+
+    async def ladder(self, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+        """Of each level; they follow each other so that every request finds its adapter where it is said to be."""
+        (prompt,) = self.prompts(1, 32)
+        names = sorted(path.name for path in folder.iterdir())
+        # The last `max_cpu_loras` that were read are on the host, and of these the last in use in slots: who goes round
+        # among more than there is room for finds each gone.
+        on_host = names[-args.max_cpu_loras :]
+
+        def rounds(of: list[str]) -> list[str]:
+            return [of[i % len(of)] for i in range(args.requests)]
+
+        async def others() -> None:
+            while True:
+                await self.stream(prompt, extent_of(args.context) - 64)
+
+        beside = [asyncio.ensure_future(others()) for _ in range(args.beside)]
+        await asyncio.sleep(1.0 if beside else 0.0)
+        try:
+            found: dict[str, Any] = {"base": await self.first_tokens([None] * args.requests, 32)}
+            file = "adapter_model.safetensors"
+            found["cold disk"] = await self.first_tokens(rounds(names), 32, lambda name: forget(folder / name / file))
+            for name in names:
+                (folder / name / file).read_bytes()
+            found["cold"] = await self.first_tokens(rounds(names), 32)
+            await self.first_tokens([*names, *on_host], 2)
+            found["host"] = await self.first_tokens(rounds(on_host), 32)
+            found["resident"] = await self.first_tokens([names[-1]] * (args.requests + 1), 32)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+        return found
+
+
+def expect(told: Any, process: Any, what: str) -> Any:
+    """The next thing that the server says, which is to be this."""
+    while not told.poll(1.0):
+        if not process.is_alive():
+            raise SystemExit("the server has ended")
+    try:
+        kind, value = told.recv()
+    except EOFError:
+        raise SystemExit("the server has ended") from None
+    if kind != what:
+        raise SystemExit(f"the server says {kind}, and {what} was to come")
+    return value
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    config = make_config(args)
+    start = time.perf_counter()
+    write_adapters(folder, config, args.adapters, args.rank)
+    size = sum(file.stat().st_size for file in (folder / "adapter000").iterdir())
+    print(f"# {args.adapters} adapters of {size / 1e6:.1f} MB written in {time.perf_counter() - start:.1f} s", flush=True)
+    context = multiprocessing.get_context("spawn")
+    told, tell = context.Pipe(duplex=False)
+    process = context.Process(target=server, args=(args, folder, tell), daemon=True)
+    process.start()
+    tell.close()
+    assert process.pid is not None
+    try:
+        found: dict[str, Any] = {
+            **expect(told, process, "about"),
+            "layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "context": args.context,
+            "rank": args.rank, "slots": args.slots, "max_cpu_loras": args.max_cpu_loras, "adapter_bytes": size,
+            "beside": args.beside, "rows": [],
+        }  # fmt: skip
+        bare = {batch: expect(told, process, "bare") for batch in args.batches}
+        for row in bare.values():
+            found["rows"].append(row)
+            print(json.dumps(row), flush=True)
+        for batch in args.batches:
+            port, warm = expect(told, process, "ready")
+            print(f"# a server of {batch} rows answers after {warm} s", flush=True)
+            client = Client(process.pid, port, config.vocab_size)
+            asyncio.run(client.throughput(batch, args.context, args.chunk, min(args.window, 20)))  # all is warm then
+            runs = [
+                asyncio.run(client.throughput(batch, args.context, args.chunk, args.window))
+                for _ in range(args.repeats)
+            ]
+            row = {"what": "HTTP, streamed", "batch": batch, **runs[0]}
+            row |= {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
+            row["of_the_bare_loop"] = round(row["tokens_per_second"] / bare[batch]["tokens_per_second"], 3)
+            row["tokens_per_second_of_each_run"] = [run["tokens_per_second"] for run in runs]
+            found["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            if batch == args.batches[-1]:
+                found["first_token_ms"] = asyncio.run(client.ladder(args, folder))
+                print(json.dumps(found["first_token_ms"]), flush=True)
+            os.kill(process.pid, signal.SIGTERM)  # drains this server; the next follows
+        process.join(60)
+        return found
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=("llama-3-8b", "tiny"), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--window", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--max-cpu-loras", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=32, help="of each level")
+    parser.add_argument("--beside", type=int, default=0)
+    args = parser.parse_args()
+    if not args.slots < args.max_cpu_loras < args.adapters:
+        parser.error("there must be more adapters than the host holds, and more there than in slots")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args, Path(folder))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

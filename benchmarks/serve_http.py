@@ -3,16 +3,17 @@
     python -m benchmarks.serve_http [--out results.json] [--layers 32] [--batches 8 64] [--context 1000]
     python -m benchmarks.serve_http --shape tiny          sizes for a CPU, to see that it runs
 
-Needs starlette, uvicorn, h11, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is `jlora serve`'s own, in
-a process of its own, around random bf16 weights of Llama-3-8B's shape; its client is this process, which never touches
-the device. Answers are streamed, and each token's text has one mark, so that tokens are counted however they are grouped.
+Needs starlette, uvicorn, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is `jlora serve`'s own, in a
+process of its own, around random bf16 weights of Llama-3-8B's shape; its client is this process, which never touches
+the device. Answers are streamed, and each token's text has one mark, so that tokens are counted however they come.
 
-Of each batch size: the bare loop of `benchmarks.serve_decode`; then a server of as many rows, all of them decoding for the
-base model, counted between the first token of the last sequence and the last of the first to end. `server_us_per_token`
-and `client_us_per_token` are the processor time of the two processes meanwhile.
+Of each batch size: the bare loop of `benchmarks.serve_decode`; then a server of as many rows, all of them decoding for
+the base model, counted between the first token of the last sequence and the last of the first to end.
+`server_us_per_token` and `client_us_per_token` are the processor time of the two processes from the first request to
+the last answer.
 
-Then, at the last of these servers, seconds to the first token of one short prompt after another, with adapters of rank 16
-on all seven projections of every layer (84 MB each at 32 layers):
+Then, at the last of these servers, milliseconds to the first token of one short prompt after another, with adapters of
+rank 16 on all seven projections of every layer (84 MB each at 32 layers):
 
   base        no adapter
   resident    the adapter is in a slot
@@ -48,15 +49,14 @@ import jlora
 from benchmarks.decode_step import llama_3_8b
 from benchmarks.serve_decode import bare_loop, extent_of
 from benchmarks.stream_client import Answer, Connection
-from benchmarks.timing import machine
+from benchmarks.timing import machine, processor_seconds
 from jlora.models import Decoder, DecoderConfig
 
 _MARK = b"~"  # once in the text of every token
 _BASE = "base"
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
-# --- the server's process -----------------------------------------------------------------------------------------------
+# --- the server's process ---------------------------------------------------------------------------------------------
 
 
 def make_config(args: argparse.Namespace) -> DecoderConfig:
@@ -103,7 +103,7 @@ def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
         serve(service, bound, drain_seconds=5.0, ready=ready)
 
 
-# --- the client's -------------------------------------------------------------------------------------------------------
+# --- the client's -----------------------------------------------------------------------------------------------------
 
 
 def write_adapters(folder: Path, config: DecoderConfig, count: int, rank: int) -> None:
@@ -143,12 +143,6 @@ def forget(file: Path) -> None:
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(opened)
-
-
-def processor_seconds(pid: int) -> float:
-    """Of a process, so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +206,9 @@ class Client:
         connection.close()
         return {
             "requests": len(times),
-            **{name: round(float(np.percentile(times, p)), 2) for name, p in (("median", 50), ("p10", 10), ("p90", 90))},
+            **{
+                name: round(float(np.percentile(times, p)), 2) for name, p in (("median", 50), ("p10", 10), ("p90", 90))
+            },
         }
 
     async def ladder(self, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -268,7 +264,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     write_adapters(folder, config, args.adapters, args.rank)
     size = sum(file.stat().st_size for file in (folder / "adapter000").iterdir())
-    print(f"# {args.adapters} adapters of {size / 1e6:.1f} MB written in {time.perf_counter() - start:.1f} s", flush=True)
+    print(
+        f"# {args.adapters} adapters of {size / 1e6:.1f} MB written in {time.perf_counter() - start:.1f} s", flush=True
+    )
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
     process = context.Process(target=server, args=(args, folder, tell), daemon=True)

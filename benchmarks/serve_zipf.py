@@ -3,18 +3,19 @@
     python -m benchmarks.serve_zipf [--minutes 10] [--adapters 2000] [--against 64] [--http] [--out results.json]
 
 The demo's model, and adapters that are all different and whose right answers are known (`benchmarks.tenants`). Each of
-the two servers has the same slots and host cache, and the same number of requests in flight at any time, one as soon as
-another ends: more than there are rows, so that none is ever empty. They take turns of `--slice` seconds, so that what
-else the machine does meets both; `--minutes` are of each. Adapters are chosen by a zipf law, in an order of chance; every
-answer of `--tokens` tokens is compared with what the demo's adapter says to that prompt alone.
+the two servers has the same slots and host cache, and the same number of requests in flight at any time, one as soon
+as another ends: more than there are rows, so that none is ever empty. They take turns of `--slice` seconds, so that
+what else the machine does meets both; `--minutes` are of each. Adapters are chosen by a zipf law, in an order of
+chance; every answer of `--tokens` tokens is compared with what the demo's adapter says to that prompt alone.
 
 Through `Engine.submit`, both engines in this process; with `--http` each is a `jlora serve` of its own, and answers are
 streamed. Seconds are from the submission: with more requests than rows most of the time to the first token is waiting.
 
 Counted is what ends between two looks at the clock while the load is full; the first `--ramp` seconds of each turn are
-not. Hits of slots: requests that began while their adapter was in a slot. Hits of the host: adapters that came into a slot
-without being read from disk. Writes what there is also where it is interrupted (Ctrl-C), and a plot beside it where
-matplotlib is installed. Exits with 1 where an answer was wrong.
+not. Hits of slots: requests for which nothing was written into a slot. Hits of the host: adapters that came into a slot
+without being read from disk. `processor_ms_per_request` is what the server's process took on all cores, which other
+load on the machine changes least; in one process that is the client's too. Writes what there is also where it is
+interrupted (Ctrl-C), and a plot beside it where matplotlib is installed. Exits with 1 where an answer was wrong.
 """
 
 import argparse
@@ -34,17 +35,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 import jlora
 from benchmarks.stream_client import Connection
 from benchmarks.tenants import DEMO, RANK, Tenant, demo_prompts, right_answers, write_tenants
-from benchmarks.timing import machine
+from benchmarks.timing import machine, processor_seconds
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.models import Decoder
 from jlora.serve import Engine, EngineOptions, SamplingParams
@@ -70,7 +69,9 @@ Told = Callable[[Done], None]
 
 
 class Server(Protocol):
-    """What answers."""
+    """What answers: a process, `pid`."""
+
+    pid: int
 
     def ask(self, tenant: int, prompt: int, told: Told) -> None:
         """Ask for one answer. `told` is called once, on any thread."""
@@ -78,10 +79,6 @@ class Server(Protocol):
 
     def counts(self) -> dict[str, int]:
         """`_COUNTED`, since the start."""
-        ...
-
-    def resident(self) -> float:
-        """MB of memory of its process."""
         ...
 
     def close(self) -> None: ...
@@ -105,7 +102,7 @@ class InProcess:
     """An engine here."""
 
     def __init__(self, load: Load, model: Decoder, args: argparse.Namespace):
-        self._load = load
+        self._load, self.pid = load, os.getpid()
         config = jlora.LoRAConfig(max_loras=args.slots, max_lora_rank=RANK, max_cpu_loras=args.max_cpu_loras)
         self._manager = jlora.LoRAManager(model, config)
         tokenizer = load_tokenizer(DEMO / "model" / "tokenizer.json")
@@ -142,9 +139,6 @@ class InProcess:
         stats = self._manager.stats()
         return {name: getattr(stats, name) for name in _COUNTED}
 
-    def resident(self) -> float:
-        return _resident(os.getpid())
-
     def close(self) -> None:
         self._engine.close(30)
 
@@ -165,6 +159,7 @@ class OverHTTP:
                 list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
             )
         assert self._process.stdout is not None
+        self.pid = self._process.pid
         line = self._process.stdout.readline()
         found = re.search(r"http://([\w.]+):(\d+)", line)
         if not found:
@@ -201,9 +196,6 @@ class OverHTTP:
             text = answer.read().decode()
         return {name: int(float(re.search(rf"^jlora:{name}_total (\S+)$", text, re.M)[1])) for name in _COUNTED}  # pyright: ignore[reportOptionalSubscript]
 
-    def resident(self) -> float:
-        return _resident(self._process.pid)
-
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
@@ -211,6 +203,7 @@ class OverHTTP:
 
 
 def _resident(pid: int) -> float:
+    """MB of memory."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # pyright: ignore[reportOptionalSubscript]
 
 
@@ -223,6 +216,7 @@ class Arm:
     load: Load
     shares: np.ndarray  # of the requests, by tenant
     seconds: float = 0.0  # in which was counted
+    processor: float = 0.0  # seconds that its process took on all cores meanwhile
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # requests a second of each turn
@@ -242,7 +236,7 @@ class Arm:
         for _ in range(in_flight):
             ask()
         begin, under_way = time.perf_counter(), in_flight
-        full: list[tuple[float, dict[str, int]]] = []  # (when, counts) where counting begins and where it ends
+        full: list[tuple[float, float, dict[str, int]]] = []  # (when, processor, counts): counting begins, and ends
         ended: list[Done] = []
         while under_way:
             one = done.get(timeout=120)
@@ -255,18 +249,23 @@ class Arm:
             if len(full) == 1:
                 ended.append(one)
             if len(full) < 2 and now - begin >= (ramp, ramp + seconds)[len(full)]:
-                full.append((now, self.server.counts()))
-                self.memory.append((round(now - started, 1), round(self.server.resident(), 1)))
+                full.append((now, processor_seconds(self.server.pid), self.server.counts()))
+                self.memory.append((round(now - started, 1), round(_resident(self.server.pid), 1)))
             if len(full) < 2:
                 ask()
                 under_way += 1
-        (start, before), (end, after) = full
-        self.seconds += end - start
+        (start, busy, before), (end, still, after) = full
+        self.seconds, self.processor = self.seconds + end - start, self.processor + still - busy
         self.rates.append(len(ended) / (end - start))
         right = [one for one in ended if one.wrong is None]
         self.first += [one.first - one.asked for one in right]
         self.whole += [one.ended - one.asked for one in right]
         self.counted.update({name: after[name] - before[name] for name in after})
+
+    def forget(self) -> None:
+        """All but what was wrong."""
+        self.seconds, self.processor, self.first, self.whole, self.rates, self.memory = 0.0, 0.0, [], [], [], []
+        self.counted.clear()
 
     def figures(self) -> dict[str, Any]:
         """Of all turns so far."""
@@ -278,6 +277,7 @@ class Arm:
             "requests_per_second": round(len(self.whole) / self.seconds, 2),
             "tokens_per_second": round(len(self.whole) * self.load.length / self.seconds, 1),
             "requests_per_second_by_turn": [round(rate, 1) for rate in self.rates],
+            "processor_ms_per_request": round(self.processor / len(self.whole) * 1e3, 2),
             "slot_hit_rate": round(1 - count["slot_loads"] / len(self.whole), 4),
             "host_hit_rate": round(1 - count["host_loads"] / max(1, count["slot_loads"]), 4),
             **{f"{name}_per_second": round(count[name] / self.seconds, 2) for name in _COUNTED[1:]},
@@ -347,7 +347,9 @@ def plot(arms: list[Arm], found: dict[str, Any], path: Path) -> None:
     for axes in (rates, times, memory):
         axes.legend(fontsize=6)
     title = f"{found['slots']} slots, host cache {found['max_cpu_loras']}, zipf {found['zipf']}, {found['through']}"
-    figure.suptitle(f"{title}; {found['device']}, {found['cores']} cores, JAX {found['jax']}, {found['date']}", fontsize=9)
+    figure.suptitle(
+        f"{title}; {found['device']}, {found['cores']} cores, JAX {found['jax']}, {found['date']}", fontsize=9
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -400,15 +402,14 @@ def run(args: argparse.Namespace, folder: Path, logs: Path) -> int:
             arms.append(Arm(name, server, load, shares))
             print(f"# {name}: {count} adapters are registered, and it serves", flush=True)
         rng = np.random.default_rng(args.seed + 1)
-        act = partial(Arm.turn, ramp=args.ramp, in_flight=args.in_flight, rng=rng, started=started)
+        act = partial(Arm.turn, in_flight=args.in_flight, rng=rng, started=started)
         for arm in arms:
-            Arm.turn(arm, args.warm, 0.0, args.in_flight, rng, started)
-            arm.seconds, arm.first, arm.whole, arm.rates, arm.memory = 0.0, [], [], [], []
-            arm.counted.clear()
+            act(arm, args.warm, ramp=0.0)
+            arm.forget()
         left = args.minutes * 60
         while left > 0:
             for arm in arms:
-                act(arm, min(args.slice, left))
+                act(arm, min(args.slice, left), ramp=args.ramp)
             left -= args.slice
             many, few = (arm.rates[-1] for arm in arms)
             wrong = sum(len(arm.wrong) for arm in arms)

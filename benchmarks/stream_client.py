@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
+_JSON = "application/json"
 _END = b"0\r\n\r\n"  # the last chunk of a body
 _EVENT = re.compile(rb"data: (\{.*?\})\n\n", re.DOTALL)
 
@@ -57,7 +58,7 @@ class Connection(asyncio.Protocol):
     async def stream(self, body: dict) -> Answer:
         """Raises RuntimeError for a status other than 200, ConnectionError for a connection that ends."""
         content = json.dumps({**body, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: {_JSON}\r\ncontent-length: {len(content)}"
         self._tail, self._done = b"", asyncio.get_running_loop().create_future()
         self._answer = Answer(time.perf_counter())
         self._transport.write(head.encode() + b"\r\n\r\n" + content)

@@ -1,7 +1,7 @@
 """Thousands of adapters of the demo model that all differ in their bytes, and whose answers are known all the same.
 
-Each is one of the demo's four with A of every module multiplied by a power of two and B divided by it: the same function
-to the last bit, from other weights.
+Each is one of the demo's four with A of some modules multiplied by a power of two and B divided by it: the same
+function to the last bit, from other weights.
 """
 
 import json

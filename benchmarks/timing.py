@@ -28,6 +28,12 @@ def machine() -> dict[str, str]:
     }
 
 
+def processor_seconds(pid: int) -> float:
+    """What a process took on all cores, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def write_rows(path: Path, about: dict, rows: list[dict]) -> None:
     """JSON of `about` and "rows", each on a line of its own."""
     lines = ",\n".join(map(json.dumps, rows))

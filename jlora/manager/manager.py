@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import numpy as np
@@ -466,11 +466,10 @@ class LoRAManager:
         """The slot arrays as a state. To walk the model for it takes milliseconds, so that is done once."""
         self._wrapped.check()
         if self._shape is None:
-            leaves, tree = jax.tree.flatten(nnx.state(self.model, SlotParam))
+            state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
             places = {id(array): i for i, array in enumerate(arrays)}
-            self._shape = (tree, [places[id(leaf)] for leaf in leaves])
-        tree, order = self._shape
-        return jax.tree.unflatten(tree, [arrays[i] for i in order])
+            self._shape = (jax.tree.structure(state), [places[id(leaf)] for leaf in jax.tree.leaves(state)])
+        return jax.tree.unflatten(self._shape[0], [arrays[i] for i in self._shape[1]])
 
     def _activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be. True if it was written."""

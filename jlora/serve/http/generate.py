@@ -1,7 +1,6 @@
 """From a request to its answer: submitted to the engine, heard on the event loop, cancelled where the client left."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from jlora.adapters.strict_json import Json
 from jlora.errors import LoRAError
-from jlora.serve.http.answers import Choice, Writer, usage_of
+from jlora.serve.http.answers import Choice, Writer, to_event, usage_of
 from jlora.serve.http.asked import Asked, read_chat, read_completion
 from jlora.serve.http.body import Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
@@ -212,23 +211,15 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 while pieces is not None:
-                    events = [
-                        _event(content)
-                        for index, piece in pieces
-                        for content in writer.events(index, run.choices[index], piece)
-                    ]
+                    events = b"".join([writer.events(index, run.choices[index], piece) for index, piece in pieces])
                     if events:
-                        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
                     pieces = await run.next()
-                last = _event(writer.usage_event(run.usage())) if run.asked.include_usage else b""
+                last = writer.usage_event(run.usage()) if run.asked.include_usage else b""
             except LoRAError as error:  # too late for a status
                 failure = of_generation(error, run.asked.model)
                 scope["jlora.note"]["error"] = failure.message
-                last = _event(failure.body())
+                last = to_event(failure.body())
             await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
         finally:
             run.end()
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

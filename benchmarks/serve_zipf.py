@@ -160,10 +160,13 @@ class OverHTTP:
             )
         assert self._process.stdout is not None
         self.pid = self._process.pid
-        line = self._process.stdout.readline()
-        found = re.search(r"http://([\w.]+):(\d+)", line)
-        if not found:
-            raise SystemExit(f"the server does not start: {log.read_text()[-2000:]}")
+        try:
+            found = re.search(r"http://([\w.]+):(\d+)", self._process.stdout.readline())
+            if not found:
+                raise SystemExit(f"the server does not start: {log.read_text()[-2000:]}")
+        except BaseException:  # nobody else knows of it yet
+            self._process.kill()
+            raise
         self._url, self._address = found[0], (found[1], int(found[2]))
         self._free: list[Connection] = []
         self._loop = asyncio.new_event_loop()
@@ -374,6 +377,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the adapters are, or are written (310 KB each)")
     parser.add_argument("--out", type=Path, help="JSON; the plot is beside it")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # as Ctrl-C: nothing is left behind
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(run(args, args.folder or Path(folder), Path(folder)))
 
@@ -425,7 +429,7 @@ def run(args: argparse.Namespace, folder: Path, logs: Path) -> int:
         if len(arms) == 2 and all(arm.rates for arm in arms):
             found = report(arms, args)
             text = json.dumps(found, indent=1)
-            print(text, flush=True)
+            print(text if args.out is None else f"# written to {args.out}", flush=True)
             if args.out:
                 args.out.write_text(text + "\n")
                 plot(arms, found, args.out.with_suffix(".png"))

@@ -377,7 +377,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the adapters are, or are written (310 KB each)")
     parser.add_argument("--out", type=Path, help="JSON; the plot is beside it")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # as Ctrl-C: nothing is left behind
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(run(args, args.folder or Path(folder), Path(folder)))
 
@@ -440,4 +439,5 @@ def run(args: argparse.Namespace, folder: Path, logs: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # as Ctrl-C: nothing is left behind
     main()

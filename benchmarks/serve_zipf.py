@@ -344,9 +344,10 @@ def plot(arms: list[Arm], found: dict[str, Any], path: Path) -> None:
             shares = np.linspace(0, 100, 401)
             times.plot(np.percentile(values, shares), shares, style, color=colour, label=f"{label}, {what}")
         memory.plot([at / 60 for at, _ in arm.memory], [mb for _, mb in arm.memory], color=colour, label=label)
-    rates.set(xlabel="turn", ylabel="requests a second", ylim=(0, None))
+    most = max(max(arm.rates) for arm in arms), max(mb for arm in arms for _, mb in arm.memory)
+    rates.set(xlabel="turn", ylabel="requests a second", ylim=(0, 1.1 * most[0]))
     times.set(xlabel="seconds from submission", ylabel="% of requests", xscale="log")
-    memory.set(xlabel="minutes", ylabel="resident MB", ylim=(0, None))
+    memory.set(xlabel="minutes", ylabel="resident MB", ylim=(0, 1.1 * most[1]))
     for axes in (rates, times, memory):
         axes.legend(fontsize=6)
     title = f"{found['slots']} slots, host cache {found['max_cpu_loras']}, zipf {found['zipf']}, {found['through']}"

@@ -27,7 +27,7 @@ from jlora.errors import (
 )
 from jlora.layers.wrap import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement
+from jlora.manager.content import Content, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
@@ -242,11 +242,11 @@ class Host:
         rank = max(module.rank for module in modules.values())
         pool = self._slots.pool
         fitted = fit(where, modules, placed, adapter.base_weights, self._wrapped, self._index, pool.chunks)
-        return Content(
+        content = Content(
             name=adapter.name,
             generation=0,
             placements=fitted.placements,
-            blocks=self.pinned(fitted.blocks),
+            blocks=fitted.blocks,
             ranks=rank_vector(pool.sites, fitted.placements),
             rank=rank,
             about=replace(adapter, modules={}, base_weights={}),
@@ -254,9 +254,37 @@ class Host:
             key=adapter.content,
             fingerprint=self._fingerprint(fitted.placements, fitted.blocks),
         )
+        return self.settled(content)
+
+    def settled(self, content: Content) -> Content:
+        """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory."""
+        content.sample = self._sample(content.blocks)
+        if not self._share(content, set()):
+            content.blocks = self.pinned(content.blocks)
+        return content
 
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return ""
+
+    def _sample(self, blocks: tuple[Block, ...]) -> bytes:
+        return sample(blocks)
+
+    def _share(self, content: Content, unlike: set[Content]) -> bool:
+        """Take the blocks of a content on the host that has the same bytes. False if there is none.
+
+        No lock is held while bytes are compared. Those that are not the same are added to `unlike`, and not looked at
+        again.
+        """
+        while True:
+            with self._books():
+                other = next((c for c in self._registry.alike(content) if c not in unlike), None)
+            if other is None:
+                return False
+            blocks = other.blocks
+            if same_bytes(content.blocks, blocks):
+                content.blocks = blocks
+                return True
+            unlike.add(other)
 
     def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
@@ -264,18 +292,22 @@ class Host:
             return blocks
         with self._books():
             contents = (self._registry.contents[name] for name in self._registry.contents)
-            taken = sum(content.nbytes for content in contents if content.pinned)
+            taken = nbytes_together(content for content in contents if content.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
     def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
+        unlike: set[Content] = set()
         while True:
+            self._share(content, unlike)
             with self._books():
                 self._wrapped.check()
                 if load is not None:
                     self.loader.check_wanted(load)
+                if not unlike.issuperset(self._registry.alike(content)):  # let in just now, maybe with the same bytes
+                    continue
                 old = self._registry.contents.get(name)
                 if old is not None and not replace:
                     self._registry.contents.touch(name)

@@ -672,7 +672,7 @@ class LoRAManager:
                 active=sum(name is not None for name in self._slots.names()),
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
-                host_bytes=sum(self._registry.contents[name].nbytes for name in self._registry.contents),
+                host_bytes=self._registry.nbytes,
                 open_leases=sum(1 for _ in self._leases.open()),
                 load_seconds=self._host.load_seconds.read(),
                 swap_seconds=self._slots.seconds.read(),

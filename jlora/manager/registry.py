@@ -1,10 +1,11 @@
 """The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.manager.content import Content
+from jlora.manager.content import Content, nbytes_together
 from jlora.manager.lru import LRU
 
 
@@ -23,6 +24,18 @@ class Registry:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._at_most = 0  # bytes of all contents, or more: counted anew only where that is too much
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all contents; what several share counts once."""
+        return nbytes_together(self.contents[name] for name in self.contents)
+
+    def alike(self, content: Content) -> list[Content]:
+        """The contents on the host, and not this one's own, that may have the same bytes."""
+        if not content.sample:
+            return []
+        found = (self.contents[name] for name in self.contents)
+        return [c for c in found if c.sample == content.sample and c.blocks is not content.blocks]
 
     def generation(self, name: str, key: Hashable) -> int:
         """The generation that a content of this key is: the last one where the key is the same, else the next."""
@@ -67,10 +80,13 @@ class Registry:
         replaced = None if name is None else self.contents.get(name)
         count = len(self.contents) + (new is not None and replaced is None) - self._max_count
         size = self._at_most + (0 if new is None else new.nbytes) - self._max_bytes
+        users: Counter[int] = Counter()  # of blocks that contents may share
         if size > 0:
-            total = self._at_most = sum(self.contents[n].nbytes for n in self.contents)
-            size = total - self._max_bytes + (0 if new is None else new.nbytes)
-            size -= 0 if replaced is None else replaced.nbytes
+            self._at_most = self.nbytes
+            left = [content for n in self.contents if (content := self.contents[n]) is not replaced]
+            left += [] if new is None else [new]
+            users.update(id(content.blocks) for content in left)
+            size = nbytes_together(left) - self._max_bytes
         victims: list[str] = []
         if count > 0 or size > 0:
             for candidate in self.contents.evictable(lambda n: n == name or busy(self.contents[n])):
@@ -78,7 +94,10 @@ class Registry:
                     break
                 victims.append(candidate)
                 count -= 1
-                size -= self.contents[candidate].nbytes
+                if users:
+                    victim = self.contents[candidate]
+                    users[id(victim.blocks)] -= 1
+                    size -= victim.ranks.nbytes if users[id(victim.blocks)] else victim.nbytes
         if count > 0:
             raise NoFreeSlotError(
                 f"the host cache of {self._max_count} adapters is full, and each is pinned or held by an open batch; "

@@ -37,7 +37,7 @@ class Stats:
       registered, active, leased: adapters now on the host, in slots, in open batches.
       slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
         factors, take less (`LoRAManager.layers`). On a mesh of all devices together: what several hold counts once.
-      host_bytes: bytes of the host cache.
+      host_bytes: bytes of the host cache; adapters of the same weights share theirs.
       open_leases: open batches, those of the base model alone among them.
       load_seconds: of loads from a folder or repository, the first ones and those of adapters that had been evicted:
         (upper bounds, counts, sum) of a histogram, seconds; the last count is of those above all bounds.

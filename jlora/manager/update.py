@@ -72,6 +72,7 @@ def updated(
         same = copy.copy(content)  # of the same modules in the same slots
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
+        same.sample, same.digest = b"", ""
         same.on_host = False
         return same, written
     had = {placement.module: placement for placement in content.placements}
@@ -105,6 +106,8 @@ def updated(
         rank=max(p.rank for p in placements),
         request=None,
         key=None,
+        sample=b"",
+        digest="",
         on_host=not on_device,
         ahead=None,
         update_plan=plan,

@@ -1,6 +1,7 @@
 """Adapters of the same weights under several names have their bytes on the host once, and count once."""
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
@@ -118,16 +119,18 @@ def test_what_shares_with_a_pinned_one_frees_nothing():
 
 
 def test_loads_at_the_same_time_share_all_the_same(world, monkeypatch):
-    """None of them finds another on the host while it is staged."""
-    together = threading.Barrier(3)
-    stage = host.Host.stage
+    """None of them finds another on the host, neither while it is staged nor just before it is let in."""
+    together, looked = threading.Barrier(3), Counter()
+    share = host.Host._share
 
-    def staged(self, *args):
-        content = stage(self, *args)
-        together.wait(60)
-        return content
+    def shared(self, content, unlike):
+        found = share(self, content, unlike)
+        looked[content.name] += 1
+        if looked[content.name] <= 2:
+            together.wait(60)
+        return found
 
-    monkeypatch.setattr(host.Host, "stage", staged)
+    monkeypatch.setattr(host.Host, "_share", shared)
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(world.manager.add_adapter, map(named, "abc")))
     assert len({id(world.manager._registry.contents[name].blocks) for name in "abc"}) == 1

@@ -6,6 +6,7 @@ brings: chunks whose rows it all brings in one block (of experts at least half o
 ranks only the blocks that it has.
 """
 
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ class Block:
         """Those of A and B that the sites hold; the other one is empty."""
         return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Of all rows; where processes have some of them each, of the process that has most."""
         spec = self.chunk.spec

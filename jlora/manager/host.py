@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,6 +69,10 @@ class Host:
         self._resolve = resolve
         self.loader = Loader(self._load, books)
         self.load_seconds = Histogram()
+
+    @property
+    def allow_nonfinite(self) -> bool:
+        return self._config.allow_nonfinite
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
 
@@ -256,11 +260,19 @@ class Host:
         )
         return self.settled(content)
 
-    def settled(self, content: Content) -> Content:
-        """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory."""
+    def read(self, request: LoRARequest) -> Content:
+        """What a request asks for, staged and not let in."""
+        with _logged(request.name, request.path):
+            return self.stage(*self._read(request), request)
+
+    def settled(self, content: Content, others: Collection[Content] = ()) -> Content:
+        """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory.
+
+        `others` are to be let in before it.
+        """
         content.sample = self._sample(content.blocks)
-        if not self._share(content, set()):
-            content.blocks = self.pinned(content.blocks)
+        if not self._share(content, set(), others):
+            content.blocks = self.pinned(content.blocks, others)
         return content
 
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
@@ -269,15 +281,16 @@ class Host:
     def _sample(self, blocks: tuple[Block, ...]) -> bytes:
         return sample(blocks)
 
-    def _share(self, content: Content, unlike: set[Content]) -> bool:
-        """Take the blocks of a content on the host that has the same bytes. False if there is none.
+    def _share(self, content: Content, unlike: set[Content], others: Collection[Content] = ()) -> bool:
+        """Take the blocks of a content, of those on the host or `others`, with the same bytes. False if there is none.
 
         No lock is held while bytes are compared. Those that are not the same are added to `unlike`, and not looked at
         again.
         """
         while True:
             with self._books():
-                other = next((c for c in self._registry.alike(content) if c not in unlike), None)
+                alike = (*self._registry.alike(content), *(c for c in others if c.sample == content.sample != b""))
+            other = next((c for c in alike if c not in unlike), None)
             if other is None:
                 return False
             blocks = other.blocks
@@ -286,12 +299,12 @@ class Host:
                 return True
             unlike.add(other)
 
-    def pinned(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    def pinned(self, blocks: tuple[Block, ...], others: Collection[Content] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
         if not self._slots.pool.pins:
             return blocks
         with self._books():
-            contents = (self._registry.contents[name] for name in self._registry.contents)
+            contents = (*(self._registry.contents[name] for name in self._registry.contents), *others)
             taken = nbytes_together(content for content in contents if content.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
@@ -326,6 +339,13 @@ class Host:
         content.generation = generation
         self._registry.put(content)
         self._counts["host_loads"] += 1
+
+    def put_back(self, content: Content, pin: bool) -> None:
+        """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
+        generation = content.generation if content.digest else self._registry.generation(content.name, content.key)
+        self._put(content, (), generation)
+        if pin:
+            self._registry.contents.pin(content.name)
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
         """See `LoRAManager.update_adapter`."""

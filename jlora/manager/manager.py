@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import os
 import threading
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import jax
@@ -41,6 +43,7 @@ from jlora.manager.prepare_in_step import BatchesInStep
 from jlora.manager.processes import Processes
 from jlora.manager.registry import Registry
 from jlora.manager.report import AdapterInfo, Stats
+from jlora.manager.saved import base_digest, restore, save
 from jlora.manager.slots import Slots
 from jlora.manager.verify import Forward, VerifyReport, verify
 
@@ -162,6 +165,7 @@ class LoRAManager:
             self._batches = Batches(*of_batches, self._host)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._shape: tuple[Any, list[int]] | None = None  # of that state, and which array each of its leaves is
+        self._base_digest: str | None = None
 
     def _forget_uses(self) -> None:
         with self._books():
@@ -388,6 +392,76 @@ class LoRAManager:
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
             return export(content, slot, self._wrapped.modules)
+
+    # --- a restart ----------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, weights: bool = True) -> None:
+        """Save what a restart needs to go on warm: `restore`, of a new manager, takes it.
+
+        Names, the requests that they came from (of evicted ones too), pins, what is in slots, the orders of use,
+        generations, and the weights of the host cache, through orbax-checkpoint. What was saved there before is
+        replaced in the end, in one step: a process that is killed at any point leaves the old or the new, whole.
+        Weights that are there already are not written again. On return all of it is on the disk.
+
+        Steps, loads and evictions of other threads go on meanwhile; no lock of theirs is held while anything is
+        written. Each adapter is saved as it was at some point during the call, and what came meanwhile without its
+        weights, if it can be loaded from a request. Two saves at a time may share a folder; of two managers, the last
+        to save is the one that is saved.
+
+        Args:
+          path: a folder, which is made if need be.
+          weights: whether to save the weights of adapters that can be loaded from their requests. Without them it takes
+            milliseconds; weights that an earlier save left there stay.
+
+        Raises:
+          LoRAUsageError: the model lies on devices of several processes.
+          LoRAError: it could not be written; what was saved before is as it was.
+          AdapterFormatError: what is there was damaged since; delete it, or save elsewhere.
+        """
+        self._check_call("save")
+        where = self._saved_at("save", path)
+        save(where, self._slots, self._registry, self._books, self._base(), weights=weights)
+
+    def restore(self, path: str | os.PathLike[str], *, weights: bool = True) -> frozenset[str]:
+        """Take what another manager has saved: all of it, or nothing where this raises.
+
+        Adapters come back with their generations, pins and orders of use, in slots where they were; none is read from
+        its own folder, unless it is pinned and its weights were not saved. The next generation of a name is larger than
+        any before, saved or not. Sizes may be others than they were: of a smaller host cache or fewer slots those used
+        last get the room, and the rest is loaded when it is asked for. So may the mesh, and `max_lora_rank` as far as
+        the adapters allow.
+
+        Args:
+          path: what `save` was given.
+          weights: if False, no saved weights are read and adapters are loaded anew, as other dtypes or another base
+            model need them; so none may have come from memory.
+
+        Returns:
+          Every name that the saved manager knew, also those that had been removed.
+
+        Raises:
+          AdapterNotFoundError: nothing is saved there.
+          AdapterFormatError: what is saved there is damaged; the message names the file.
+          AdapterMismatchError: it was saved beside another base model, or this manager cannot serve an adapter.
+          NoFreeSlotError: no room for what is pinned, or for what can be loaded from nowhere else.
+          LoRAUsageError: this manager has had adapters; the model lies on devices of several processes.
+        """
+        self._check_call("restore")
+        where, locks = self._saved_at("restore", path), (self._dispatch, self._books)
+        self._wrapped.check()
+        return restore(where, self._host, self._slots, self._registry, locks, self._base(), weights=weights)
+
+    def _saved_at(self, what: str, path: str | os.PathLike[str]) -> Path:
+        if self._processes.several:
+            raise LoRAUsageError(f"{what}: a model over several processes is neither saved nor restored yet")
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise LoRAUsageError(f"{what} takes the path of a folder, got {path!r}")
+        return Path(path).expanduser()
+
+    def _base(self) -> str:
+        if self._base_digest is None:
+            self._base_digest = base_digest(self.model)
+        return self._base_digest
 
     # --- slots --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
@@ -15,12 +15,15 @@ class Registry:
     Attributes:
       contents: name -> its newest content.
       known: name -> the request it was added from, of names that were evicted since.
+      last: name -> its last generation, and the key of that content.
+      floor: no new content has a lower generation.
     """
 
     def __init__(self, max_count: int, max_bytes: int):
         self.contents: LRU[Content] = LRU()
         self.known: dict[str, LoRARequest] = {}
-        self._last: dict[str, tuple[int, Hashable]] = {}
+        self.last: dict[str, tuple[int, Hashable]] = {}
+        self.floor = 0
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._at_most = 0  # bytes of all contents, or more: counted anew only where that is too much
@@ -39,17 +42,29 @@ class Registry:
 
     def generation(self, name: str, key: Hashable) -> int:
         """The generation that a content of this key is: the last one where the key is the same, else the next."""
-        last = self._last.get(name)
+        last = self.last.get(name)
         if last is None:
-            return 0
-        return last[0] if key is not None and key == last[1] else last[0] + 1
+            return self.floor
+        return last[0] if key is not None and key == last[1] else max(last[0] + 1, self.floor)
 
     def put(self, content: Content) -> None:
         """Make `content` the newest of its name."""
-        self._last[content.name] = (content.generation, content.key)
+        self.last[content.name] = (content.generation, content.key)
         self._at_most += content.nbytes
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
+
+    def has_room(self, contents: Collection[Content]) -> bool:
+        """Whether these are not too many for an empty host cache."""
+        return len(contents) <= self._max_count and nbytes_together(contents) <= self._max_bytes
+
+    def clear(self) -> None:
+        """As if there had never been an adapter."""
+        for name in self.contents:
+            self.contents.remove(name)
+        self.known.clear()
+        self.last.clear()
+        self.floor = 0
 
     def newest(self, content: Content) -> bool:
         return self.contents.get(content.name) is content

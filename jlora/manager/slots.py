@@ -55,6 +55,11 @@ class Slots:
         alive = self.alive()
         return tuple(c.name if c is not None and alive(c) else None for c in self.pool.table)
 
+    def by_use(self) -> list[Content]:
+        """The contents in slots, least recently used first."""
+        found = [content for content in self.pool.table if content is not None]
+        return sorted(found, key=lambda content: self._used.get(content, 0))
+
     def touch(self, content: Content) -> None:
         """Mark a use of a content, in its slot and on the host."""
         self._tick += 1

@@ -1,0 +1,274 @@
+"""What a manager knows of its adapters, as a folder from which another one goes on warm.
+
+    names.json         names, requests, pins, orders of use and generations (`saved_names`); replaced in one step
+    contents/SHA-256/  the weights of one adapter each (`saved_content`); there before a names.json says so
+
+Whoever writes or deletes contents holds contents.lock, and whoever replaces names.json, names.lock. What it says is
+taken from the manager under names.lock: so of two saves at a time the one that ends last knows the most.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jlora.config import LoRARequest
+from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.layers.site import SlotParam
+from jlora.manager.content import Content
+from jlora.manager.host import Host
+from jlora.manager.locks import Lock
+from jlora.manager.registry import Registry
+from jlora.manager.saved_content import description, read_content, sync, write_content
+from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names
+from jlora.manager.slots import Slots
+
+_CONTENTS = "contents"
+_OURS = re.compile(r"[0-9a-f]{64}(\..*)?")  # and what Orbax calls a content that is not whole yet
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, slots: Slots, registry: Registry, books: Lock, base: str, *, weights: bool) -> None:
+    """See `LoRAManager.save`; `base` is the model's `base_digest`."""
+
+    def take() -> tuple[Names, list[Content]]:
+        with books():
+            return _taken(slots, registry, base)
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _, contents = take()
+        if weights or any(content.request is None for content in contents):
+            with locked(folder / "contents.lock"):
+                _save_contents(folder, take, None if weights else lambda content: content.request is None)
+        else:
+            _commit(folder, take, {})
+    except OSError as error:
+        raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
+
+
+def _save_contents(
+    folder: Path, take: Callable[[], tuple[Names, list[Content]]], only: Callable[[Content], bool] | None
+) -> None:
+    """Save the weights of contents that are not there yet, then names, then delete what no name means any more."""
+    before = read_names(folder)
+    there = set[str]() if before is None else before.weights
+    below = folder / _CONTENTS
+    below.mkdir(exist_ok=True)
+    sync(folder)
+    _clear(below, there)  # what a save left that did not end: nobody has seen that it is whole
+    written: dict[str, Entry] = {}
+    try:
+        _, contents = take()
+        for content in contents:
+            if content.digest not in there and (only is None or only(content)):
+                content.digest = write_content(content, below)
+                there.add(content.digest)
+            if content.digest in there:
+                written[content.name] = _entry(content, False, content.digest)
+        _commit(folder, take, written)
+    finally:
+        after = read_names(folder)
+        _clear(below, set() if after is None else after.weights)
+
+
+def _commit(folder: Path, take: Callable[[], tuple[Names, list[Content]]], written: dict[str, Entry]) -> None:
+    """Replace names.json by what the manager knows now, with the weights that are there.
+
+    Args:
+      folder: where.
+      take: gives that, and the contents.
+      written: what the weights of adapters were in this save. An adapter that nothing can be loaded from, and that has
+        others by now, is saved as it was then.
+    """
+    with locked(folder / "names.lock"):
+        before = read_names(folder)
+        there = {entry.weights for entry in written.values()} | (set() if before is None else before.weights)
+        names, contents = take()
+        entries: list[Entry] = []
+        for entry, content in zip(names.adapters, contents, strict=True):
+            if content.digest in there:
+                entries.append(replace(entry, weights=content.digest))
+            elif content.request is not None:
+                entries.append(entry)
+            elif content.name in written:
+                entries.append(replace(written[content.name], pinned=entry.pinned))
+        kept = {entry.name for entry in entries}
+        names = replace(names, adapters=tuple(entries), slots=tuple(name for name in names.slots if name in kept))
+        write_names(folder, names)
+
+
+def _taken(slots: Slots, registry: Registry, base: str) -> tuple[Names, list[Content]]:
+    """What the manager knows now, without weights, and its contents in the same order. Under its lock."""
+    contents = [registry.contents[name] for name in registry.contents]
+    names = Names(
+        base=base,
+        layers=layers_digest(slots),
+        adapters=tuple(_entry(content, registry.contents.pinned(content.name), None) for content in contents),
+        slots=tuple(content.name for content in slots.by_use() if registry.newest(content)),
+        evicted=tuple(registry.known.values()),
+        generations={n: (last, key if isinstance(key, str) else None) for n, (last, key) in registry.last.items()},
+    )
+    return names, contents
+
+
+def _entry(content: Content, pinned: bool, weights: str | None) -> Entry:
+    return Entry(content.name, content.generation, pinned, content.request, weights)
+
+
+def _clear(below: Path, keep: Collection[str]) -> None:
+    """Delete the contents that are not to be kept. What cannot be deleted is tried again by the next save."""
+    for found in list(below.iterdir()) if below.is_dir() else []:
+        if found.name not in keep and _OURS.fullmatch(found.name):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+# --- what it was saved beside -----------------------------------------------------------------------------------------
+
+
+def base_digest(model: nnx.Module) -> str:
+    """What tells base models apart: of each parameter its path, shape and dtype, and its first few values."""
+    found = hashlib.sha256()
+    for path, leaf in sorted(nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, nnx.Not(SlotParam))))):
+        array = leaf.get_value()
+        if not isinstance(array, jax.Array):
+            continue
+        if array.is_deleted():
+            raise LoRAError(f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first")
+        found.update(f"{path} {array.shape} {array.dtype} ".encode())
+        first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
+        if first is not None and first.size:
+            few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
+            found.update(np.asarray(few[:8]).tobytes())
+    return found.hexdigest()
+
+
+def layers_digest(slots: Slots) -> str:
+    """What tells apart managers that make different contents of the same file."""
+    return hashlib.sha256(json.dumps([description(site) for site in slots.pool.sites]).encode()).hexdigest()
+
+
+# --- restoring --------------------------------------------------------------------------------------------------------
+
+
+def restore(
+    folder: Path, host: Host, slots: Slots, registry: Registry, locks: tuple[Lock, Lock], base: str,
+    *, weights: bool,
+) -> frozenset[str]:  # fmt: skip
+    """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
+    dispatch, books = locks
+    with books():
+        _check_new(registry)
+    with locked(folder / "contents.lock", shared=True):
+        names = read_names(folder)
+        if names is None:
+            raise AdapterNotFoundError(f"{folder}: no manager has been saved there")
+        if weights and names.base != base:
+            raise AdapterMismatchError(
+                f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
+                "values. restore(path, weights=False) takes the names alone, and loads their adapters anew"
+            )
+        contents, left = _read_contents(folder, names, host, slots, registry, weights)
+    generations = dict(names.generations)
+    if not weights or names.layers != layers_digest(slots):  # there the same file was another content
+        generations = {name: (last, None) for name, (last, _) in generations.items()}
+    slots.pool.compile()
+    with dispatch(), books():
+        _check_new(registry)
+        try:
+            registry.last.update(generations)
+            # What was served after the save, before a crash say, had generations that nobody knows. Time is past them.
+            registry.floor = time.time_ns() // 1000
+            for entry in names.adapters:
+                if (content := contents.get(entry.name)) is not None:
+                    host.put_back(content, entry.pinned)
+            kept = (name for name in generations if name not in contents or contents[name].digest)
+            registry.last.update({name: generations[name] for name in kept})
+            registry.known.update({request.name: request for request in left})
+            _fill_slots(names, contents, slots)
+            for entry in names.adapters:
+                if entry.name in contents:
+                    registry.contents.touch(entry.name)
+        except BaseException:
+            for content in contents.values():
+                slots.release(content)
+            registry.clear()
+            raise
+    return frozenset(generations)
+
+
+def _check_new(registry: Registry) -> None:
+    if registry.last or registry.known:
+        raise LoRAUsageError("restore: this manager has had adapters already; restore into a new one")
+
+
+def _read_contents(
+    folder: Path, names: Names, host: Host, slots: Slots, registry: Registry, weights: bool
+) -> tuple[dict[str, Content], list[LoRARequest]]:
+    """The contents that there is room for, first those that must be there and then those used last; and the requests of
+    the rest."""
+    found: dict[str, Content] = {}
+    left = list(names.evicted)
+    full = False
+    must = [entry for entry in names.adapters if entry.pinned or entry.request is None]
+    must.sort(key=lambda entry: not entry.pinned)
+    for entry in dict.fromkeys([*must, *reversed(names.adapters)]):
+        if entry.request is None and not weights:
+            raise AdapterMismatchError(
+                f"{folder}: adapter {entry.name!r} was loaded from nowhere, so its name alone brings nothing back"
+            )
+        content = None
+        if not full and ((weights and entry.weights is not None) or entry.pinned):
+            content = _read_content(folder, entry, host, slots, found, weights)
+            full = not registry.has_room([*found.values(), content])
+        if content is not None and not full:
+            found[entry.name] = content
+        elif entry.pinned or entry.request is None:
+            what = "is pinned" if entry.pinned else "can be loaded from nowhere else"
+            raise NoFreeSlotError(
+                f"{folder}: adapter {entry.name!r} {what}, and the host cache has no room for it; raise max_cpu_loras "
+                "or max_cpu_bytes"
+            )
+        else:
+            left.append(entry.request)
+    return found, left
+
+
+def _read_content(
+    folder: Path, entry: Entry, host: Host, slots: Slots, found: dict[str, Content], weights: bool
+) -> Content:
+    """The content of an adapter, from what was saved, or else from its request."""
+    if not weights or entry.weights is None:
+        assert entry.request is not None
+        return host.read(entry.request)
+    pool = slots.pool
+    content = read_content(
+        entry.name, folder / _CONTENTS / entry.weights, pool.sites, pool.chunks, allow_nonfinite=host.allow_nonfinite
+    )
+    content.generation, content.request = entry.generation, entry.request
+    return host.settled(content, found.values())
+
+
+def _fill_slots(names: Names, contents: dict[str, Content], slots: Slots) -> None:
+    """Write those that were in slots, as many as fit, the least recently used first; and all that are pinned."""
+    pinned = [contents[entry.name] for entry in names.adapters if entry.pinned]
+    by_use = [contents[name] for name in names.slots if name in contents]
+    wanted = list(dict.fromkeys([*pinned, *reversed(by_use)]))
+    plan = slots.plan(wanted, partly=True)
+    for content in pinned:
+        if plan[content] is None:
+            raise NoFreeSlotError(
+                f"adapter {content.name!r} was pinned where it was saved, one of {len(pinned)} that were, and there is "
+                "no slot for it; raise max_loras"
+            )
+    slots.carry_out({content: plan[content] for content in dict.fromkeys([*pinned, *by_use])}, wanted)

@@ -1,0 +1,253 @@
+"""One content as a folder that Orbax writes and reads: its factors without padding, and what else it is.
+
+The folder is named by the SHA-256 of what is in it, and appears whole or not at all. It says nothing of how this
+manager cuts slots into blocks, so it can be read by one with other slots, another mesh or a larger `max_lora_rank`.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jlora.adapters import Adapter
+from jlora.adapters.checkpoint import all_finite
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from jlora.layers.site import Site, SlotSpec
+from jlora.manager.blocks import Chunk, Row, pack, unpack
+from jlora.manager.content import Content, Placement
+from jlora.manager.fit import rank_vector
+
+_ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")
+_log = logging.getLogger("jlora")
+
+
+def write_content(content: Content, folder: Path) -> str:
+    """Write a content into `folder` under the name that its digest gives it, which is returned.
+
+    Raises:
+      LoRAError: it could not be written; what there is of it is not under that name.
+    """
+    sites = list(dict.fromkeys(placement.site for placement in content.placements))
+    ranks = _ranks(content.placements)
+    total = sum(sum(_sizes(site.spec, ranks[site, row])) for site, row in ranks)
+    packed = np.empty(total, np.uint8)
+    at = 0
+    for site in sites:
+        rows = [key for key in ranks if key[0] is site]
+        factors = unpack(content.blocks, set(rows))
+        for row in rows:
+            rank = ranks[row]
+            for half in (factors[row][0][:, :rank], factors[row][1][:rank]):
+                packed[at : at + half.nbytes] = np.ascontiguousarray(half).reshape(-1).view(np.uint8)
+                at += half.nbytes
+    said = {
+        "adapter": {} if content.about is None else {key: getattr(content.about, key) for key in _ABOUT},
+        "sites": [description(site) for site in sites],
+        "placements": [
+            [p.module, sites.index(p.site), p.row, p.first, p.count, p.rank, p.alpha, p.scaling, p.shift]
+            for p in content.placements
+        ],
+    }
+    try:
+        about = np.frombuffer(json.dumps(said, default=_plain).encode(), np.uint8)
+    except (TypeError, ValueError) as error:
+        raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
+    digest = _digest(about, packed)
+    if not (folder / digest).is_dir():
+        with _orbax(folder / digest, f"adapter {content.name!r} could not be saved") as checkpointer:
+            checkpointer.save(folder / digest, {"about": about, "packed": packed})
+        _sync_all(folder / digest)
+    return digest
+
+
+def read_content(
+    name: str, folder: Path, sites: Sequence[Site], chunks: Sequence[Chunk], *, allow_nonfinite: bool
+) -> Content:
+    """The content that a folder holds, as generation 0 of a name, in the blocks of this manager.
+
+    Raises:
+      AdapterFormatError: the folder does not hold what its name promises.
+      AdapterMismatchError: these sites cannot serve it.
+    """
+    where = f"adapter {name!r}: {folder}"
+    with _orbax(folder, where, AdapterFormatError) as checkpointer:
+        found = checkpointer.metadata(folder).item_metadata.tree
+        if {key: (len(leaf.shape), leaf.dtype) for key, leaf in found.items()} != dict.fromkeys(
+            ("about", "packed"), (1, np.uint8)
+        ):
+            raise AdapterFormatError(f"{where}: holds other arrays than a saved adapter's")
+        sizes = {key: leaf.shape[0] for key, leaf in found.items()}
+        if sum(sizes.values()) > _bytes_below(folder):  # a missing piece would be read as zeros
+            raise AdapterFormatError(f"{where}: is cut off: {sizes} bytes are promised")
+        arrays = checkpointer.restore(folder)
+    about, packed = arrays["about"], arrays["packed"]
+    if _digest(about, packed) != folder.name:
+        raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    try:
+        said = json.loads(bytes(about))
+        own = _sites(where, said["sites"], sites)
+        placements = tuple(_placement(where, own, fields) for fields in said["placements"])
+        ranks = _ranks(placements)
+        factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
+        at = 0
+        for row in (row for site in own for row in ranks if row[0] is site):
+            spec, rank = row[0].spec, ranks[row]
+            of_a, of_b = _sizes(spec, rank)
+            a, b = (packed[at : at + of_a], packed[at + of_a : at + of_a + of_b])
+            dtype = np.dtype(spec.dtype)
+            factors[row] = (
+                a.view(dtype).reshape(spec.slices, rank, spec.in_features),
+                b.view(dtype).reshape(rank, spec.out_features),
+            )
+            at += of_a + of_b
+        if at != len(packed):
+            raise ValueError(f"{len(packed)} bytes of factors, and not {at}")
+        fields: dict[str, Any] = said["adapter"]
+        fields["unchecked"] = tuple(fields.get("unchecked", ()))
+        adapter = Adapter(name=name, modules={}, **fields)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{where}: is not a saved adapter: {type(error).__name__}: {error}") from error
+    if not allow_nonfinite and not all(all_finite(half) for pair in factors.values() for half in pair):
+        raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
+    return Content(
+        name=name,
+        generation=0,
+        placements=placements,
+        blocks=pack(chunks, factors),
+        ranks=rank_vector(tuple(sites), placements),
+        rank=max(placement.rank for placement in placements),
+        about=adapter,
+        digest=folder.name,
+    )
+
+
+def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
+    ranks: dict[Row, int] = {}
+    for p in placements:
+        ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
+    return ranks
+
+
+def _sizes(spec: SlotSpec, rank: int) -> tuple[int, int]:
+    """Bytes of A and B of a row."""
+    size = np.dtype(spec.dtype).itemsize
+    return spec.slices * rank * spec.in_features * size, rank * spec.out_features * size
+
+
+def description(site: Site) -> dict[str, Any]:
+    """What a site must be like to take the factors of this one."""
+    spec = site.spec
+    return {
+        "path": site.path,
+        "prefix": site.prefix,
+        "kind": site.kind,
+        "dtype": spec.dtype,
+        "in_features": spec.in_features,
+        "out_sizes": list(spec.out_sizes),
+        "rows": list(spec.rows),
+    }
+
+
+def _sites(where: str, described: Sequence[Mapping[str, Any]], sites: Sequence[Site]) -> list[Site]:
+    """The sites that are described. Raises AdapterMismatchError, which says what differs."""
+    known = {(site.path, site.prefix): site for site in sites}
+    found: list[Site] = []
+    for one in described:
+        site = known.get((one["path"], one["prefix"]))
+        if site is not None and site.provisional:
+            raise AdapterMismatchError(f"{where}: {site.path!r} takes no adapter before LoRAManager.verify has passed")
+        if site is None:
+            raise AdapterMismatchError(f"{where}: it has weights for {one['path']!r}, which this manager does not wrap")
+        for key, own in description(site).items():
+            if one[key] != own:
+                raise AdapterMismatchError(
+                    f"{where}: {site.path!r} has {key} {own!r} here, and had {one[key]!r} where it was saved"
+                )
+        found.append(site)
+    return found
+
+
+def _placement(where: str, sites: Sequence[Site], fields: Sequence[Any]) -> Placement:
+    module, at, row, first, count, rank, alpha, scaling, shift = fields
+    if not all(isinstance(n, int) and n >= 0 for n in (at, row, first, count, rank)) or not isinstance(shift, int):
+        raise ValueError(f"a placement {fields!r:.200}")
+    site = sites[at]
+    spec = site.spec
+    if not (isinstance(module, str) and row < math.prod(spec.rows) and rank and first + count <= spec.slices and count):
+        raise ValueError(f"a placement {fields!r:.200}")
+    if rank > spec.max_rank:
+        raise AdapterMismatchError(f"{where}: {module}: rank {rank} is above max_lora_rank={spec.max_rank}")
+    return Placement(module, site, row, first, count, rank, float(alpha), float(scaling), shift)
+
+
+def _plain(value: Any) -> Any:
+    """JSON of what NumPy and others have in the place of numbers and dictionaries."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[str, Any]", value))
+    raise TypeError(f"{type(value).__name__} {value!r:.100}")
+
+
+def _digest(about: np.ndarray, packed: np.ndarray) -> str:
+    found = hashlib.sha256(len(about).to_bytes(8, "little"))
+    found.update(about.data)
+    found.update(packed.data)
+    return found.hexdigest()
+
+
+@contextmanager
+def _orbax(folder: Path, where: str, kind: type[LoRAError] = LoRAError) -> Generator[Any, None, None]:
+    """A checkpointer for a folder of this process alone; whatever goes wrong in it is a LoRAError that says where."""
+    import orbax.checkpoint as ocp  # here, because it is slow to import and most programs never save
+
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    # One file an array, as it is: weights do not compress.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, multiprocessing_options=alone)
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_news)
+    try:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+            yield checkpointer
+    except LoRAError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise what they like
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise kind(f"{where}: {folder}: {type(error).__name__}: {reason:.500}") from error
+    finally:
+        logger.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Skipping merge of OCDBT" not in record.getMessage()  # Orbax warns of it wherever OCDBT is off
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _sync_all(folder: Path) -> None:
+    """See that a folder is on the disk, and what is in it."""
+    for at, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            sync(Path(at, file))
+        sync(Path(at))
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """See that a file, or what a folder lists, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -34,7 +34,11 @@ class StableFile:
             self._fd = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             raise self._unreadable(error) from error
-        self._before = os.fstat(self._fd)
+        try:
+            self._before = os.fstat(self._fd)
+        except OSError as error:
+            os.close(self._fd)
+            raise self._unreadable(error) from error
         if not stat.S_ISREG(self._before.st_mode):
             os.close(self._fd)
             raise AdapterFormatError(f"{where}: is not a regular file")
@@ -79,7 +83,10 @@ class StableFile:
             return self._io.readinto(buffer) or 0
 
     def _changed(self) -> bool:
-        return _signature(os.fstat(self._fd)) != _signature(self._before)
+        try:
+            return _signature(os.fstat(self._fd)) != _signature(self._before)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def _moved(self) -> AdapterFormatError:
         return AdapterFormatError(f"{self._where}: changed while it was read; load it again when it is complete")

@@ -1,6 +1,7 @@
 """From a path or a Hugging Face repo id to a local adapter folder whose files are safe to open."""
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PATH = 500
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,28 @@ def resolve(
         adapter = os.path.basename(text.rstrip("/")) or text
     where = f"adapter {shown(adapter)}: {shown(text, _MAX_PATH)}"
     local = os.path.expanduser(text)
-    if text and os.path.isdir(local):
+    mode = _mode(local, where) if text else None
+    if mode is not None and stat.S_ISDIR(mode):
         return Found(Path(local), adapter)
-    if text and os.path.exists(local):
+    if mode is not None:
         raise AdapterFormatError(f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
     if not REPO_ID.fullmatch(text):
         raise AdapterNotFoundError(
             f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
         )
     return Found(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
+
+
+def _mode(path: str, where: str) -> int | None:
+    """What is at a path; None where nothing is. What a disk that fails cannot tell is not looked for on the hub."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
+    except ValueError:  # NUL
+        pass
+    return None
 
 
 def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool) -> Path:
@@ -133,7 +148,7 @@ def adapter_files(found: Found) -> tuple[Path, Path]:
     weights = found.folder / WEIGHTS_FILE
     if not os.path.lexists(weights):
         for name in _PICKLE_FILES:
-            if (found.folder / name).exists():
+            if os.path.exists(found.folder / name):
                 load = f"w = torch.load({str(found.folder / name)!r}, map_location='cpu', weights_only=True)"
                 raise _pickled(found, shown_path(found.folder / name), load, str(weights), "")
         if found.repo_id is not None and not found.local_only:

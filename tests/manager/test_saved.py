@@ -221,7 +221,7 @@ def test_no_room_for_what_must_be_there(world, tmp_path):
     small.manager.restore(tmp_path)  # the one that was refused can still be restored into
     assert small.manager.slot_names == ("a",)
     tiny = make_world(max_loras=1, max_cpu_loras=2).manager
-    with pytest.raises(jlora.NoFreeSlotError, match=r"adapter 'c' can be loaded from nowhere else"):
+    with pytest.raises(jlora.NoFreeSlotError, match=r"adapter 'b' can be loaded from nowhere else"):
         tiny.restore(tmp_path)
 
 

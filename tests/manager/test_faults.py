@@ -1,0 +1,77 @@
+"""Disks that fail or are full, processes that are killed, and files that lie: nothing wrong served, nothing lost."""
+
+import errno
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jlora
+from jlora.manager import saved_names
+from tests.manager.test_saved import as_new, infos, request
+from tests.manager.tiny import make_adapter
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+class _Fails:
+    """Calls of `os` that read below a folder; the nth of them fails, and so do those after it if it `stays` broken."""
+
+    def __init__(self, monkeypatch, folder, n, stays):
+        self.calls, self.failed = 0, False
+        self._folder, self._n, self._stays, self._opened = str(folder), n, stays, set()
+        for name in ("open", "stat", "lstat", "fstat", "preadv", "scandir", "readlink"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, real):
+        def call(path, *args, **kwargs):
+            ours = path in self._opened if isinstance(path, int) else self._folder in os.fspath(path)
+            if ours:
+                self.calls += 1
+                if self.calls == self._n or (self._stays and self.calls > self._n):
+                    self.failed = True
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            found = real(path, *args, **kwargs)
+            if ours and real.__name__ == "open":
+                self._opened.add(found)
+            return found
+
+        return call
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
+    """For every n: an error that says where, others go on being served, and a later try works."""
+    good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
+    world.manager.add_adapter(good)
+    want = world.serve(["good", None, None])
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for n in itertools.count(1):
+        with monkeypatch.context() as patched:
+            disk = _Fails(patched, tmp_path / "bad", n, stays)
+            try:
+                assert world.manager.add_adapter(bad)
+            except jlora.LoRAError as error:
+                assert disk.failed
+                assert "adapter 'bad'" in str(error)
+                assert str(tmp_path / "bad") in str(error)
+                assert list(world.manager.list_adapters()) == ["good"]
+                np.testing.assert_array_equal(world.serve(["good", None, None]), want)
+        there = "bad" in world.manager.list_adapters()
+        assert world.manager.add_adapter(bad) != there
+        world.check(world.serve(["good", "bad", None]), [make_adapter("good"), make_adapter("bad"), None])
+        world.manager.remove_adapter("bad")
+        if not disk.failed:
+            break
+    assert n > 10
+    if open_files is not None:
+        assert len(os.listdir("/proc/self/fd")) <= open_files

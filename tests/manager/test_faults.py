@@ -48,7 +48,7 @@ class _Fails:
         return call
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
     """For every n: an error that says where, others go on being served, and a later try works."""
     good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
@@ -75,3 +75,231 @@ def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
     assert n > 10
     if open_files is not None:
         assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def two_states(world, folder):
+    """Save one, and go on to another. What each of them shows."""
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.add_adapter(make_adapter("b"))
+    world.manager.save(folder)
+    before = infos(world)
+    world.manager.add_adapter(make_adapter("a", 1), load_inplace=True)
+    world.manager.add_adapter(make_adapter("c"))
+    world.manager.pin_adapter("c")
+    world.manager.remove_adapter("b")
+    return before, infos(world)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "rename"])
+def test_a_disk_is_full_at_the_nth_call(world, tmp_path, monkeypatch, call):
+    """For every n: an error, the old state or the new one is there, and nothing of the other is left over."""
+    before, after = two_states(world, tmp_path)
+    names = (tmp_path / "names.json").read_bytes()
+    real = getattr(os, call)
+    for n in itertools.count(1):
+        with monkeypatch.context() as patched:
+            calls = itertools.count(1)
+
+            def full(*args, at=n, calls=calls, **kwargs):
+                if next(calls) == at:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return real(*args, **kwargs)
+
+            patched.setattr(os, call, full)
+            try:
+                world.manager.save(tmp_path)
+                break
+            except jlora.LoRAError as error:
+                assert "No space left on device" in str(error)
+                assert str(tmp_path) in str(error)
+        assert len(list((tmp_path / "contents").iterdir())) == 2
+        if (tmp_path / "names.json").read_bytes() != names:  # all but the last sync
+            assert call == "fsync"
+            break
+    assert n > 1
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) == after
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's own threads
+@pytest.mark.parametrize("most", [0, 100, 600])
+def test_files_cannot_grow(world, tmp_path, most):
+    """Wherever the bytes end, in what Orbax writes or in names.json."""
+    before, _ = two_states(world, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(jlora.LoRAError, match="could not be saved"):
+            world.manager.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(list((tmp_path / "contents").iterdir())) == 2
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) == before
+
+
+@pytest.mark.slow
+def test_killed_while_it_saves(tmp_path):
+    """At every call that opens, renames, makes, deletes or syncs something, and at many moments in between."""
+    command = [sys.executable, "-m", "tests.manager.save_process", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["points"] > 30
+    assert found["old"] > 10
+    assert found["new"] > 1
+    assert found["old"] + found["new"] == found["killed"]
+
+
+# --- files that lie -------------------------------------------------------------------------------------------------
+
+
+def spoil_truncated(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def spoil_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def spoil_gone(file):
+    file.unlink()
+
+
+def spoil_empty(file):
+    file.write_bytes(b"")
+
+
+SPOIL = [spoil_truncated, spoil_bit, spoil_gone, spoil_empty]
+
+
+@pytest.mark.parametrize("spoil", SPOIL)
+@pytest.mark.parametrize("which", ["packed/0", "about/0", "packed/.zarray", "_METADATA"])
+def test_weights_that_lie(world, tmp_path, spoil, which):
+    """Refused, or read as they were: what Orbax keeps beside the weights may have bits that mean nothing."""
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    before = infos(world)
+    (folder,) = (tmp_path / "contents").iterdir()
+    spoil(folder / which)
+    as_new(world)
+    try:
+        world.manager.restore(tmp_path)
+        assert which in ("packed/.zarray", "_METADATA")
+        assert infos(world) == before
+        world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+    except jlora.AdapterFormatError as error:
+        assert str(folder) in str(error)
+        assert "adapter 'a'" in str(error)
+        assert world.held()[:2] == ((), (None, None))
+        assert world.manager._registry.last == {}
+
+
+def test_weights_of_another_name(world, tmp_path):
+    """A folder in the place of another is not what its name says."""
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    world.manager.save(tmp_path)
+    one, other = (tmp_path / "contents").iterdir()
+    one.rename(tmp_path / "x")
+    other.rename(one)
+    (tmp_path / "x").rename(other)
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match="SHA-256 is not the one that it is named by"):
+        world.manager.restore(tmp_path)
+
+
+def test_an_array_that_promises_more_than_there_is(world, tmp_path):
+    """It is not allocated."""
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    (folder,) = (tmp_path / "contents").iterdir()
+    said = json.loads((folder / "packed" / ".zarray").read_text())
+    said["shape"] = [10**15]
+    (folder / "packed" / ".zarray").write_text(json.dumps(said))
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match="adapter 'a'"):
+        world.manager.restore(tmp_path)
+
+
+@pytest.mark.parametrize("spoil", [spoil_truncated, spoil_bit, spoil_empty])
+def test_names_that_lie(world, tmp_path, spoil):
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    spoil(tmp_path / "names.json")
+    for call in (world.manager.save, as_new(world).manager.restore):  # nor is it overwritten
+        with pytest.raises(jlora.AdapterFormatError, match=r"names\.json"):
+            call(tmp_path)
+    assert len(list((tmp_path / "contents").iterdir())) == 1
+
+
+LIES = {
+    "a name twice": lambda said: said["adapters"].append(said["adapters"][0]),
+    "a name that is evicted too": lambda said: said["evicted"].append({"name": "a", "path": "x"}),
+    "a generation below zero": lambda said: said["adapters"][0].update(generation=-1),
+    "a generation above the last": lambda said: said["adapters"][0].update(generation=7),
+    "a generation that is no number": lambda said: said["adapters"][0].update(generation=True),
+    "a name without generation": lambda said: said["generations"].clear(),
+    "a name that is none": lambda said: said["adapters"][0].update(name=""),
+    "weights elsewhere": lambda said: said["adapters"][0].update(weights="../../etc"),
+    "neither weights nor request": lambda said: said["adapters"][0].update(weights=None),
+    "a request for another": lambda said: said["adapters"][0].update(request={"name": "b", "path": "x"}),
+    "a request of other fields": lambda said: said["evicted"].append({"name": "z", "path": "x", "run": "rm"}),
+    "a request without a path": lambda said: said["evicted"].append({"name": "z", "path": ""}),
+    "a slot of nobody": lambda said: said["slots"].append("z"),
+    "a slot twice": lambda said: said.update(slots=["a", "a"]),
+    "no list": lambda said: said.update(adapters=3),
+    "nothing": lambda said: said.clear(),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_names_that_make_no_sense(world, tmp_path, what):
+    """Their digest is right: somebody wrote them so."""
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    found = json.loads((tmp_path / "names.json").read_text())
+    LIES[what](found["saved"])
+    found["sha256"] = saved_names._digest(found["saved"])
+    (tmp_path / "names.json").write_text(json.dumps(found))
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match=r"names\.json: is not what a manager saves"):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format": 2}', '{"format": 1}', "[" * 5000, "\x00", "{}"])
+def test_names_of_another_kind(world, tmp_path, text):
+    (tmp_path / "names.json").write_text(text)
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match=r"names\.json"):
+        world.manager.restore(tmp_path)
+
+
+def test_a_write_that_fails_restores_nothing(world, tmp_path, monkeypatch):
+    """The second slot cannot be written: no name is there, and the slots mend themselves."""
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    world.serve(["a", "b", None])
+    world.manager.save(tmp_path)
+    as_new(world)
+    pool = world.manager._pool
+    write, calls = pool.write, itertools.count()
+
+    def fails(*args, **kwargs):
+        if next(calls) == 1:
+            raise MemoryError("no room")
+        return write(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "write", fails)
+        with pytest.raises(MemoryError):
+            world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+    world.manager.restore(tmp_path)
+    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])

@@ -128,6 +128,8 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--lora-hub-repos), or your own package.module:function of the name, which returns a LoRARequest or None",
     )  # fmt: skip
 
+    lora.add_argument("--lora-state", type=_text, metavar="DIR", help="keeps the adapters for the next start")
+
     service = serve.add_argument_group("service")
     service.add_argument("--api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_API_KEY")
     service.add_argument("--admin-api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_ADMIN_API_KEY")

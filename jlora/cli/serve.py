@@ -48,6 +48,7 @@ def _serve(args: argparse.Namespace) -> int:
     from jlora.serve.http.lora import Adapters, Places
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
+    from jlora.serve.http.state import State
     from jlora.serve.http.template import load_template
 
     modules = [_module(text) for text in args.lora_modules]
@@ -99,6 +100,10 @@ def _serve(args: argparse.Namespace) -> int:
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
+    if args.lora_state is not None and jax.process_count() > 1:
+        raise LoRAUsageError("--lora-state: a model over several processes is not saved yet")
+    state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
+
     _log_to_stderr()
     from jlora.manager.manager import LoRAManager
     from jlora.serve.engine import Engine
@@ -115,10 +120,15 @@ def _serve(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         request_timeout=args.request_timeout,
     )
+    known = frozenset[str]() if state is None else state.restore(manager)
     engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
-    adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names)
+    adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names, state)
+    adapters.adopt()
     for request in modules:
-        adapters.load(request, request.path, None)
+        if request.name in known:  # what came after the flag stands, and be it that it was unloaded
+            logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
+        else:
+            adapters.load(request, request.path, None)
     if bound is None:
         return _follow(engine)
     service = Service(

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -395,7 +395,13 @@ class LoRAManager:
 
     # --- a restart ----------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, weights: bool = True) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: bool = True,
+        without: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         """Save what a restart needs to go on warm: `restore`, of a new manager, takes it.
 
         Names, the requests that they came from (of evicted ones too), pins, what is in slots, the orders of use,
@@ -412,6 +418,7 @@ class LoRAManager:
           path: a folder, which is made if need be.
           weights: whether to save the weights of adapters that can be loaded from their requests. Without them it takes
             milliseconds; weights that an earlier save left there stay.
+          without: gives names that are saved as if they had been removed; called when the rest is looked at.
 
         Raises:
           LoRAUsageError: the model lies on devices of several processes.
@@ -420,7 +427,7 @@ class LoRAManager:
         """
         self._check_call("save")
         where = self._saved_at("save", path)
-        save(where, self._slots, self._registry, self._books, self._base(), weights=weights)
+        save(where, self._slots, self._registry, self._books, self._base(), weights=weights, without=without)
 
     def restore(self, path: str | os.PathLike[str], *, weights: bool = True) -> frozenset[str]:
         """Take what another manager has saved: all of it, or nothing where this raises.

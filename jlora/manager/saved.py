@@ -38,12 +38,22 @@ _OURS = re.compile(r"[0-9a-f]{64}(\..*)?")  # and what Orbax calls a content tha
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, slots: Slots, registry: Registry, books: Lock, base: str, *, weights: bool) -> None:
+def save(
+    folder: Path,
+    slots: Slots,
+    registry: Registry,
+    books: Lock,
+    base: str,
+    *,
+    weights: bool,
+    without: Callable[[], Collection[str]],
+) -> None:
     """See `LoRAManager.save`; `base` is the model's `base_digest`."""
 
     def take() -> tuple[Names, list[Content]]:
+        left_out = without()
         with books():
-            return _taken(slots, registry, base)
+            return _taken(slots, registry, base, left_out)
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,15 +118,15 @@ def _commit(folder: Path, take: Callable[[], tuple[Names, list[Content]]], writt
         write_names(folder, names)
 
 
-def _taken(slots: Slots, registry: Registry, base: str) -> tuple[Names, list[Content]]:
+def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]) -> tuple[Names, list[Content]]:
     """What the manager knows now, without weights, and its contents in the same order. Under its lock."""
-    contents = [registry.contents[name] for name in registry.contents]
+    contents = [registry.contents[name] for name in registry.contents if name not in without]
     names = Names(
         base=base,
         layers=layers_digest(slots),
         adapters=tuple(_entry(content, registry.contents.pinned(content.name), None) for content in contents),
         slots=tuple(content.name for content in slots.by_use() if registry.newest(content)),
-        evicted=tuple(registry.known.values()),
+        evicted=tuple(request for name, request in registry.known.items() if name not in without),
         generations={n: (last, key if isinstance(key, str) else None) for n, (last, key) in registry.last.items()},
     )
     return names, contents

@@ -337,6 +337,10 @@ class Engine:
         self._check_open()
         self._loras.unpin(name)
 
+    def unloading_loras(self) -> frozenset[str]:
+        """The adapters that were removed, and that requests which wait still need."""
+        return self._loras.unloading()
+
     def list_loras(self) -> Mapping[str, AdapterInfo]:
         """The adapters that requests may name; those that are not on the host with what was known when they were."""
         return self._loras.list()

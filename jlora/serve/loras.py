@@ -43,8 +43,8 @@ class Loras:
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
         self._going: set[str] = set()  # unloaded, but some that wait need them
         self._coming: Counter[str] = Counter()  # being added by callers
-        self._pinned: set[str] = set()
-        self._infos: dict[str, AdapterInfo] = {}  # of those that were added here, as they were then
+        self._infos = manager.list_adapters()  # of those that are there, or were added here, as they were then
+        self._pinned = {name for name, info in self._infos.items() if info.pinned}
         self._held: dict[tuple[str, int], Held] = {}
         self._loads: dict[str, Future[bool]] = {}
         self._not_before: dict[str, float] = {}
@@ -110,6 +110,11 @@ class Loras:
                 found[name] = replace(known or blank, slot=None, pinned=False, leased=False)
         with self._lock:
             return {name: info for name, info in found.items() if name not in self._going}
+
+    def unloading(self) -> frozenset[str]:
+        """Those that requests may not name any more, though some that wait still need them."""
+        with self._lock:
+            return frozenset(self._going)
 
     def wanted(self, lora: str | LoRARequest) -> tuple[str, LoRARequest | None, bool]:
         """Count one more request that waits for an adapter.

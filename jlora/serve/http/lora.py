@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from jlora.serve.resolvers import below, listed
 if TYPE_CHECKING:
     from jlora.serve.engine import Engine
     from jlora.serve.http.service import Service
+    from jlora.serve.http.state import State
 
 _LONGEST_PATH = 4096
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -84,15 +85,29 @@ class Adapters:
       engine: which serves them.
       places: from where requests may load them.
       taken: names that none may have: the base model's.
+      state: what keeps them for the next server.
     """
 
-    def __init__(self, engine: "Engine", places: Places, taken: Sequence[str]):
+    def __init__(self, engine: "Engine", places: Places, taken: Sequence[str], state: "State | None" = None):
         self.places = places
         self._engine = engine
         self._taken = frozenset(taken)
+        self.state = state
+        if state is not None:
+            state.unloading = engine.unloading_loras
         self._known: dict[str, Known] = {}
         self._books = threading.Lock()
         self._turns: dict[str, tuple[threading.Lock, int]] = {}  # of each name: a lock, and how many want it
+
+    def adopt(self) -> None:
+        """Let those be asked for that the engine has already. Raises LoRAError where one has a name of the base."""
+        if clash := sorted(self._taken & self.known().keys()):
+            raise LoRAError(f"--lora-state: an adapter has a name of the base model: {clash[0]!r}")
+
+    def changed(self) -> None:
+        """After each change, and before anybody hears that it was made. Raises LoRAError."""
+        if self.state is not None:
+            self.state.changed()
 
     def known(self) -> Mapping[str, Known]:
         """Those of the engine, however they came there."""
@@ -125,6 +140,7 @@ class Adapters:
             seconds = time.monotonic() - started
             with self._books:
                 self._known[request.name] = Known(path, int(time.time()))
+            self.changed()
         log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
         own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
         if own:
@@ -140,6 +156,7 @@ class Adapters:
             self._engine.remove_lora(name)
             with self._books:
                 self._known.pop(name, None)
+            self.changed()
         log_event("unloaded", adapter=name)
 
     @contextmanager
@@ -220,8 +237,12 @@ async def pin_adapter(service: "Service", request: Request, *, pin: bool) -> Res
     if not (service.administration or service.adapters.places):
         raise ApiError(404, NOT_FOUND, "Not Found")
     name = await _read_name(service, request)
-    call = service.engine.pin_lora if pin else service.engine.unpin_lora
-    await _change(service, name, partial(call, name))
+
+    def change() -> None:
+        (service.engine.pin_lora if pin else service.engine.unpin_lora)(name)
+        service.adapters.changed()
+
+    await _change(service, name, change)
     log_event("pinned" if pin else "unpinned", adapter=name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
 
@@ -241,7 +262,7 @@ async def _read_name(service: "Service", request: Request, *ignored: str) -> str
     return name
 
 
-async def _change(service: "Service", name: str, call: partial[None]) -> None:
+async def _change(service: "Service", name: str, call: Callable[[], None]) -> None:
     try:
         await service.load(call)
     except AdapterNotFoundError:

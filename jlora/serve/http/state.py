@@ -1,0 +1,103 @@
+"""A folder that keeps what a server serves: what it has answered with 200 outlives it, however it ends."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from jlora.serve.http.log import log
+
+if TYPE_CHECKING:
+    from jlora.manager.manager import LoRAManager
+
+
+class State:
+    """What `LoRAManager.save` keeps of one server, in a folder that no other has while it runs.
+
+    Names, requests and pins are on the disk when `changed` returns; weights come after, on a thread.
+
+    Args:
+      folder: which; made if need be.
+
+    Attributes:
+      unloading: gives names that are saved as if they were removed already.
+
+    Raises:
+      LoRAError: another server has it, or it cannot be written.
+    """
+
+    _manager: "LoRAManager"
+
+    def __init__(self, folder: Path):
+        self.unloading: Callable[[], Collection[str]] = frozenset
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        except BlockingIOError:
+            os.close(self._lock)
+            raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
+        except OSError as error:
+            raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
+        self._work = threading.Condition()
+        self._dirty = self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def restore(self, manager: "LoRAManager") -> frozenset[str]:
+        """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
+
+        Weights that do not fit any more (another dtype, another model) or are damaged are left, and adapters are loaded
+        anew when they are asked for.
+
+        Raises:
+          LoRAError: names and requests cannot be read, or a pinned adapter cannot be loaded.
+        """
+        self._manager = manager
+        if not (self._folder / "names.json").exists():
+            return frozenset()
+        try:
+            return manager.restore(self._folder)
+        except (AdapterFormatError, AdapterMismatchError) as error:
+            log.warning("--lora-state: adapters are loaded anew: %s", error)
+        return manager.restore(self._folder, weights=False)
+
+    def changed(self) -> None:
+        """See that names, requests and pins are on the disk. Raises LoRAError."""
+        self._manager.save(self._folder, weights=False, without=self.unloading)
+        with self._work:
+            self._dirty = True
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._save_weights, name="jlora-state", daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    def close(self) -> None:
+        """Save all of it, for the last time."""
+        with self._work:
+            self._closing = self._dirty = True
+            self._work.notify()
+            thread = self._thread
+        if thread is None:
+            self._save()
+        else:
+            thread.join()
+
+    def _save_weights(self) -> None:
+        while True:
+            with self._work:
+                while not self._dirty:
+                    self._work.wait()
+                self._dirty, last = False, self._closing
+            self._save()
+            if last:
+                return
+
+    def _save(self) -> None:
+        try:
+            self._manager.save(self._folder, without=self.unloading)
+        except Exception:  # names are there, and the next change tries again
+            log.exception("--lora-state: weights of adapters could not be saved")

@@ -175,11 +175,11 @@ def _sites(where: str, described: Sequence[Mapping[str, Any]], sites: Sequence[S
     return found
 
 
-def _placement(where: str, sites: Sequence[Site], fields: Sequence[Any]) -> Placement:
+def _placement(where: str, sites: Sequence[Site], fields: list[Any]) -> Placement:
     module, at, row, first, count, rank, alpha, scaling, shift = fields
     if not all(isinstance(n, int) and n >= 0 for n in (at, row, first, count, rank)) or not isinstance(shift, int):
         raise ValueError(f"a placement {fields!r:.200}")
-    site = sites[at]
+    site = sites[cast("int", at)]
     spec = site.spec
     if not (isinstance(module, str) and row < math.prod(spec.rows) and rank and first + count <= spec.slices and count):
         raise ValueError(f"a placement {fields!r:.200}")
@@ -191,7 +191,7 @@ def _placement(where: str, sites: Sequence[Site], fields: Sequence[Any]) -> Plac
 def _plain(value: Any) -> Any:
     """JSON of what NumPy and others have in the place of numbers and dictionaries."""
     if isinstance(value, np.generic):
-        return value.item()
+        return cast("Any", value).item()
     if isinstance(value, Mapping):
         return dict(cast("Mapping[str, Any]", value))
     raise TypeError(f"{type(value).__name__} {value!r:.100}")
@@ -207,8 +207,10 @@ def _digest(about: np.ndarray, packed: np.ndarray) -> str:
 @contextmanager
 def _orbax(folder: Path, where: str, kind: type[LoRAError] = LoRAError) -> Generator[Any, None, None]:
     """A checkpointer for a folder of this process alone; whatever goes wrong in it is a LoRAError that says where."""
-    import orbax.checkpoint as ocp  # here, because it is slow to import and most programs never save
+    # Here, because it is slow to import and most programs never save.
+    import orbax.checkpoint as orbax  # pyright: ignore[reportMissingTypeStubs]
 
+    ocp: Any = orbax
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     # One file an array, as it is: weights do not compress.

@@ -101,7 +101,7 @@ def two_states(world, folder):
     return before, infos(world)
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace", "rename"])
+@pytest.mark.parametrize("call", [pytest.param("fsync", marks=pytest.mark.slow), "replace", "rename"])
 def test_a_disk_is_full_at_the_nth_call(world, tmp_path, monkeypatch, call):
     """For every n: an error, the old state or the new one is there, and nothing of the other is left over."""
     _, after = two_states(world, tmp_path)

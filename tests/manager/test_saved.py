@@ -142,6 +142,7 @@ def test_updated_weights_come_back(world, tmp_path):
     assert manager.export_adapter("b").modules["layers.0.q_proj"].a.shape == (2, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bits_come_back_in_any_dtype(tmp_path, dtype):
     world = make_world(dtype=dtype)
@@ -187,6 +188,7 @@ def test_what_an_adapter_says_of_itself_comes_back(world, tmp_path):
 # --- other sizes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_manager_of_other_sizes(served, tmp_path):
     """Fewer slots, a smaller cache, a larger rank: the pinned and the last used get the room, the rest is loaded."""
     served.manager.save(tmp_path / "saved")
@@ -202,6 +204,7 @@ def test_a_manager_of_other_sizes(served, tmp_path):
         other.check(other.serve([name] * 3), [make_adapter(name)] * 3)
 
 
+@pytest.mark.slow
 def test_no_room_for_what_must_be_there(world, tmp_path):
     for name in "abc":
         world.manager.add_adapter(make_adapter(name))
@@ -229,7 +232,7 @@ def test_no_room_for_what_must_be_there(world, tmp_path):
     ("make", "message"),
     [
         (lambda: make_world(seed=1), "another base model"),
-        (lambda: make_world(dtype=jnp.bfloat16), "another base model"),
+        pytest.param(lambda: make_world(dtype=jnp.bfloat16), "another base model", marks=pytest.mark.slow),
     ],
 )
 def test_another_base_is_refused(world, tmp_path, make, message):
@@ -388,6 +391,7 @@ def tensors(manager, name):
     return {f"base_model.model.{placement.module}.{kind}": np.ones(shape, np.float32)}
 
 
+@pytest.mark.slow
 def test_two_saves_at_a_time(served, tmp_path):
     manager, folder = served.manager, tmp_path / "saved"
     with ThreadPoolExecutor(4) as threads:
@@ -398,6 +402,7 @@ def test_two_saves_at_a_time(served, tmp_path):
     assert infos(served) == before
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_manager_is_replaced(world, tmp_path):
     """Two that save to one folder never give a mixture: the last one to save is the one that is restored."""
     other = make_world()
@@ -454,6 +459,7 @@ def test_nothing_else_in_the_folder_is_touched(world, tmp_path):
     assert (tmp_path / "contents/mine").exists()
 
 
+@pytest.mark.slow
 def test_an_unwrapped_manager_takes_nothing(tmp_path):
     world = make_world()
     world.manager.save(tmp_path)

@@ -52,9 +52,10 @@ CASES = {
         lambda: manager(on_mesh()), lambda: manager(Small()), lambda: make_adapter("x", SMALL_TARGETS, 3),
     ),
 }  # fmt: skip
+QUICK = ("experts that share", "blocks of other sizes", "onto a mesh")
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in CASES])
 def test_the_same_blocks(tmp_path, what):
     make, make_other, make_one = CASES[what]
     one, adapter = make(), make_one()

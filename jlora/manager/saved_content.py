@@ -26,7 +26,8 @@ from jlora.manager.content import Content, Placement
 from jlora.manager.fit import rank_vector
 
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")
-_log = logging.getLogger("jlora")
+_ARRAY = "adapter"
+_TRAILER = 8  # bytes: how many those of `about` before them are
 
 
 def write_content(content: Content, folder: Path) -> str:
@@ -60,10 +61,12 @@ def write_content(content: Content, folder: Path) -> str:
         about = np.frombuffer(json.dumps(said, default=_plain).encode(), np.uint8)
     except (TypeError, ValueError) as error:
         raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
-    digest = _digest(about, packed)
+    # One array: of several, the others would still be on their way where one fails.
+    whole = np.concatenate([packed, about, np.frombuffer(len(about).to_bytes(_TRAILER, "little"), np.uint8)])
+    digest = hashlib.sha256(whole.data).hexdigest()
     if not (folder / digest).is_dir():
         with _orbax(folder / digest, f"adapter {content.name!r} could not be saved") as checkpointer:
-            checkpointer.save(folder / digest, {"about": about, "packed": packed})
+            checkpointer.save(folder / digest, {_ARRAY: whole})
         _sync_all(folder / digest)
     return digest
 
@@ -80,17 +83,16 @@ def read_content(
     where = f"adapter {name!r}: {folder}"
     with _orbax(folder, where, AdapterFormatError) as checkpointer:
         found = checkpointer.metadata(folder).item_metadata.tree
-        if {key: (len(leaf.shape), leaf.dtype) for key, leaf in found.items()} != dict.fromkeys(
-            ("about", "packed"), (1, np.uint8)
-        ):
+        if {key: (len(leaf.shape), leaf.dtype) for key, leaf in found.items()} != {_ARRAY: (1, np.uint8)}:
             raise AdapterFormatError(f"{where}: holds other arrays than a saved adapter's")
-        sizes = {key: leaf.shape[0] for key, leaf in found.items()}
-        if sum(sizes.values()) > _bytes_below(folder):  # a missing piece would be read as zeros
-            raise AdapterFormatError(f"{where}: is cut off: {sizes} bytes are promised")
-        arrays = checkpointer.restore(folder)
-    about, packed = arrays["about"], arrays["packed"]
-    if _digest(about, packed) != folder.name:
+        if (size := found[_ARRAY].shape[0]) > _bytes_below(folder):  # a missing piece would be read as zeros
+            raise AdapterFormatError(f"{where}: is cut off: {size} bytes are promised")
+        whole = checkpointer.restore(folder)[_ARRAY]
+    if hashlib.sha256(whole.data).hexdigest() != folder.name:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    end = len(whole) - _TRAILER
+    start = end - int.from_bytes(bytes(whole[end:]), "little")
+    about, packed = whole[start:end], whole[:start]
     try:
         said = json.loads(bytes(about))
         own = _sites(where, said["sites"], sites)
@@ -195,13 +197,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(cast("Mapping[str, Any]", value))
     raise TypeError(f"{type(value).__name__} {value!r:.100}")
-
-
-def _digest(about: np.ndarray, packed: np.ndarray) -> str:
-    found = hashlib.sha256(len(about).to_bytes(8, "little"))
-    found.update(about.data)
-    found.update(packed.data)
-    return found.hexdigest()
 
 
 @contextmanager

@@ -186,7 +186,7 @@ SPOIL = [spoil_truncated, spoil_bit, spoil_gone, spoil_empty]
 
 
 @pytest.mark.parametrize("spoil", SPOIL)
-@pytest.mark.parametrize("which", ["packed/0", "about/0", "packed/.zarray", "_METADATA"])
+@pytest.mark.parametrize("which", ["adapter/0", "adapter/.zarray", "_METADATA"])
 def test_weights_that_lie(world, tmp_path, spoil, which):
     """Refused, or read as they were: what Orbax keeps beside the weights may have bits that mean nothing."""
     world.manager.add_adapter(make_adapter("a"))
@@ -197,7 +197,7 @@ def test_weights_that_lie(world, tmp_path, spoil, which):
     as_new(world)
     error = refused(world.manager.restore, tmp_path)
     if error is None:
-        assert which in ("packed/.zarray", "_METADATA")
+        assert which in ("adapter/.zarray", "_METADATA")
         assert infos(world) == before
         world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
         return
@@ -227,9 +227,9 @@ def test_an_array_that_promises_more_than_there_is(world, tmp_path):
     world.manager.add_adapter(make_adapter("a"))
     world.manager.save(tmp_path)
     (folder,) = (tmp_path / "contents").iterdir()
-    said = json.loads((folder / "packed" / ".zarray").read_text())
+    said = json.loads((folder / "adapter" / ".zarray").read_text())
     said["shape"] = [10**15]
-    (folder / "packed" / ".zarray").write_text(json.dumps(said))
+    (folder / "adapter" / ".zarray").write_text(json.dumps(said))
     as_new(world)
     with pytest.raises(jlora.AdapterFormatError, match="adapter 'a'"):
         world.manager.restore(tmp_path)

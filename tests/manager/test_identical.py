@@ -123,8 +123,8 @@ def test_loads_at_the_same_time_share_all_the_same(world, monkeypatch):
     together, looked = threading.Barrier(3), Counter()
     share = host.Host._share
 
-    def shared(self, content, unlike):
-        found = share(self, content, unlike)
+    def shared(self, content, unlike, *others):
+        found = share(self, content, unlike, *others)
         looked[content.name] += 1
         if looked[content.name] <= 2:
             together.wait(60)

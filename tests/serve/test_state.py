@@ -127,7 +127,7 @@ def test_weights_that_are_damaged_are_loaded_anew(world, tmp_path, begin, caplog
     state.close()
     end(state)
     for folder in (tmp_path / "state" / "contents").iterdir():
-        (folder / "packed" / "0").write_bytes(b"x")
+        (folder / "adapter" / "0").write_bytes(b"x")
     with caplog.at_level(logging.WARNING, "jlora"):
         _, known = begin(tmp_path / "state", as_new(world))
     assert "loaded anew" in caplog.text

@@ -147,7 +147,7 @@ class Host:
         if request.load_inplace or not self._found(request.name):
             started = time.monotonic()
             with _logged(request.name, request.path):
-                found = self._find(load)
+                found = self._find(request, load)
                 with self.loader.turn():
                     self.loader.check_wanted(load)
                     read = self._read(request, found)
@@ -188,13 +188,13 @@ class Host:
         placed = place(where, adapter.modules, self._index)
         return self.stage(adapter, dict(adapter.modules), placed, None)
 
-    def _find(self, load: Load) -> Found:
-        """The local folder of a load's request, fetched if need be."""
-        request = load.request
+    def _find(self, request: LoRARequest, load: Load | None = None) -> Found:
+        """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
         with self.loader.fetching():
-            self.loader.check_wanted(load)
+            if load is not None:
+                self.loader.check_wanted(load)
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
@@ -263,7 +263,7 @@ class Host:
     def read(self, request: LoRARequest) -> Content:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
-            return self.stage(*self._read(request), request)
+            return self.stage(*self._read(request, self._find(request)), request)
 
     def settled(self, content: Content, others: Collection[Content] = ()) -> Content:
         """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory.

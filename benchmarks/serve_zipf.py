@@ -12,9 +12,9 @@ Through `Engine.submit`, both engines in this process; with `--http` each is a `
 streamed. Seconds are from the submission: with more requests than rows most of the time to the first token is waiting.
 
 Counted is what ends between two looks at the clock while the load is full; the first `--ramp` seconds of each turn are
-not. Hits of slots: requests for which nothing was written into a slot. Hits of the host: adapters that came into a slot
-without being read from disk. `processor_ms_per_request` is what the server's process took on all cores, which other
-load on the machine changes least; in one process that is the client's too. Writes what there is also where it is
+not. Hits of slots are requests for which nothing was written into one, hits of the host those for which nothing was
+read from disk: both of all requests. `processor_ms_per_request` is what the server's process took on all cores, which
+other load on the machine changes least; in one process that is the client's too. Writes what there is also where it is
 interrupted (Ctrl-C), and a plot beside it where matplotlib is installed. Exits with 1 where an answer was wrong.
 """
 
@@ -282,7 +282,7 @@ class Arm:
             "requests_per_second_by_turn": [round(rate, 1) for rate in self.rates],
             "processor_ms_per_request": round(self.processor / len(self.whole) * 1e3, 2),
             "slot_hit_rate": round(1 - count["slot_loads"] / len(self.whole), 4),
-            "host_hit_rate": round(1 - count["host_loads"] / max(1, count["slot_loads"]), 4),
+            "host_hit_rate": round(1 - count["host_loads"] / len(self.whole), 4),
             **{f"{name}_per_second": round(count[name] / self.seconds, 2) for name in _COUNTED[1:]},
             "first_token_seconds": _percentiles(self.first),
             "request_seconds": _percentiles(self.whole),

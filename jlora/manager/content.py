@@ -57,6 +57,7 @@ class Content:
       key: what tells this content from another of the same name; None where nothing does.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
       sample: some of the bytes of its blocks, by which others with the same are found; empty where nobody looks.
+      shared: what all contents with its blocks have, once they are on the host.
       digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
@@ -77,6 +78,7 @@ class Content:
     key: Hashable = None
     fingerprint: str = ""
     sample: bytes = b""
+    shared: "Shared | None" = None
     digest: str = ""
     on_host: bool = True
     copying: bool = False
@@ -99,6 +101,13 @@ class Content:
     def nbytes(self) -> int:
         """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
+
+
+@dataclass(eq=False)
+class Shared:
+    """Blocks that several contents may have; gone with the last of these."""
+
+    blocks: tuple[Block, ...]
 
 
 def nbytes_together(contents: Iterable[Content]) -> int:

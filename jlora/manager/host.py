@@ -271,7 +271,7 @@ class Host:
         `others` are to be let in before it.
         """
         content.sample = self._sample(content.blocks)
-        if not self._share(content, set(), others):
+        if not self._share(content, {}, others):
             content.blocks = self.pinned(content.blocks, others)
         return content
 
@@ -281,23 +281,24 @@ class Host:
     def _sample(self, blocks: tuple[Block, ...]) -> bytes:
         return sample(blocks)
 
-    def _share(self, content: Content, unlike: set[Content], others: Collection[Content] = ()) -> bool:
+    def _share(self, content: Content, unlike: dict[int, tuple[Block, ...]], others: Collection[Content] = ()) -> bool:
         """Take the blocks of a content, of those on the host or `others`, with the same bytes. False if there is none.
 
-        No lock is held while bytes are compared. Those that are not the same are added to `unlike`, and not looked at
-        again.
+        No lock is held while bytes are compared. Those that are not the same are added to `unlike`, by identity, and
+        not looked at again.
         """
         while True:
             with self._books():
-                alike = (*self._registry.alike(content), *(c for c in others if c.sample == content.sample != b""))
-            other = next((c for c in alike if c not in unlike), None)
-            if other is None:
+                known = self._registry.alike(content)
+            alike = [c.blocks for c in others if c.sample == content.sample != b""]
+            alike += [] if known is None else [known]
+            blocks = next((blocks for blocks in alike if id(blocks) not in unlike), None)
+            if blocks is None:
                 return False
-            blocks = other.blocks
             if same_bytes(content.blocks, blocks):
                 content.blocks = blocks
                 return True
-            unlike.add(other)
+            unlike[id(blocks)] = blocks
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[Content] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
@@ -312,14 +313,15 @@ class Host:
     def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
-        unlike: set[Content] = set()
+        unlike: dict[int, tuple[Block, ...]] = {}
         while True:
             self._share(content, unlike)
             with self._books():
                 self._wrapped.check()
                 if load is not None:
                     self.loader.check_wanted(load)
-                if not unlike.issuperset(self._registry.alike(content)):  # let in just now, maybe with the same bytes
+                known = self._registry.alike(content)
+                if known is not None and id(known) not in unlike:  # let in just now, maybe with the same bytes
                     continue
                 old = self._registry.contents.get(name)
                 if old is not None and not replace:

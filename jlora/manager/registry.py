@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
+from weakref import WeakValueDictionary
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.manager.content import Content, nbytes_together
+from jlora.manager.blocks import Block
+from jlora.manager.content import Content, Shared, nbytes_together
 from jlora.manager.lru import LRU
 
 
@@ -24,6 +26,7 @@ class Registry:
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, Hashable]] = {}
         self.floor = 0
+        self._shared: WeakValueDictionary[bytes, Shared] = WeakValueDictionary()  # by sample, while a content has it
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._at_most = 0  # bytes of all contents, or more: counted anew only where that is too much
@@ -33,12 +36,10 @@ class Registry:
         """Bytes of all contents; what several share counts once."""
         return nbytes_together(self.contents[name] for name in self.contents)
 
-    def alike(self, content: Content) -> list[Content]:
-        """The contents on the host, and not this one's own, that may have the same bytes."""
-        if not content.sample:
-            return []
-        found = (self.contents[name] for name in self.contents)
-        return [c for c in found if c.sample == content.sample and c.blocks is not content.blocks]
+    def alike(self, content: Content) -> tuple[Block, ...] | None:
+        """The blocks, other than its own, that may have the same bytes; None if there are none."""
+        shared = self._shared.get(content.sample) if content.sample else None
+        return None if shared is None or shared.blocks is content.blocks else shared.blocks
 
     def generation(self, name: str, key: Hashable) -> int:
         """The generation that a content of this key is: the last one where the key is the same, else the next."""
@@ -51,6 +52,11 @@ class Registry:
         """Make `content` the newest of its name."""
         self.last[content.name] = (content.generation, content.key)
         self._at_most += content.nbytes
+        if content.sample:
+            shared = self._shared.get(content.sample)
+            if shared is None or shared.blocks is not content.blocks:
+                shared = self._shared[content.sample] = Shared(content.blocks)
+            content.shared = shared
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 

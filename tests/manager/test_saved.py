@@ -39,6 +39,7 @@ def infos(world):
 @pytest.fixture
 def served(world, tmp_path):
     """a evicted, b on the host, c pinned, d in a slot; c from memory."""
+    as_new(world)  # generations of other tests' names would be saved, too
     for name in "ab":
         world.manager.add_adapter(request(tmp_path, name))
     world.manager.add_adapter(make_adapter("c"))

@@ -33,6 +33,7 @@ def seconds(call) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", ["tenant-1234", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
 def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
@@ -50,6 +51,7 @@ def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
         assert "'tenant-12340'" in message or "'tenant-01234'" in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_calls")
 def test_questions_are_linear_with_ten_thousand_adapters(crowd):
     m = crowd.manager

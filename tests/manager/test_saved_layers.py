@@ -52,7 +52,7 @@ CASES = {
         lambda: manager(on_mesh()), lambda: manager(Small()), lambda: make_adapter("x", SMALL_TARGETS, 3),
     ),
 }  # fmt: skip
-QUICK = ("experts that share", "blocks of other sizes", "onto a mesh")
+QUICK = ("experts that share", "onto a mesh")
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in CASES])

@@ -275,7 +275,8 @@ def test_bodies_of_a_gigabyte(server, how):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed(server):
-    """Under traffic, at once: nothing wrong was answered before, and the next one on its port answers right."""
+    """Under traffic that swaps slots, and while adapters are loaded: nothing wrong was answered before, and the next
+    one on its port answers right."""
     stop, wrong, right, broken = threading.Event(), [], [], []
 
     def ask_on(seed):
@@ -289,16 +290,30 @@ def test_a_server_that_is_killed(server):
                 return
             (right if got == RIGHT[name] else wrong).append((name, got))
 
+    def change_on(name):
+        """A fifth and a sixth adapter, for a host cache of four."""
+        with contextlib.suppress(httpx.TransportError):
+            while not stop.is_set():
+                assert server.post("load_lora_adapter", lora_name=name, lora_path="sort").status_code == 200
+                assert server.post("unload_lora_adapter", lora_name=name).status_code == 200
+                changed.append(name)
+
+    changed = []
+    before = server.status()["manager"]
     assert server.children == []
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(10) as pool:
         asking = [pool.submit(ask_on, seed) for seed in range(8)]
-        until(lambda: len(right) > 100, 120)
+        asking += [pool.submit(change_on, name) for name in ("fifth", "sixth")]
+        until(lambda: len(right) > 100 and {"fifth", "sixth"} <= {*changed}, 120)
+        after = server.status()["manager"]
         server.process.send_signal(signal.SIGKILL)
         for one in asking:
             one.result(60)
     stop.set()
     assert wrong == []
     assert len(broken) == 8
+    assert after["slot_loads"] > before["slot_loads"]
+    assert after["host_loads"] > before["host_loads"]
     assert server.process.wait(30) == -signal.SIGKILL
     again = DemoServer(recipe(port=server.port))
     try:

@@ -46,7 +46,7 @@ class Processes:
     """
 
     def __init__(self, model: nnx.Module, timeout: float):
-        self._ids = _of(model)
+        self._ids = processes_of(model)
         self.several = len(self._ids) > 1
         self.timeout = timeout
         self.anew: Callable[[], None] = _nothing
@@ -228,7 +228,7 @@ class Processes:
         return [json.loads(found[i]) for i in self._ids]
 
 
-def _of(model: nnx.Module) -> list[int]:
+def processes_of(model: nnx.Module) -> list[int]:
     """The processes that have devices on which some array of the model lies."""
     leaves = jax.tree.leaves(nnx.state(model)) if isinstance(model, nnx.Module) else []
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}

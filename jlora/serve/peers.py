@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 import jax
 
-from jlora._compat import Device, coordination, coordinator_host
+from jlora._compat import coordination, coordinator_host
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.manager.processes import processes_of
 from jlora.serve.request import EngineClosedError
 from jlora.serve.turn import Turn, error_of, read, written
 
@@ -236,11 +237,7 @@ def peers_of(model: Any, timeout: float) -> Peers:
     Raises:
       LoRAUsageError: the model lies on a part of the processes only.
     """
-    from flax import nnx
-
-    leaves = [leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array)]
-    devices: set[Device] = set().union(*(leaf.sharding.device_set for leaf in leaves))
-    processes = sorted({device.process_index for device in devices})
+    processes = processes_of(model)
     if len(processes) < 2:
         return Alone()
     if processes != list(range(jax.process_count())):

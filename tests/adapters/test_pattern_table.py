@@ -118,26 +118,23 @@ def test_out_of_time(monkeypatch):
         lookup(["q[a]"], ["q"])
 
 
-def costs_at_most(seconds, keys, modules):
-    """In one of three tries, by this process's own time: what it costs, and not what else the machine does, nor what
-    collections of other tests' objects do."""
-    taken = []
+def costs(keys, modules):
+    """Seconds of this process's own time; not what else the machine does, nor what collections of other tests' objects
+    do."""
     gc.collect()
     gc.freeze()
     try:
-        while len(taken) < 3 and (not taken or taken[-1] > seconds):
-            start = time.process_time()
-            lookup(keys, modules)
-            taken.append(time.process_time() - start)
+        start = time.process_time()
+        lookup(keys, modules)
+        return time.process_time() - start
     finally:
         gc.unfreeze()
-    assert taken[-1] <= seconds, taken
 
 
-def test_a_hundred_thousand_keys():
-    costs_at_most(0.1, [f"model.layers.{i}.self_attn.q_proj" for i in range(100_000)], MODULES)
-    costs_at_most(3, [rf"layers\.({i}|7{i})\.mlp\.(up|down)_proj" for i in range(100_000)], MODULES)
-
-
-def test_as_many_keys_as_modules():
-    costs_at_most(0.05, ["^" + re.escape(module) for module in MODULES], MODULES)
+@pytest.mark.parametrize("key", ["model.layers.{i}.self_attn.q_proj", r"layers\.({i}|7{i})\.mlp\.(up|down)_proj"])
+def test_a_hundred_thousand_keys(key):
+    """Ten times the keys cost ten times as much, in one of three tries: to try each key on each module's name, or to
+    compare keys with each other, would cost a hundred times as much."""
+    keys = [key.format(i=i) for i in range(100_000)]
+    few = min(costs(keys[:10_000], MODULES) for _ in range(3))
+    assert any(costs(keys, MODULES) < 25 * few for _ in range(3))

@@ -25,9 +25,11 @@ test: .venv/.test
 test-mesh: .venv/.test
 	@$(BIN)/python -m pytest -m "mesh and not slow" -n $(WORKERS)
 
-# These two compile as users do; else the tests leave most of XLA's optimisations out (tests/conftest.py).
+# The second of these compiles as users do, and so does `make parity`; else the tests leave most of XLA's optimisations
+# out (tests/conftest.py).
 test-slow: .venv/.test
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or optimised or hypothesis" -n $(WORKERS)
+	@$(BIN)/python -m pytest -m "slow and not optimised and not hypothesis" -n $(WORKERS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "optimised or hypothesis" -n $(WORKERS)
 
 # Needs Chromium (apt-get install chromium), or another that CHROMIUM names.
 test-browser: .venv/.test

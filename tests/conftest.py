@@ -42,7 +42,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
-# jlora.adapters.patterns and pattern_table, for tests hold a hundred thousand expressions to three seconds; and not
+# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; and not
 # jlora._typing, whose two functions are asked about any object, tens of thousands of times where models are walked.
 # Tests that hand over what is wrong, to see it refused, or what is taken beyond what is promised, use
 # `unchecked_calls`.

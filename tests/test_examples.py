@@ -22,6 +22,7 @@ def run(monkeypatch, name: str, *arguments: str) -> None:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_own_model(monkeypatch, capsys):
     run(monkeypatch, "own_model.py")
     change = {line.split()[0]: float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()}

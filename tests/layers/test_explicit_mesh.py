@@ -55,7 +55,7 @@ def mesh_of(shape):
     return jax.set_mesh(jax.make_mesh(shape, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rows_on_an_explicit_mesh(served, shape, packed, sharded):

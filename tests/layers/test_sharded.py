@@ -67,7 +67,10 @@ def served(axes, parts, config, names=NAMES, length=3):
         return serve(zoo, inputs_of(len(names), length), batch)
 
 
-@pytest.mark.parametrize(("axes", "config"), [*MESHES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(("axes", "config"), [
+    *(pytest.param(*case, marks=pytest.mark.mesh) for case in MESHES),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+])  # fmt: skip
 def test_every_kind_of_layer(axes, config):
     check(served(axes, 4, config), truth(4, tuple(NAMES)))
 

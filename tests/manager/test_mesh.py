@@ -1,6 +1,7 @@
 """The manager with a model on a mesh: everything that it does elsewhere, and what it refuses."""
 
 import dataclasses
+import itertools
 
 import chex
 import jax
@@ -40,6 +41,7 @@ from tests.layers.mesh_models import (
     placed,
     tokens_of,
 )
+from tests.matrix import thinned
 
 MESH = mesh_of(data=2, t=2)
 TOKENS = tokens_of(4, LENGTH)
@@ -75,11 +77,14 @@ class World:
         return self.step._cache_size(), self.manager.stats().compilations
 
 
+HOWS = ("each", "joined", "kernels")
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
 
 
-@pytest.mark.parametrize("how", ["each", "joined", "kernels"])
-@pytest.mark.parametrize("config", [{}, {"fully_sharded": True, "max_staging_bytes": 64}])
+@pytest.mark.parametrize(
+    ("config", "how"),
+    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], HOWS)), 1, 2, 3),
+)
 def test_swaps_through_one_program(monkeypatch, twins, config, how):
     monkeypatch.setattr(pool, "_joins", lambda device: how != "each")
     kernel, ran = triton_write.write_rows, []

@@ -120,7 +120,7 @@ def world():
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(style, marks=[pytest.mark.slow] * (style in ("scanned", "one-hot"))) for style in STYLES]
+    "style", [pytest.param(style, marks=[pytest.mark.slow] * (style != "methods")) for style in STYLES]
 )
 def test_rows_of_every_kind_of_slot_in_one_batch(style):
     world = world_of(style).fill()

@@ -196,11 +196,13 @@ def crowd(tmp_path: Path) -> Crowd:
     return Crowd(tmp_path, SECONDS)
 
 
+@pytest.mark.slow
 def test_one_thread_runs_steps_and_one_swaps(crowd: Crowd) -> None:
     crowd.run(crowd.runs, crowd.swaps)
     assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
 
 
+@pytest.mark.slow
 def test_one_thread_calls_its_step_and_one_swaps(crowd: Crowd) -> None:
     crowd.run(crowd.steps, crowd.swaps)
     assert min(crowd.done["steps"], crowd.done["swaps"]) > 5

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jlora.models import Decoder, DecoderConfig, ModelError, MoEConfig, from_pretrained
+from tests.matrix import thinned
 from tests.models import goldens
 
 TINY = DecoderConfig(
@@ -39,6 +40,9 @@ def forward(model, tokens):
     return model(tokens)
 
 
+FEW = thinned(goldens.NAMES, 0, 3, 8)
+
+
 @goldens.each
 def test_logits_equal_transformers(golden, name):
     expected = goldens.expected(name)
@@ -47,7 +51,7 @@ def test_logits_equal_transformers(golden, name):
     assert goldens.relative_error(logits, expected["logits"]) < goldens.TOLERANCE
 
 
-@goldens.each
+@pytest.mark.parametrize("name", FEW)
 def test_cached_logits_equal_uncached(golden, name):
     """Chunks of 20, 1, 1, ... tokens through the cache give the logits of one uncached forward."""
     model, tokens = golden(name), goldens.expected(name)["tokens"]
@@ -128,7 +132,7 @@ def test_paths_of_experts():
 
 
 @pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", thinned([False, True], 1))
 def test_bfloat16_stays_bfloat16_with_float32_logits(tied, moe):
     config = dataclasses.replace(TINY, tie_word_embeddings=tied, moe=moe)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -140,7 +144,7 @@ def test_bfloat16_stays_bfloat16_with_float32_logits(tied, moe):
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@goldens.each
+@pytest.mark.parametrize("name", FEW)
 def test_bfloat16_is_near_float32(golden, name):
     """Rounding to 8 bits in some ten places adds up to 1-2.3% of the logits, root mean square.
 

@@ -1,5 +1,6 @@
 """LoRA of experts as plain functions: rows by an index, sums over a token's experts, plans of thousands of groups."""
 
+import itertools
 import time
 from functools import partial
 
@@ -14,6 +15,7 @@ from jlora.errors import LoRAError
 from jlora.pallas import moe, mosaic_tpu, triton, triton_fused, triton_moe, triton_plan
 from jlora.pallas.tiles import GPUTiles
 from tests import oracle
+from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.test_plan import check
 from tests.pallas.test_triton import TILES
@@ -60,7 +62,7 @@ SHAPES = [  # tokens, k, slots, experts, R, K, sizes
 ]
 
 
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 1, 2))
 def test_rows_of_x_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
     plan = jax.jit(partial(ops.make_plan, num_groups=slots * experts))(d["group"])
@@ -85,9 +87,8 @@ EACH = {
 
 @pytest.mark.parametrize(
     ("backend", "once"),
-    [("triton", "a"), ("triton", "b"), ("mosaic_tpu", "a"),
-     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", "a"), ("xla", "b"), ("mosaic_tpu", "b")))],
-)  # fmt: skip
+    thinned(list(itertools.product(EACH, "ab")), 2, 3),
+)
 def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
     """By slot where the other goes by slot and expert; rows of neither keep their bits."""
     slots, experts = 3, 6
@@ -234,10 +235,10 @@ def test_plan_experts_says_what_does_not_fit(changed, message):
 
 @pytest.mark.parametrize(
     ("rows", "groups", "tile_m", "most", "pairwise"),  # rows above `pairwise` take the counting sort
-    [
+    thinned([
         (1, 1, 16, 1, 99), (40, 5, 16, 3, 99), (90, 1024, 16, 90, 99), (300, 3, 64, 3, 16), (700, 100, 16, 100, 16),
         (520, 5000, 5, 520, 16),
-    ],
+    ], 0, 1, 3, 4),
 )  # fmt: skip
 def test_the_kernels_make_the_same_plan(rows, groups, tile_m, most, pairwise):
     @jax.jit
@@ -268,7 +269,7 @@ def test_a_plan_without_sorting():
     close(jax.jit(partial(ops.add_lora, **run, backend="xla"))(*args), want, 2e-6)
 
 
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 1, 2))
 def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
     plan = jax.jit(partial(ops.make_plan, num_groups=slots * experts, tile_m=16))(d["group"])
@@ -277,7 +278,7 @@ def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes
     close(got, oracle.add_lora(d["base"], np.asarray(d["x"])[d["token"]], d["group"], d["a"], d["b"], sizes), 2e-6)
 
 
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 1, 2))
 def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
     d["base"] = d["base"].at[::2].set(-0.0)
@@ -356,7 +357,7 @@ REAL = [(2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 14336, 8, 2)]  # hidden
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(8, 64), (8192, 8)])
-@pytest.mark.parametrize(("hidden", "inner", "experts", "k"), REAL)
+@pytest.mark.parametrize(("hidden", "inner", "experts", "k"), thinned(REAL, 1))
 def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
     monkeypatch.setattr(moe, "platform", lambda: "gpu")
     monkeypatch.setattr("jlora.pallas.tiles.platform", lambda: "gpu")

@@ -77,7 +77,7 @@ def force_tiles(monkeypatch, **sizes):
         (1, 33, (17,), 4, 3, "float32"),
         (37, 45, (40, 13, 7), 8, 6, "float32"),
         pytest.param(70, 130, (140,), 1, 2, "float32", marks=pytest.mark.slow),
-        (21, 64, (48, 16, 16), 16, 20, "bfloat16"),
+        pytest.param(21, 64, (48, 16, 16), 16, 20, "bfloat16", marks=pytest.mark.slow),
         pytest.param(50, 200, (72, 60), 64, 5, "bfloat16", marks=pytest.mark.slow),
         pytest.param(16, 77, (45,), 24, 9, "bfloat16", marks=pytest.mark.slow),
     ],
@@ -199,6 +199,7 @@ def test_unread_groups_may_hold_anything(rng):
     assert same_bits(run(base, x, a, b, ids, (24,), ranks), want)
 
 
+@pytest.mark.slow
 def test_shrink_and_expand_apart(rng):
     slices = (24, 10)
     base, x, a, b, ranks = problem(11, 15, 40, slices, 16, 6)
@@ -223,6 +224,7 @@ def listing(s, ids):
     return [np.asarray(one) for one in jax.jit(partial(visits, s), **fast)(ids.astype(np.int32))]
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 90),
     groups=st.integers(1, 20),

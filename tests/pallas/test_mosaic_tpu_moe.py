@@ -124,7 +124,8 @@ def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
     assert same_bits(np.asarray(again(**others))[0], out[0])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_experts_in_many_small_tiles(dtype, monkeypatch):
     d = batch(1, 9, 4, 12, 25, 8, 256, (200, 56), dtype)
     force_tiles(monkeypatch, tile_m=16, tile_k=128, tile_n=128, chunk=2)  # the second chunk has a single tile

@@ -55,6 +55,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_decoder_decodes_the_same_with_it(monkeypatch):
     model = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     cache = model.init_cache(3, 256)

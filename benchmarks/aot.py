@@ -48,7 +48,8 @@ from benchmarks.mesh import PROJECTIONS, SHAPES
 from benchmarks.timing import write_rows
 from jlora.layers.batch import Layout, LoRABatch
 from jlora.layers.site import allocate
-from jlora.layers.wrap import WrappedModel, wrap_model
+from jlora.layers.wrap import wrap_model
+from jlora.layers.wrapped import WrappedModel
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.expert_parallel import spread_over
 from jlora.models.partition import Dispatch

@@ -26,7 +26,7 @@ from jlora.layers.site import SlotRanks as SlotRanks
 from jlora.layers.specs import EmbedSpec as EmbedSpec
 from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
-from jlora.layers.wrap import LayerInfo as LayerInfo
+from jlora.layers.wrapped import LayerInfo as LayerInfo
 from jlora.manager.leases import AdapterHandle as AdapterHandle
 from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager

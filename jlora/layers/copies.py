@@ -11,7 +11,7 @@ from flax import nnx
 from jlora.layers.discover import walk
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
-from jlora.layers.wrap import WrappedModel, spec_of, take_off
+from jlora.layers.wrapped import WrappedModel, spec_of, take_off
 from jlora.sharding.put import put
 
 _TABLES = {"lookup": "jlora_lookup_table", "attend": "jlora_attend_table"}

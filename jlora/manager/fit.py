@@ -17,7 +17,7 @@ from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
-from jlora.layers.wrap import WrappedModel, spec_of
+from jlora.layers.wrapped import WrappedModel, spec_of
 from jlora.manager.base_weights import difference, misfits
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write

@@ -25,7 +25,7 @@ from jlora.errors import (
     AdapterNotFoundError,
     LoadTimeoutError,
 )
-from jlora.layers.wrap import WrappedModel
+from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector

@@ -26,7 +26,8 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.scope import staged
 from jlora.layers.select import PackedModules
 from jlora.layers.site import SlotParam
-from jlora.layers.wrap import LayerInfo, WrappedModel, wrap_model
+from jlora.layers.wrap import wrap_model
+from jlora.layers.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batches import Name, read_arguments
 from jlora.manager.content import Content
 from jlora.manager.export import export

@@ -10,7 +10,7 @@ from jlora.errors import LoRAUsageError
 from jlora.layers.select import Nearest
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
-from jlora.layers.wrap import WrappedModel
+from jlora.layers.wrapped import WrappedModel
 
 Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, slices
 NameMap: TypeAlias = Mapping[str, str]

@@ -14,7 +14,7 @@ import numpy as np
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
-from jlora.layers.wrap import WrappedModel
+from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked, Name, slot_arrays
 from jlora.manager.content import Content
 from jlora.manager.host import Host

@@ -20,7 +20,7 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
 from jlora.layers.observe import observe
 from jlora.layers.site import Site, SlotSpec
-from jlora.layers.wrap import WrappedModel, spec_of
+from jlora.layers.wrapped import WrappedModel, spec_of
 from jlora.manager.batches import Name, read_arguments, slot_arrays
 from jlora.manager.locks import within
 from jlora.sharding.put import put, whole

@@ -11,7 +11,7 @@ from jlora.layers.discover import _describe
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-LONG = {"models.md", "serve.md"}  # a model in each style, each compiled and checked
+LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
 OTHERS = {"kubernetes.md"}  # of manifests: tests/serve/test_kubernetes.py
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))

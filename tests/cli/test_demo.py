@@ -29,7 +29,7 @@ DEMOS = {
     "moe": (MIXTURE, {"reverse": True, "shift": False}),
 }
 EACH = [
-    pytest.param(name, adapter, marks=[pytest.mark.slow] * (name == "moe"))
+    pytest.param(name, adapter, marks=pytest.mark.slow)
     for name, (_, adapters) in DEMOS.items()
     for adapter in (None, *adapters)
 ]

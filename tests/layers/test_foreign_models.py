@@ -20,6 +20,7 @@ from tests.layers.merging import (
     normal,
     serve,
 )
+from tests.matrix import thinned
 
 
 def tokens_of(*shape):
@@ -159,7 +160,9 @@ PROJ = Target("proj", 6, 6, "proj.kernel")
 
 
 @pytest.mark.parametrize("target", [LOOKUP, LOGITS])
-@pytest.mark.parametrize("when", ["before the first trace", "after the base model", "after another adapter"])
+@pytest.mark.parametrize(
+    "when", thinned(["before the first trace", "after the base model", "after another adapter"], 0, 2)
+)
 def test_weights_for_a_layer_that_is_never_called_are_refused(target, when):
     """Whatever the step was compiled for, in every batch that asks for them, and for nobody else."""
     model, tokens = ReadsItsTable(), tokens_of(3, 4)

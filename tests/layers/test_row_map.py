@@ -12,6 +12,7 @@ import jlora
 from tests import oracle
 from tests.layers.merging import assert_close, normal
 from tests.layers.rowwise import ADAPTERS, NAMES, K, N, World, base_of, bits
+from tests.matrix import thinned
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_rows_takes_a_map_or_none():
         pass
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", thinned([np.int8, np.uint8, np.int16, np.uint16, np.uint32], 1, 2))
 def test_indices_of_any_integer_type(world, dtype):
     """A batch may have more sequences than a narrow type can count."""
     names = ["one" if i == 120 else "two" if i == 44 else None for i in range(300)]

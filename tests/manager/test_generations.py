@@ -15,6 +15,7 @@ import pytest
 import jlora
 from jlora.manager import host
 from tests.manager.tiny import MODULES, make_adapter, make_world
+from tests.matrix import thinned
 
 
 def load(world, *names, version=0):
@@ -178,7 +179,7 @@ def test_a_handle_of_another_manager(world):
         other.check(other.serve([handle, None, None]), [make_adapter("a"), None, None])
 
 
-@pytest.mark.parametrize("end", ["close", "with", "collected"])
+@pytest.mark.parametrize("end", thinned(["close", "with", "collected"], 1))
 def test_a_handle_ends(world, end):
     load(world, "a", "b", "c")
     handle = world.manager.hold("a")

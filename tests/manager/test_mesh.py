@@ -256,7 +256,9 @@ def test_unwrap_gives_the_model_back():
     assert not jax.tree.leaves(nnx.state(model, jlora.SlotParam))
 
 
-@pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "fully", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.mesh)]
+)
 def test_verify(fully):
     """Padded heads and copies lie otherwise in split slots than in an adapter."""
 

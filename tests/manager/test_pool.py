@@ -367,7 +367,7 @@ def mesh_of(*shape):
 @pytest.mark.parametrize(
     ("kind", "late"),
     [
-        ("replicated", False),
+        pytest.param("replicated", False, marks=pytest.mark.slow),
         ("sharded", True),
         pytest.param("replicated", True, marks=pytest.mark.slow),
         pytest.param("sharded", False, marks=pytest.mark.slow),

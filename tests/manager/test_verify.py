@@ -11,6 +11,7 @@ import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.discover import _describe, register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+from tests.matrix import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +176,7 @@ class SharedPatches(nnx.Module):
         return self.proj(self.first(x) + seen[None, None])
 
 
-@pytest.mark.parametrize("patches", [3, pytest.param(6, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("patches", thinned([3, 6, 12], 2))
 def test_patches_that_sequences_share(patches):
     exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(patches, 6)))
 
@@ -257,7 +258,7 @@ class ScalesOutput(nnx.Linear):
     ("cls", "registers"),
     [
         (ScalesInput, True),
-        (ScalesOutput, False),
+        pytest.param(ScalesOutput, False, marks=pytest.mark.slow),
         pytest.param(ScalesInput, False, marks=pytest.mark.slow),
         pytest.param(ScalesOutput, True, marks=pytest.mark.slow),
     ],
@@ -318,6 +319,7 @@ def test_the_first_layer_in_call_order_is_named():
         make_manager(Model()).verify(forward, normal(3, 4, 6))
 
 
+@pytest.mark.slow
 def test_bfloat16_exposes_as_well():
     class Model(nnx.Module):
         def __init__(self):
@@ -353,11 +355,14 @@ class Gate(nnx.Linear):
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda: Einsum("BTD,DNH->BTNH", (6, 2, 3)),
-        lambda: Gate(6, 6, rngs=nnx.Rngs(1)),
-        lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)),
-    ],
+    thinned(
+        [
+            lambda: Einsum("BTD,DNH->BTNH", (6, 2, 3)),
+            lambda: Gate(6, 6, rngs=nnx.Rngs(1)),
+            lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)),
+        ],
+        0,
+    ),
 )
 def test_a_guess_that_holds_takes_adapters_afterwards(build):
     model = Two(build())

@@ -154,7 +154,7 @@ def combine(d, **changed):
     return _combine(*(d[name] for name in names), backend=d.get("backend", "xla"), **pairs)
 
 
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 0, 1))
 def test_sums_over_the_experts_of_a_token(tokens, k, slots, experts, rank, n_in, sizes):
     d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0])
     want = oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"])
@@ -320,7 +320,7 @@ def test_one_launch_is_for_a_handful_of_rows():
 
 
 SUM = GPUTiles(block_k=16, block_n=16, programs=3, stages=1)
-SOME = [pytest.param(*shape, marks=[pytest.mark.slow] * (i % 2 == 0)) for i, shape in enumerate(SHAPES)]
+SOME = thinned(SHAPES, 1)
 
 
 @pytest.mark.parametrize("wide", [False, True])

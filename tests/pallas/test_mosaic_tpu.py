@@ -112,15 +112,14 @@ def test_matches_oracle_at_random_sizes(rows, k, slices, rank, groups, seed, dty
     check(*arrays, ids, slices, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "tiles"),
     [
         ((300, 85), dict(tile_m=16, tile_k=128, tile_n=128, chunk=2)),  # every loop runs; the last N tile is ragged
-        # No tile straddles slices.
-        pytest.param((256, 128), dict(tile_m=16, tile_n=128, chunk=1), marks=pytest.mark.slow),
-        pytest.param((300,), dict(tile_m=8, tile_n=256, by_group=True), marks=pytest.mark.slow),
-        # The last tile is short, but aligned.
-        pytest.param((192, 192), dict(tile_m=16, tile_n=256), marks=pytest.mark.slow),
+        ((256, 128), dict(tile_m=16, tile_n=128, chunk=1)),  # no tile straddles slices
+        ((300,), dict(tile_m=8, tile_n=256, by_group=True)),
+        ((192, 192), dict(tile_m=16, tile_n=256)),  # the last tile is short, but aligned
     ],
 )
 def test_every_tiling_matches_the_oracle(slices, tiles, monkeypatch, rng):
@@ -131,6 +130,7 @@ def test_every_tiling_matches_the_oracle(slices, tiles, monkeypatch, rng):
     check(*arrays, ids, slices, ranks, str(tiles))
 
 
+@pytest.mark.slow
 def test_without_ranks_all_are_used(rng):
     *arrays, _ = problem(4, 12, 40, (24, 8), 16, 4, ranks=False)
     check(*arrays, rng.integers(0, 5, 12), (24, 8), None)

@@ -132,6 +132,7 @@ def test_rows_of_experts_in_many_small_tiles(dtype, monkeypatch):
     check(d)
 
 
+@pytest.mark.slow
 def test_few_groups_of_experts_are_sorted_too(monkeypatch):
     """All rows of an expert may be of groups that share a place in a bundle, here as slots * 8 + expert do."""
     schedules = []
@@ -141,6 +142,7 @@ def test_few_groups_of_experts_are_sorted_too(monkeypatch):
     assert schedules[0].by_group
 
 
+@pytest.mark.slow
 def test_nobody_has_an_adapter():
     d = batch(3, 6, 2, 20, 15, 8, 16, (12,))
     _, out = run(d | {"slot": jnp.full(6, -1, jnp.int32)})

@@ -14,6 +14,8 @@ from jlora.models import Decoder, DecoderConfig
 from jlora.serve import Engine, EngineClosedError, EngineOptions, SamplingParams
 from jlora.serve.steps import Steps
 
+pytestmark = pytest.mark.slow
+
 VOCAB, WIDTH, CONTEXT = 11, 16, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 

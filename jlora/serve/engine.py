@@ -29,7 +29,7 @@ from jlora.serve.request import (
 )
 from jlora.serve.sequence import Sequence, check_params, seed_of
 from jlora.serve.steps import Steps
-from jlora.serve.text import Decoding
+from jlora.serve.text import Decoding, silent_tokens
 from jlora.serve.writer import News, Nobody, Writer
 
 _WAIT_FOR_NAMES = 0.25  # the most of the queue that requests take whose adapter is looked up
@@ -85,6 +85,7 @@ class Engine:
         )
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
+        self._silent = silent_tokens(tokenizer, self._vocab)
         self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
         self._peers = peers_of(model, manager.config.process_timeout)
@@ -230,6 +231,7 @@ class Engine:
             raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        decoding = Decoding(self._tokenizer, params.stop, self._silent)
         with self._changed:
             if self._state != "ready":
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
@@ -254,7 +256,7 @@ class Engine:
                 absent=name is not None and self._manager.level(name) != "slot",
                 deadline=None if seconds is None else time.monotonic() + seconds,
                 answer=answer,
-                decoding=Decoding(self._tokenizer, params.stop),
+                decoding=decoding,
             )
             if unknown:
                 self._look_up(sequence)

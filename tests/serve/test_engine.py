@@ -14,6 +14,7 @@ from jlora.cli.demo import DEMO, DENSE, demo_requests
 from jlora.cli.generate import Request, encode
 from jlora.cli.loading import load_model
 from jlora.models import generate
+from jlora.models.sampling import HOTTEST
 from jlora.serve import (
     AdapterExistsError,
     EngineBusyError,
@@ -165,6 +166,16 @@ def test_seeds_of_64_bits_are_told_apart(world):
     found = answers(world, [Request(None, WORD)] * 4, params)
     assert len({one.tokens for one in found}) == 4
     assert found == answers(world, [Request(None, WORD)] * 4, params)
+
+
+def test_limits_that_float32_has_no_numbers_for(world):
+    """Such a temperature is infinite there, and such a `top_p` is 0."""
+    hot = SamplingParams(temperature=1e39, seed=1, max_tokens=3, ignore_eos=True)
+    hottest = SamplingParams(temperature=HOTTEST, seed=1, max_tokens=3, ignore_eos=True)
+    assert len({answers(world, [Request("sort", WORD)], params)[0].tokens for params in (hot, hottest)}) == 1
+    narrow = SamplingParams(temperature=1.0, top_p=1e-46, max_tokens=10)
+    likeliest = [answers(world, [Request("sort", WORD)], params)[0].tokens for params in (narrow, GREEDY)]
+    assert likeliest[0] == likeliest[1]
 
 
 def test_an_answer_does_not_depend_on_batch_mates_to_the_bit(world):

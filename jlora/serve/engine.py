@@ -27,7 +27,7 @@ from jlora.serve.request import (
     Generation,
     SamplingParams,
 )
-from jlora.serve.sequence import Sequence, check_params, seed_of
+from jlora.serve.sequence import Sequence, check_params, room_for, seed_of
 from jlora.serve.steps import Steps
 from jlora.serve.text import Decoding, silent_tokens
 from jlora.serve.writer import News, Nobody, Writer
@@ -266,15 +266,28 @@ class Engine:
             self._counts.prompt_tokens += len(tokens)
         return answer
 
-    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) if hasattr(token, "dtype") else token for token in prompt]
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a prompt, as `submit` makes them.
+
+        Args:
+          text: the prompt.
+          special: whether the tokenizer puts its special tokens around it; not where the text has them already.
+
+        Raises:
+          LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
+        """
         if self._tokenizer is None:
             raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
         try:
-            return list(self._tokenizer.encode(prompt).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except Exception as error:
-            raise LoRAUsageError(f"the prompt {prompt!r:.80} cannot be tokenized: {error!s:.200}") from error
+            raise LoRAUsageError(f"the prompt {text!r:.80} cannot be tokenized: {error!s:.200}") from error
+
+    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        room_for(prompt, self._longest)  # before it is gone through
+        return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _look_up(self, sequence: Sequence) -> None:
         """Before the dispatching thread sees it, which takes what nobody knows for gone."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import jlora
 from jlora.cli.demo import DEMO, DENSE, demo_requests
@@ -294,6 +295,13 @@ def test_a_late_request_ends_with_the_error_and_others_go_on(world):
     assert len(slow.result(60).tokens) == 40
 
 
+class Unread(list):
+    """A prompt of millions of tokens, which takes a while to go through."""
+
+    def __iter__(self):
+        raise AssertionError("its length is enough")
+
+
 def test_what_is_wrong_is_refused_with_its_name(world):
     submit, wrong = world.engine.submit, jlora.LoRAUsageError
     for params, word in [
@@ -310,7 +318,12 @@ def test_what_is_wrong_is_refused_with_its_name(world):
     ]:
         with pytest.raises(wrong, match=word):
             submit(WORD, SamplingParams(**params))
-    for prompt, word in [([], "no tokens"), ([99], "0 to 31"), ([1.5], "0 to 31"), ([1] * 64, "max_model_len=64")]:
+    for prompt, word in [
+        ([], "no tokens"),
+        ([99], "0 to 31"),
+        ([1.5], "0 to 31"),
+        (Unread([1] * 64), "max_model_len=64"),
+    ]:
         with pytest.raises(wrong, match=word):
             submit(prompt)
     with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
@@ -318,6 +331,30 @@ def test_what_is_wrong_is_refused_with_its_name(world):
     with pytest.raises(wrong, match="load_inplace"):
         submit(WORD, lora=request_of("sort", load_inplace=True))
     assert world.engine.stats().running == world.engine.stats().waiting == 0
+
+
+def test_encode_is_what_submit_does(world, monkeypatch):
+    engine, tokenizer = world.engine, world.tokenizer
+    assert engine.encode(WORD) == tokenizer.encode(WORD).ids
+    assert engine.encode(WORD, special=False) == tokenizer.encode(WORD, add_special_tokens=False).ids
+    assert engine.encode(WORD, special=False) != engine.encode(WORD)
+    given = [engine.submit(prompt, GREEDY, lora="sort") for prompt in (WORD, engine.encode(WORD))]
+    assert len({one.result(60) for one in given}) == 1
+    monkeypatch.setattr(engine, "_tokenizer", Tokenizer(models.WordLevel({"plan": 0}, "<unk>")))  # which it lacks
+    for call in (engine.encode, engine.submit):
+        with pytest.raises(jlora.LoRAUsageError, match="'planet=' cannot be tokenized"):
+            call(WORD)
+
+
+def test_stats_name_the_adapters_that_requests_wait_for(world):
+    with world.paused() as go:
+        taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
+        until(lambda: world.engine.stats().running == ROWS)
+        taken += [world.engine.submit(WORD, GREEDY, lora=lora) for lora in ("sort", "sort", request_of("new", "swap"))]
+        assert world.engine.stats().waiting_by_lora == {"sort": 2, "new": 1}
+        go.set()
+        for one in taken:
+            one.result(60)
 
 
 def test_a_full_queue_refuses_the_next_and_says_when(world):

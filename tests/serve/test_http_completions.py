@@ -24,6 +24,10 @@ def service(engine):
     return make_service(engine, chat=ChatTemplate(TEMPLATE, {"bos_token": "<s>"}))
 
 
+def ids(text):
+    return letters().encode(text, add_special_tokens=False).ids
+
+
 def complete(service, **body):
     return post(service, "/v1/completions", {"model": "sort", "prompt": "ba=", **body})
 
@@ -50,7 +54,8 @@ def test_a_completion(service, engine):
         "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
     }
     (asked,) = engine.generations
-    assert (asked.prompt, asked.lora, asked.timeout) == ("ba=", "sort", None)
+    assert (asked.prompt, asked.lora, asked.timeout) == (ids("ba="), "sort", None)
+    assert engine.encoded == [("ba=", True)]
     assert asked.params == SamplingParams(max_tokens=16)
     assert not asked.cancelled
 
@@ -70,7 +75,8 @@ def test_a_chat(service, engine):
     }
     (asked,) = engine.generations
     # The template's own <s>, once: nothing is added to it.
-    assert asked.prompt == tuple(letters().encode("<s>user:hi|a:", add_special_tokens=False).ids)
+    assert engine.encoded == [("<s>user:hi|a:", False)]
+    assert asked.prompt == ids("<s>user:hi|a:")
     assert asked.prompt[0] == 0
     assert asked.params == SamplingParams(max_tokens=4)
 
@@ -106,8 +112,8 @@ def test_values_that_mean_the_default(service, engine):
 PROMPTS = {
     "text": ("ba=", ["ba="]),
     "texts": (["ba=", "c="], ["ba=", "c="]),
-    "tokens": ([4, 3], [(4, 3)]),
-    "lists of tokens": ([[4, 3], [5]], [(4, 3), (5,)]),
+    "tokens": ([4, 3], ["ba"]),
+    "lists of tokens": ([[4, 3], [5]], ["ba", "c"]),
 }
 
 
@@ -115,13 +121,13 @@ PROMPTS = {
 def test_four_kinds_of_prompts(service, engine, kind):
     given, prompts = PROMPTS[kind]
     body = complete(service, prompt=given, n=2).json
-    assert [one.prompt for one in engine.generations] == [prompt for prompt in prompts for _ in range(2)]
+    assert [list(one.prompt) for one in engine.generations] == [ids(prompt) for prompt in prompts for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
-    texts = {"ba=": "sort|ba=", "c=": "sort|c=", (4, 3): "sort|ba", (5,): "sort|c"}
-    assert [choice["text"] for choice in body["choices"]] == [texts[prompt] for prompt in prompts for _ in range(2)]
-    # Each prompt is counted once, however many answers it gets.
-    assert body["usage"]["prompt_tokens"] == sum(len(prompt) for prompt in prompts)
-    assert body["usage"]["completion_tokens"] == 2 * sum(len(texts[prompt]) for prompt in prompts)
+    assert [choice["text"] for choice in body["choices"]] == [f"sort|{one}" for one in prompts for _ in range(2)]
+    # Each prompt is counted once, and each text tokenized once, however many answers it gets.
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert body["usage"]["completion_tokens"] == 2 * sum(len(f"sort|{one}") for one in prompts)
+    assert engine.encoded == ([(one, True) for one in prompts] if "text" in kind else [])
 
 
 def test_answers_of_one_prompt_have_seeds_of_their_own(service, engine):
@@ -313,10 +319,19 @@ def test_a_chat_without_a_template_is_told_so(engine):
 def test_a_text_that_cannot_fit_is_not_tokenized(service, engine):
     """128 positions, of tokens of four characters (</s>) at most."""
     long = "a" * (128 * 4 + 1)
-    service.tokenizer = None
     for answer in (complete(service, prompt=["a", long]), chat(service, messages=[{"role": "user", "content": long}])):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
-    assert [(one.prompt, one.cancelled) for one in engine.generations] == [("a", True)]
+    assert engine.encoded == [("a", True)]
+    assert [one.cancelled for one in engine.generations] == [True]
+
+
+def test_a_text_that_cannot_be_tokenized(service, engine, monkeypatch):
+    def encode(text, *, special=True):
+        raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
+
+    monkeypatch.setattr(engine, "encode", encode)
+    for answer in (complete(service), chat(service)):
+        assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
 
 
 def test_a_chat_that_the_template_refuses(engine):

@@ -257,18 +257,34 @@ def test_a_request_that_fails_before_its_first_piece(service, engine, error, sta
     assert (answer.status, answer.error["type"]) == (status, kind)
 
 
-def test_a_request_that_fails_on_its_way(service, engine):
-    engine.hold = True
-    failed = LoRAError("the step failed")
+def script_of_each(engine, *scripts):
+    """Each answer of the next request is one of these, and all that is in it has come when it is looked at first."""
+    submit, engine.hold = engine.submit, True
 
-    def submit(*args, **options):
-        generation = FakeEngine.submit(engine, *args, **options)
-        generation.events = [Piece("ab", (3, 4)), failed]
+    def scripted(*args, **options):
+        generation = submit(*args, **options)
+        generation.events = list(scripts[len(engine.generations) - 1])
         return generation
 
-    engine.submit = submit
+    engine.submit = scripted
+
+
+def test_a_request_that_fails_on_its_way(service, engine):
+    failed = LoRAError("the step failed")
+    script_of_each(engine, *[[Piece("ab", (3, 4)), failed]] * 2)
     answer = complete(service, n=2)
     assert (answer.status, answer.error["type"], answer.error["message"]) == (500, "InternalServerError", str(failed))
+    assert all(generation.cancelled for generation in engine.generations)
+
+
+def test_what_came_with_an_error_is_streamed_before_it(service, engine):
+    failed = LoRAError("the step failed")
+    script_of_each(engine, [Piece("a", (3,)), Piece("b", (4,)), failed], [Piece("c", (5,)), Piece("d", (6,))])
+    answer = complete(service, n=2, stream=True)
+    *events, last = answer.events
+    choices = [event["choices"][0] for event in events]
+    assert (answer.status, [(choice["index"], choice["text"]) for choice in choices]) == (200, [(0, "ab"), (1, "cd")])
+    assert last["error"]["message"] == str(failed)
     assert all(generation.cancelled for generation in engine.generations)
 
 

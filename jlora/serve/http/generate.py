@@ -130,6 +130,7 @@ class Run:
         self._wake = asyncio.Event()
         self._gone = False
         self._left = len(generations)
+        self._failure: LoRAError | None = None
         self._watch = asyncio.ensure_future(self._until_gone(receive))
         for index, generation in enumerate(generations):
             generation.listen(partial(mailbox.post, partial(self._put, index)))
@@ -149,8 +150,10 @@ class Run:
 
         Raises:
           ClientDisconnect: nobody waits for it any more.
-          LoRAError: what a generation ended with.
+          LoRAError: what a generation ended with, after all that came before.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._left:
             return None
         await self._wake.wait()
@@ -163,12 +166,17 @@ class Run:
             pieces: list[Piece] = []
             for event in of_one:
                 if isinstance(event, LoRAError):
-                    raise event
-                pieces.append(event)
+                    self._failure = self._failure or event
+                else:
+                    pieces.append(event)
+            if not pieces:
+                continue
             piece = pieces[0] if len(pieces) == 1 else _together(pieces)
             self.choices[index].add(piece)
             self._left -= piece.finish_reason is not None
             found.append((index, piece))
+        if self._failure is not None and not found:
+            raise self._failure
         return found
 
     def usage(self) -> dict[str, int]:

@@ -377,6 +377,13 @@ class Engine:
             under_way = tuple(self._open)
         running = [one for one in under_way if one.row >= 0]
         waiting = [one for one in under_way if one.row < 0]
+        names = [
+            one.lora
+            for one in waiting
+            if one.lora is not None
+            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
+            and (one.request is not None or self._manager.level(one.lora) is not None)
+        ]
         used = sum(min(one.filled + one.received, self._longest) for one in running)
         counts = self._counts
         with counts.lock:
@@ -385,7 +392,7 @@ class Engine:
                 running=len(running),
                 waiting=len(waiting),
                 running_by_lora=Counter(one.lora for one in running if one.lora is not None),
-                waiting_by_lora=Counter(one.lora for one in waiting if one.lora is not None),
+                waiting_by_lora=Counter(names),
                 cache_usage=min(1.0, used / (self.options.max_num_seqs * self._longest)),
                 prompt_tokens=counts.prompt_tokens,
                 generated_tokens=counts.generated_tokens,

@@ -132,7 +132,7 @@ class EngineStats:
 
     Attributes:
       running, waiting: requests.
-      running_by_lora, waiting_by_lora: of those with an adapter, by its name.
+      running_by_lora, waiting_by_lora: of those with an adapter, by its name; names that are looked up are left out.
       cache_usage: share of the cache's positions in use, 0 to 1.
       prompt_tokens, generated_tokens: in all.
       finished: requests by finish reason, "error" among them.

@@ -66,11 +66,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability (natural) of a token that was chosen, and of the likeliest ones, the likeliest first."""
+    """Log probability (natural) of a token that was chosen, and of the likeliest ones, the likeliest first.
+
+    `offset` is where its text begins in that of the answer: how long the latter was before it, without what was no
+    whole character yet.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)

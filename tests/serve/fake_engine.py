@@ -120,7 +120,7 @@ class FakeEngine:
             logprobs = ()
             if params.logprobs is not None:
                 top = tuple((3 + j, -1.5 * (j + 1)) for j in range(params.logprobs))
-                logprobs = (TokenLogprob(token, -0.25, top),)
+                logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
             yield Piece(letter, (token,), logprobs, finish)
 
     def add_lora(self, request, *, timeout=None):

@@ -199,6 +199,8 @@ def test_logprobs_are_those_of_the_models_own_distribution(world, oracle):
     logits = logits.astype(np.float64)
     want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert len(found.logprobs) == 6
+    decoded = [len(world.tokenizer.decode(found.tokens[:i])) for i in range(6)]
+    assert [one.offset for one in found.logprobs] == decoded
     for row, token, one in zip(want, found.tokens, found.logprobs, strict=True):
         assert one.token == token
         assert one.logprob == pytest.approx(row[token], abs=1e-4)

@@ -4,7 +4,7 @@ import pytest
 
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.http.template import ChatTemplate
-from jlora.serve.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams
+from jlora.serve.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
 from tests.serve.client import make_service, post
 from tests.serve.fake_engine import BUSY, FakeEngine, letters
 
@@ -164,6 +164,19 @@ def test_logprobs_of_chats(service, engine):
     assert chat(service, logprobs=False).json["choices"][0]["logprobs"] is None
 
 
+def test_text_offsets_are_those_of_the_engine(service, engine):
+    """Which knows what becomes of a token among others: the first one here is half a character."""
+    engine.script = [
+        Piece("", (4,), (TokenLogprob(4, -1.0),)),
+        Piece("é", (5,), (TokenLogprob(5, -1.0),)),
+        Piece("the", (6,), (TokenLogprob(6, -1.0, (), 1),), "stop"),
+    ]
+    for stream in (False, True):
+        answer = complete(service, logprobs=0, stream=stream)
+        told = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        assert [offset for one in told for offset in one["text_offset"]] == [0, 0, 1]
+
+
 def test_logprobs_in_streams_go_on_where_they_were(service):
     events = complete(service, logprobs=1, max_tokens=3, stream=True).events
     told = [event["choices"][0]["logprobs"] for event in events]
@@ -172,8 +185,6 @@ def test_logprobs_in_streams_go_on_where_they_were(service):
 
 
 def test_what_has_no_number_has_one_in_json(service, engine):
-    from jlora.serve.request import TokenLogprob
-
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]
     told = complete(service, logprobs=1).json["choices"][0]["logprobs"]

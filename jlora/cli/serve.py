@@ -255,8 +255,12 @@ def _check_names(modules: list[LoRARequest], names: tuple[str, ...]) -> None:
 
 def _keys(given: list[str] | None, variable: str) -> list[str]:
     """Of a flag, else of the environment, which other users of the machine cannot see."""
-    keys = given or [os.environ.get(variable, "")]
-    return [key for key in keys if key]
+    if given is None:
+        key = os.environ.get(variable, "")
+        return [key] if key else []
+    if not all(given):  # as of a shell's variable that is not set: the server must not be open for that
+        raise LoRAUsageError("an empty key; leave --api-key and --admin-api-key out where there is to be none")
+    return given
 
 
 def _mesh(args: argparse.Namespace, config: "DecoderConfig") -> "jax.sharding.Mesh | None":

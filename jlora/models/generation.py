@@ -23,7 +23,7 @@ from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
 from jlora.models.partition import ONE_DEVICE, Partition
-from jlora.models.sampling import COLDEST, Sampling, choose, likeliest
+from jlora.models.sampling import COLDEST, HOTTEST, Sampling, choose, likeliest
 
 
 def generate(
@@ -80,7 +80,7 @@ def generate(
         most = model.config.vocab_size if top_k is None else _integer("top_k", top_k, 1)
         rows = len(prompts)
         sampling = Sampling(
-            temperature=jnp.full(rows, max(temperature, COLDEST), jnp.float32),
+            temperature=jnp.full(rows, min(max(temperature, COLDEST), HOTTEST), jnp.float32),
             top_k=jnp.full(rows, most, jnp.int32),
             top_p=jnp.full(
                 rows, math.inf if top_p in (None, 1) else top_p, jnp.float32

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-COLDEST = 1e-30  # temperature: below that float32 division gives NaN
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures: far beyond them float32 division gives NaN
 
 
 class Sampling(NamedTuple):
@@ -60,7 +60,8 @@ def _kept(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Arra
     chances = jax.nn.softmax(falling, axis=-1)
     before = jnp.cumsum(chances, axis=-1) - chances
     count = jnp.sum((before < top_p[:, None]) & (falling > -jnp.inf), axis=-1, keepdims=True)
-    least = jnp.take_along_axis(falling, jnp.maximum(count - 1, 0), axis=-1)
+    count = jnp.maximum(count, 1)  # a `top_p` below the least float32 is 0 by now
+    least = jnp.take_along_axis(falling, count - 1, axis=-1)
     above, equal = scores > least, scores == least
     room = count - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))

@@ -27,9 +27,9 @@ from jlora.serve.request import (
     Generation,
     SamplingParams,
 )
-from jlora.serve.sequence import Sequence, check_params, seed_of
+from jlora.serve.sequence import Sequence, check_params, room_for, seed_of
 from jlora.serve.steps import Steps
-from jlora.serve.text import Decoding
+from jlora.serve.text import Decoding, silent_tokens
 from jlora.serve.writer import News, Nobody, Writer
 
 _WAIT_FOR_NAMES = 0.25  # the most of the queue that requests take whose adapter is looked up
@@ -85,6 +85,7 @@ class Engine:
         )
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
+        self._silent = silent_tokens(tokenizer, self._vocab)
         self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
         self._peers = peers_of(model, manager.config.process_timeout)
@@ -230,6 +231,7 @@ class Engine:
             raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        decoding = Decoding(self._tokenizer, params.stop, self._silent)
         with self._changed:
             if self._state != "ready":
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
@@ -254,7 +256,7 @@ class Engine:
                 absent=name is not None and self._manager.level(name) != "slot",
                 deadline=None if seconds is None else time.monotonic() + seconds,
                 answer=answer,
-                decoding=Decoding(self._tokenizer, params.stop),
+                decoding=decoding,
             )
             if unknown:
                 self._look_up(sequence)
@@ -264,15 +266,28 @@ class Engine:
             self._counts.prompt_tokens += len(tokens)
         return answer
 
-    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) if hasattr(token, "dtype") else token for token in prompt]
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a prompt, as `submit` makes them.
+
+        Args:
+          text: the prompt.
+          special: whether the tokenizer puts its special tokens around it; not where the text has them already.
+
+        Raises:
+          LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
+        """
         if self._tokenizer is None:
             raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
         try:
-            return list(self._tokenizer.encode(prompt).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except Exception as error:
-            raise LoRAUsageError(f"the prompt {prompt!r:.80} cannot be tokenized: {error!s:.200}") from error
+            raise LoRAUsageError(f"the prompt {text!r:.80} cannot be tokenized: {error!s:.200}") from error
+
+    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        room_for(prompt, self._longest)  # before it is gone through
+        return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _look_up(self, sequence: Sequence) -> None:
         """Before the dispatching thread sees it, which takes what nobody knows for gone."""
@@ -362,6 +377,13 @@ class Engine:
             under_way = tuple(self._open)
         running = [one for one in under_way if one.row >= 0]
         waiting = [one for one in under_way if one.row < 0]
+        names = [
+            one.lora
+            for one in waiting
+            if one.lora is not None
+            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
+            and (one.request is not None or self._manager.level(one.lora) is not None)
+        ]
         used = sum(min(one.filled + one.received, self._longest) for one in running)
         counts = self._counts
         with counts.lock:
@@ -370,7 +392,7 @@ class Engine:
                 running=len(running),
                 waiting=len(waiting),
                 running_by_lora=Counter(one.lora for one in running if one.lora is not None),
-                waiting_by_lora=Counter(one.lora for one in waiting if one.lora is not None),
+                waiting_by_lora=Counter(names),
                 cache_usage=min(1.0, used / (self.options.max_num_seqs * self._longest)),
                 prompt_tokens=counts.prompt_tokens,
                 generated_tokens=counts.generated_tokens,

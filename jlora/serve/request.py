@@ -66,11 +66,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability (natural) of a token that was chosen, and of the likeliest ones, the likeliest first."""
+    """Log probability (natural) of a token that was chosen, and of the likeliest ones, the likeliest first.
+
+    `offset` is where its text begins in that of the answer: how long the latter was before it, without what was no
+    whole character yet.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class EngineStats:
 
     Attributes:
       running, waiting: requests.
-      running_by_lora, waiting_by_lora: of those with an adapter, by its name.
+      running_by_lora, waiting_by_lora: of those with an adapter, by its name; names that are looked up are left out.
       cache_usage: share of the cache's positions in use, 0 to 1.
       prompt_tokens, generated_tokens: in all.
       finished: requests by finish reason, "error" among them.

@@ -85,21 +85,31 @@ class Sequence:
         return len(self.prompt) + self.drawn
 
 
+def room_for(prompt: Seq[int], longest: int) -> int:
+    """The most tokens that the answer may have. Looks at the prompt's length alone, which may be in the millions.
+
+    Raises:
+      LoRAUsageError: there are none, or it does not fit `longest`, the engine's `max_model_len`.
+    """
+    if not len(prompt):
+        raise LoRAUsageError("the prompt has no tokens")
+    room = longest - len(prompt)
+    if room < 1:
+        raise LoRAUsageError(
+            f"the prompt has {len(prompt)} tokens, and with at least one new one it must fit max_model_len={longest}"
+        )
+    return room
+
+
 def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: int) -> int:
     """The most tokens that a request may get.
 
     Raises:
       LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
     """
-    if not len(prompt):
-        raise LoRAUsageError("the prompt has no tokens")
+    room = room_for(prompt, longest)
     if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab for token in prompt):
         raise LoRAUsageError(f"the prompt must hold token ids from 0 to {vocab - 1}")
-    room = longest - len(prompt)
-    if room < 1:
-        raise LoRAUsageError(
-            f"the prompt has {len(prompt)} tokens, and with at least one new one it must fit max_model_len={longest}"
-        )
     limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, 1)
     if limit > room:
         raise LoRAUsageError(

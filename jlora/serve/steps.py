@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import jlora
 from jlora.errors import LoRAUsageError
-from jlora.models.sampling import Sampling, choose, likeliest
+from jlora.models.sampling import HOTTEST, Sampling, choose, likeliest
 from jlora.serve.request import MAX_LOGPROBS, SamplingParams
 
 _LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
@@ -307,7 +307,8 @@ class Steps:
         """The first token of a sequence, by the logits after its prompt."""
         how = How.of([params])
         ints = np.array([row, params.top_k or self._vocab], np.int32)
-        floats = np.array([params.temperature, params.top_p if params.top_p < 1 else np.inf], np.float32)
+        temperature, top_p = min(params.temperature, HOTTEST), params.top_p if params.top_p < 1 else np.inf
+        floats = np.array([temperature, top_p], np.float32)
         halves = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
         cache, rows = self._held()
         tokens, rows = self._begin(logits, rows, ints, floats, halves, sampled=how.sampled, ranked=how.ranked)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 from jlora.errors import LoRAError
@@ -72,6 +73,7 @@ class Writer:
         if sequence.ended:
             return
         text, decoding = "", sequence.decoding
+        offset = decoding.length
         if news.token is not None:
             self._count_token(sequence, now)
             text = decoding.add(news.token)
@@ -83,7 +85,7 @@ class Writer:
         if decoding.stopped:
             end = "stop"
         tokens = () if news.token is None else (news.token,)
-        logprobs = () if news.logprob is None else (news.logprob,)
+        logprobs = () if news.logprob is None else (replace(news.logprob, offset=offset),)
         piece = Piece(text, tokens, logprobs, end)
         if end is None:
             sequence.answer.put(piece)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jlora.models import Decoder, ModelError, generate, generation
+from jlora.models.sampling import HOTTEST
 from tests.matrix import thinned
 from tests.models import goldens
 
@@ -66,6 +67,12 @@ def test_stop_at_the_first_token(golden):
 def test_narrow_sampling_is_greedy(golden, narrow):
     prompts, answers = golden_prompts(NAME)
     assert generate(golden(NAME), prompts, max_new_tokens=20, seed=3, **narrow) == answers
+
+
+def test_a_temperature_beyond_float32(golden):
+    prompts, _ = golden_prompts(NAME)
+    hot, hottest = (generate(golden(NAME), prompts, max_new_tokens=16, temperature=one) for one in (1e39, HOTTEST))
+    assert hot == hottest
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(golden):

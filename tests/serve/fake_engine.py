@@ -69,6 +69,7 @@ class FakeEngine:
       hold: nothing is answered: the test puts events into `generations`.
       broken: path -> what loading it raises.
       gate: what loads wait for.
+      encoded: texts that were tokenized, and whether with special tokens.
     """
 
     def __init__(self, names=("sort", "reverse"), tokenizer=None):
@@ -84,8 +85,14 @@ class FakeEngine:
         self.ready = True
         self.closed = False
         self.calls = Counter()
+        self.encoded = []
         self.told = EngineStats()
         self.options = EngineOptions(max_num_seqs=4)
+
+    def encode(self, text, *, special=True):
+        """Without special tokens all the same: answers repeat what was asked."""
+        self.encoded.append((text, special))
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def submit(self, prompt, params, *, lora=None, timeout=None):
         if self.closed:
@@ -94,13 +101,10 @@ class FakeEngine:
             raise self.refuse
         if lora is not None and lora not in self.loras:
             raise AdapterNotFoundError(f"adapter {lora!r} is not loaded")
-        tokens = (
-            self.tokenizer.encode(prompt, add_special_tokens=False).ids if isinstance(prompt, str) else list(prompt)
-        )
-        if any(token >= len(LETTERS) for token in tokens):
+        if any(token >= len(LETTERS) for token in prompt):
             raise LoRAUsageError("a token is outside of the vocabulary")
-        text = prompt if isinstance(prompt, str) else "".join(LETTERS[token] for token in tokens)
-        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(tokens))
+        text = "".join(LETTERS[token] for token in prompt)
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt))
         self.generations.append(generation)
         if not self.hold:
             for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):
@@ -116,7 +120,7 @@ class FakeEngine:
             logprobs = ()
             if params.logprobs is not None:
                 top = tuple((3 + j, -1.5 * (j + 1)) for j in range(params.logprobs))
-                logprobs = (TokenLogprob(token, -0.25, top),)
+                logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
             yield Piece(letter, (token,), logprobs, finish)
 
     def add_lora(self, request, *, timeout=None):

@@ -10,7 +10,7 @@ from jlora.errors import LoRAError
 from jlora.serve.http.server import address, listen, serve
 from jlora.serve.request import EngineStats
 from tests.serve.client import make_service
-from tests.serve.fake_engine import FakeEngine, _ended
+from tests.serve.fake_engine import LETTERS, FakeEngine, _ended
 
 
 class Engine(FakeEngine):
@@ -27,7 +27,7 @@ class Engine(FakeEngine):
         return EngineStats(running=sum(not _ended(one) for one in self.generations))
 
     def submit(self, prompt, params, *, lora=None, timeout=None):
-        self.hold = prompt == "wait"
+        self.hold = "".join(LETTERS[token] for token in prompt) == "wait"
         return super().submit(prompt, params, lora=lora, timeout=timeout)
 
     def add_lora(self, request, *, timeout=None):

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import jlora
 from jlora.cli.demo import DEMO, DENSE, demo_requests
 from jlora.cli.generate import Request, encode
 from jlora.cli.loading import load_model
 from jlora.models import generate
+from jlora.models.sampling import HOTTEST
 from jlora.serve import (
     AdapterExistsError,
     EngineBusyError,
@@ -167,6 +169,16 @@ def test_seeds_of_64_bits_are_told_apart(world):
     assert found == answers(world, [Request(None, WORD)] * 4, params)
 
 
+def test_limits_that_float32_has_no_numbers_for(world):
+    """Such a temperature is infinite there, and such a `top_p` is 0."""
+    hot = SamplingParams(temperature=1e39, seed=1, max_tokens=3, ignore_eos=True)
+    hottest = SamplingParams(temperature=HOTTEST, seed=1, max_tokens=3, ignore_eos=True)
+    assert len({answers(world, [Request("sort", WORD)], params)[0].tokens for params in (hot, hottest)}) == 1
+    narrow = SamplingParams(temperature=1.0, top_p=1e-46, max_tokens=10)
+    likeliest = [answers(world, [Request("sort", WORD)], params)[0].tokens for params in (narrow, GREEDY)]
+    assert likeliest[0] == likeliest[1]
+
+
 def test_an_answer_does_not_depend_on_batch_mates_to_the_bit(world):
     params = SamplingParams(temperature=0, logprobs=5, max_tokens=8, ignore_eos=True)
     request = Request("sort", "zebra=")
@@ -187,6 +199,8 @@ def test_logprobs_are_those_of_the_models_own_distribution(world, oracle):
     logits = logits.astype(np.float64)
     want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert len(found.logprobs) == 6
+    decoded = [len(world.tokenizer.decode(found.tokens[:i])) for i in range(6)]
+    assert [one.offset for one in found.logprobs] == decoded
     for row, token, one in zip(want, found.tokens, found.logprobs, strict=True):
         assert one.token == token
         assert one.logprob == pytest.approx(row[token], abs=1e-4)
@@ -283,6 +297,13 @@ def test_a_late_request_ends_with_the_error_and_others_go_on(world):
     assert len(slow.result(60).tokens) == 40
 
 
+class Unread(list):
+    """A prompt of millions of tokens, which takes a while to go through."""
+
+    def __iter__(self):
+        raise AssertionError("its length is enough")
+
+
 def test_what_is_wrong_is_refused_with_its_name(world):
     submit, wrong = world.engine.submit, jlora.LoRAUsageError
     for params, word in [
@@ -299,7 +320,12 @@ def test_what_is_wrong_is_refused_with_its_name(world):
     ]:
         with pytest.raises(wrong, match=word):
             submit(WORD, SamplingParams(**params))
-    for prompt, word in [([], "no tokens"), ([99], "0 to 31"), ([1.5], "0 to 31"), ([1] * 64, "max_model_len=64")]:
+    for prompt, word in [
+        ([], "no tokens"),
+        ([99], "0 to 31"),
+        ([1.5], "0 to 31"),
+        (Unread([1] * 64), "max_model_len=64"),
+    ]:
         with pytest.raises(wrong, match=word):
             submit(prompt)
     with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
@@ -307,6 +333,30 @@ def test_what_is_wrong_is_refused_with_its_name(world):
     with pytest.raises(wrong, match="load_inplace"):
         submit(WORD, lora=request_of("sort", load_inplace=True))
     assert world.engine.stats().running == world.engine.stats().waiting == 0
+
+
+def test_encode_is_what_submit_does(world, monkeypatch):
+    engine, tokenizer = world.engine, world.tokenizer
+    assert engine.encode(WORD) == tokenizer.encode(WORD).ids
+    assert engine.encode(WORD, special=False) == tokenizer.encode(WORD, add_special_tokens=False).ids
+    assert engine.encode(WORD, special=False) != engine.encode(WORD)
+    given = [engine.submit(prompt, GREEDY, lora="sort") for prompt in (WORD, engine.encode(WORD))]
+    assert len({one.result(60) for one in given}) == 1
+    monkeypatch.setattr(engine, "_tokenizer", Tokenizer(models.WordLevel({"plan": 0}, "<unk>")))  # which it lacks
+    for call in (engine.encode, engine.submit):
+        with pytest.raises(jlora.LoRAUsageError, match="'planet=' cannot be tokenized"):
+            call(WORD)
+
+
+def test_stats_name_the_adapters_that_requests_wait_for(world):
+    with world.paused() as go:
+        taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
+        until(lambda: world.engine.stats().running == ROWS)
+        taken += [world.engine.submit(WORD, GREEDY, lora=lora) for lora in ("sort", "sort", request_of("new", "swap"))]
+        assert world.engine.stats().waiting_by_lora == {"sort": 2, "new": 1}
+        go.set()
+        for one in taken:
+            one.result(60)
 
 
 def test_a_full_queue_refuses_the_next_and_says_when(world):

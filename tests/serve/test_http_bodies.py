@@ -122,6 +122,15 @@ def message(**fields):
         ("modalities", ["audio"], "modalities"),
         ("chat_template", "{{ 7 * 7 }}", "chat_template"),
         ("chat_template_kwargs", [], "chat_template_kwargs"),
+        *[
+            ("chat_template_kwargs", {"thinking": True, name: value}, f"chat_template_kwargs.{name}")
+            for name, value in {
+                "messages": [],
+                "tools": [{"type": "function"}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            }.items()
+        ],
         ("prompt", "x", "prompt"),
     ],
 )

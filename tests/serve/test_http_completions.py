@@ -4,7 +4,7 @@ import pytest
 
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.http.template import ChatTemplate
-from jlora.serve.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams
+from jlora.serve.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
 from tests.serve.client import make_service, post
 from tests.serve.fake_engine import BUSY, FakeEngine, letters
 
@@ -22,6 +22,10 @@ def engine():
 @pytest.fixture
 def service(engine):
     return make_service(engine, chat=ChatTemplate(TEMPLATE, {"bos_token": "<s>"}))
+
+
+def ids(text):
+    return letters().encode(text, add_special_tokens=False).ids
 
 
 def complete(service, **body):
@@ -50,7 +54,8 @@ def test_a_completion(service, engine):
         "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
     }
     (asked,) = engine.generations
-    assert (asked.prompt, asked.lora, asked.timeout) == ("ba=", "sort", None)
+    assert (asked.prompt, asked.lora, asked.timeout) == (ids("ba="), "sort", None)
+    assert engine.encoded == [("ba=", True)]
     assert asked.params == SamplingParams(max_tokens=16)
     assert not asked.cancelled
 
@@ -70,7 +75,8 @@ def test_a_chat(service, engine):
     }
     (asked,) = engine.generations
     # The template's own <s>, once: nothing is added to it.
-    assert asked.prompt == tuple(letters().encode("<s>user:hi|a:", add_special_tokens=False).ids)
+    assert engine.encoded == [("<s>user:hi|a:", False)]
+    assert asked.prompt == ids("<s>user:hi|a:")
     assert asked.prompt[0] == 0
     assert asked.params == SamplingParams(max_tokens=4)
 
@@ -106,8 +112,8 @@ def test_values_that_mean_the_default(service, engine):
 PROMPTS = {
     "text": ("ba=", ["ba="]),
     "texts": (["ba=", "c="], ["ba=", "c="]),
-    "tokens": ([4, 3], [(4, 3)]),
-    "lists of tokens": ([[4, 3], [5]], [(4, 3), (5,)]),
+    "tokens": ([4, 3], ["ba"]),
+    "lists of tokens": ([[4, 3], [5]], ["ba", "c"]),
 }
 
 
@@ -115,13 +121,13 @@ PROMPTS = {
 def test_four_kinds_of_prompts(service, engine, kind):
     given, prompts = PROMPTS[kind]
     body = complete(service, prompt=given, n=2).json
-    assert [one.prompt for one in engine.generations] == [prompt for prompt in prompts for _ in range(2)]
+    assert [list(one.prompt) for one in engine.generations] == [ids(prompt) for prompt in prompts for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
-    texts = {"ba=": "sort|ba=", "c=": "sort|c=", (4, 3): "sort|ba", (5,): "sort|c"}
-    assert [choice["text"] for choice in body["choices"]] == [texts[prompt] for prompt in prompts for _ in range(2)]
-    # Each prompt is counted once, however many answers it gets.
-    assert body["usage"]["prompt_tokens"] == sum(len(prompt) for prompt in prompts)
-    assert body["usage"]["completion_tokens"] == 2 * sum(len(texts[prompt]) for prompt in prompts)
+    assert [choice["text"] for choice in body["choices"]] == [f"sort|{one}" for one in prompts for _ in range(2)]
+    # Each prompt is counted once, and each text tokenized once, however many answers it gets.
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert body["usage"]["completion_tokens"] == 2 * sum(len(f"sort|{one}") for one in prompts)
+    assert engine.encoded == ([(one, True) for one in prompts] if "text" in kind else [])
 
 
 def test_answers_of_one_prompt_have_seeds_of_their_own(service, engine):
@@ -158,6 +164,19 @@ def test_logprobs_of_chats(service, engine):
     assert chat(service, logprobs=False).json["choices"][0]["logprobs"] is None
 
 
+def test_text_offsets_are_those_of_the_engine(service, engine):
+    """Which knows what becomes of a token among others: the first one here is half a character."""
+    engine.script = [
+        Piece("", (4,), (TokenLogprob(4, -1.0),)),
+        Piece("é", (5,), (TokenLogprob(5, -1.0),)),
+        Piece("the", (6,), (TokenLogprob(6, -1.0, (), 1),), "stop"),
+    ]
+    for stream in (False, True):
+        answer = complete(service, logprobs=0, stream=stream)
+        told = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        assert [offset for one in told for offset in one["text_offset"]] == [0, 0, 1]
+
+
 def test_logprobs_in_streams_go_on_where_they_were(service):
     events = complete(service, logprobs=1, max_tokens=3, stream=True).events
     told = [event["choices"][0]["logprobs"] for event in events]
@@ -166,8 +185,6 @@ def test_logprobs_in_streams_go_on_where_they_were(service):
 
 
 def test_what_has_no_number_has_one_in_json(service, engine):
-    from jlora.serve.request import TokenLogprob
-
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]
     told = complete(service, logprobs=1).json["choices"][0]["logprobs"]
@@ -251,18 +268,34 @@ def test_a_request_that_fails_before_its_first_piece(service, engine, error, sta
     assert (answer.status, answer.error["type"]) == (status, kind)
 
 
-def test_a_request_that_fails_on_its_way(service, engine):
-    engine.hold = True
-    failed = LoRAError("the step failed")
+def script_of_each(engine, *scripts):
+    """Each answer of the next request is one of these, and all that is in it has come when it is looked at first."""
+    submit, engine.hold = engine.submit, True
 
-    def submit(*args, **options):
-        generation = FakeEngine.submit(engine, *args, **options)
-        generation.events = [Piece("ab", (3, 4)), failed]
+    def scripted(*args, **options):
+        generation = submit(*args, **options)
+        generation.events = list(scripts[len(engine.generations) - 1])
         return generation
 
-    engine.submit = submit
+    engine.submit = scripted
+
+
+def test_a_request_that_fails_on_its_way(service, engine):
+    failed = LoRAError("the step failed")
+    script_of_each(engine, *[[Piece("ab", (3, 4)), failed]] * 2)
     answer = complete(service, n=2)
     assert (answer.status, answer.error["type"], answer.error["message"]) == (500, "InternalServerError", str(failed))
+    assert all(generation.cancelled for generation in engine.generations)
+
+
+def test_what_came_with_an_error_is_streamed_before_it(service, engine):
+    failed = LoRAError("the step failed")
+    script_of_each(engine, [Piece("a", (3,)), Piece("b", (4,)), failed], [Piece("c", (5,)), Piece("d", (6,))])
+    answer = complete(service, n=2, stream=True)
+    *events, last = answer.events
+    choices = [event["choices"][0] for event in events]
+    assert (answer.status, [(choice["index"], choice["text"]) for choice in choices]) == (200, [(0, "ab"), (1, "cd")])
+    assert last["error"]["message"] == str(failed)
     assert all(generation.cancelled for generation in engine.generations)
 
 
@@ -313,10 +346,19 @@ def test_a_chat_without_a_template_is_told_so(engine):
 def test_a_text_that_cannot_fit_is_not_tokenized(service, engine):
     """128 positions, of tokens of four characters (</s>) at most."""
     long = "a" * (128 * 4 + 1)
-    service.tokenizer = None
     for answer in (complete(service, prompt=["a", long]), chat(service, messages=[{"role": "user", "content": long}])):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
-    assert [(one.prompt, one.cancelled) for one in engine.generations] == [("a", True)]
+    assert engine.encoded == [("a", True)]
+    assert [one.cancelled for one in engine.generations] == [True]
+
+
+def test_a_text_that_cannot_be_tokenized(service, engine, monkeypatch):
+    def encode(text, *, special=True):
+        raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
+
+    monkeypatch.setattr(engine, "encode", encode)
+    for answer in (complete(service), chat(service)):
+        assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
 
 
 def test_a_chat_that_the_template_refuses(engine):

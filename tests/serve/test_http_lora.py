@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.http.errors import ApiError
 from jlora.serve.http.lora import Places
 from jlora.serve.request import EngineClosedError
@@ -164,6 +164,7 @@ def test_hub_repositories(root, monkeypatch, tmp_path):
         (OSError("the disk failed"), 500, "InternalServerError"),
         (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
         (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
+        (NoFreeSlotError("the host has no room"), 503, "ServiceUnavailableError"),
     ],
 )
 def test_a_load_that_fails_changes_nothing(service, engine, error, status, kind):
@@ -171,6 +172,7 @@ def test_a_load_that_fails_changes_nothing(service, engine, error, status, kind)
     before = names(service)
     answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
     assert (answer.status, answer.error["type"]) == (status, kind)
+    assert ("retry-after" in answer.headers) == (status == 503)
     assert names(service) == before
     answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True})
     assert answer.status == status
@@ -238,6 +240,31 @@ def test_pins(service, engine):
     for path in (PIN, UNPIN):
         assert post(service, path, {"lora_name": "nobody"}).status == 404
         assert post(service, path, {}).status == 400
+
+
+def test_a_pin_that_no_slot_is_left_for(service, engine, monkeypatch):
+    def pin(name):
+        raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned")
+
+    monkeypatch.setattr(engine, "pin_lora", pin)
+    answer = post(service, PIN, {"lora_name": "sort"})
+    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+    assert (answer.headers["retry-after"], "'sort' needs a slot" in answer.error["message"]) == ("1", True)
+
+
+def test_a_pin_waits_for_the_load_of_its_name(service, engine):
+    engine.gate.clear()
+    calls = [(LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True}), (PIN, {"lora_name": "sort"})]
+    threads = [threading.Thread(target=post, args=(service, *call)) for call in calls]
+    threads[0].start()
+    until(lambda: engine.calls["add"])
+    threads[1].start()
+    until(lambda: service.adapters._turns["sort"][1] == 2)
+    assert not engine.pinned
+    engine.gate.set()
+    for thread in threads:
+        thread.join()
+    assert engine.pinned == {"sort"}
 
 
 @pytest.mark.parametrize("options", [{}, {"administration": True}])

@@ -200,6 +200,15 @@ def test_one_line_a_request(caplog):
     assert all(line["method"] == "POST" and line["seconds"] >= 0 for line in lines)
 
 
+def test_no_request_makes_a_line_long(caplog):
+    service = make_service()
+    with caplog.at_level("INFO", "jlora.serve"):
+        ask(service, "X" * 50_000, "/" + "y" * 50_000)
+    (record,) = caplog.records
+    line = json.loads(record.getMessage().removeprefix("request "))
+    assert (line["method"], line["path"], line["status"]) == ("X" * 300, "/" + "y" * 299, 404)
+
+
 def test_the_page(engine):
     service = make_service(engine)
     for path in ("/", "/status"):

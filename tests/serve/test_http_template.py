@@ -41,9 +41,9 @@ def test_what_templates_use():
 
 
 def test_a_request_cannot_stand_in_for_messages_and_tokens():
-    assert render("{{ bos_token }}{{ messages|length }}", tokens={"bos_token": "B"}, bos_token="X") == "B1"
-    text = ChatTemplate("{{ messages|length }}").render(HI, {"messages": []})
-    assert text == "1"
+    for name in ("bos_token", "messages", "tools"):
+        with pytest.raises(LoRAUsageError, match=f"{name} of its own"):
+            ChatTemplate("x", {"bos_token": "B"}).render(HI, {"thinking": True, name: "X"})
 
 
 @pytest.mark.parametrize(

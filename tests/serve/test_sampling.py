@@ -32,7 +32,7 @@ def kept(logits, top_k, top_p):
 def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(data):
     logits = np.array(data.draw(st.lists(st.integers(-4, 4), min_size=VOCAB, max_size=VOCAB)), np.float32)  # ties
     top_k = data.draw(st.integers(1, VOCAB + 1))
-    top_p = data.draw(st.sampled_from([0.01, 0.313, 0.611, 0.97, np.inf]))
+    top_p = data.draw(st.sampled_from([1e-46, 0.01, 0.313, 0.611, 0.97, np.inf]))
     found = module._kept(jnp.asarray(logits)[None], jnp.array([top_k]), jnp.array([top_p], jnp.float32))[0]
     assert set(np.flatnonzero(found)) == kept(logits, top_k, top_p)
 
@@ -78,6 +78,15 @@ def test_greedy_rows_take_the_likeliest_beside_others():
     )
     assert (drawn[:, ::2] == np.argmax(np.asarray(logits), axis=1)[::2]).all()
     assert len(set(drawn[:, 1].tolist())) > 3
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_the_hottest_draw_what_the_model_allows(ranked):
+    """Logits of -infinity are a model's mask."""
+    logits = jnp.full((ROWS, VOCAB), -jnp.inf).at[:, 3:5].set(jnp.array([1.0, 2.0]))
+    hottest = settings(module.HOTTEST)
+    drawn = [np.asarray(choose(logits, jnp.full(ROWS, step), hottest, ranked=ranked)) for step in range(10)]
+    assert set(np.ravel(drawn).tolist()) == {3, 4}
 
 
 @pytest.mark.parametrize("ranked", [False, True])

@@ -9,7 +9,7 @@ pytest.importorskip("tokenizers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jlora.cli.demo import DEMO
-from jlora.serve.text import Decoding
+from jlora.serve.text import Decoding, silent_tokens
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -38,8 +38,12 @@ TOKENIZERS = {
 anyone = pytest.mark.parametrize("name", TOKENIZERS)
 
 
+UNKNOWN = 2  # ids above those that a tokenizer knows; a model's vocabulary may have such
+
+
 def pieces(tokenizer, tokens, stop=()):
-    decoding = Decoding(tokenizer, stop)
+    silent = () if tokenizer is None else silent_tokens(tokenizer, tokenizer.get_vocab_size() + UNKNOWN)
+    decoding = Decoding(tokenizer, stop, silent)
     found = [decoding.add(token) for token in tokens]
     return [*found, decoding.finish()], decoding.stopped
 
@@ -48,7 +52,7 @@ def pieces(tokenizer, tokens, stop=()):
 @given(data=st.data())
 def test_pieces_are_the_decoded_whole(name, data):
     tokenizer = TOKENIZERS[name]
-    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + UNKNOWN - 1), max_size=30))
     found, stopped = pieces(tokenizer, tokens)
     assert "".join(found) == tokenizer.decode(tokens)
     assert not stopped
@@ -98,3 +102,69 @@ def test_a_stop_string_that_ends_with_the_answer():
 
 def test_without_a_tokenizer_there_is_no_text():
     assert pieces(None, [1, 2, 3]) == (["", "", "", ""], False)
+
+
+class Counted(str):
+    """Counts how often its characters are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        Counted.looks += 1
+        return super().__getitem__(at)
+
+
+def test_what_is_kept_for_one_stop_string_is_not_searched_again_for_the_others():
+    """The text keeps all that it has for the first: for the second that was looked at anew with each token."""
+    letters, count = TOKENIZERS["bytes"].encode("ab").ids, 500
+    stop = [Counted("a" * count + "b"), Counted("c" * 2 * count)]
+    decoding = Decoding(TOKENIZERS["bytes"], stop)
+    assert [decoding.add(letters[0]) for _ in range(count + 1)] == [""] * count + ["a"]
+    assert decoding.add(letters[1]) == ""
+    assert decoding.stopped
+    assert Counted.looks < 20 * count
+
+
+class Recorded:
+    """A tokenizer that knows the longest list it had to decode."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.longest = tokenizer, 0
+
+    def decode(self, tokens):
+        self.longest = max(self.longest, len(tokens))
+        return self.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("silent", ["<s>", None])
+def test_tokens_without_text_are_not_decoded_again_and_again(silent):
+    tokenizer = TOKENIZERS["words"]
+    recorded, size = Recorded(tokenizer), tokenizer.get_vocab_size()
+    decoding = Decoding(recorded, (), silent_tokens(tokenizer, size + UNKNOWN))
+    the, repeated = tokenizer.token_to_id("▁the"), size if silent is None else tokenizer.token_to_id(silent)
+    found = [decoding.add(token) for token in (the, *[repeated] * 1000, the)]
+    assert found == ["the", *[""] * 1000, " the"]
+    assert decoding.finish() == ""
+    assert recorded.longest == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "lengths"),
+    [
+        ("bytes", "aé b", [0, 1, 1, 2, 3]),  # é is two of them
+        ("words", ["▁the", "▁cat", "s", "<s>", "▁é", ".."], [0, 3, 7, 8, 8, 10]),  # the first loses its space
+    ],
+)
+@pytest.mark.parametrize("stop", [(), ("é c", "s éx")])
+def test_how_long_the_text_is_before_each_token(name, tokens, lengths, stop):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(tokens).ids if name == "bytes" else [tokenizer.token_to_id(word) for word in tokens]
+    decoding, found = Decoding(tokenizer, stop, silent_tokens(tokenizer, tokenizer.get_vocab_size())), []
+    for token in ids:
+        found.append(decoding.length)
+        decoding.add(token)
+    assert found == lengths
+    whole = tokenizer.decode(ids)
+    for token, at in zip(ids, found, strict=True):
+        if "\ufffd" not in (text := tokenizer.decode([token])):
+            assert whole[at:].lstrip().startswith(text.strip())

@@ -31,7 +31,6 @@ class Choice:
     tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
-    offset: int = 0  # characters of the tokens whose log probabilities were told
     begun: bool = False
 
     def add(self, piece: Piece) -> None:
@@ -66,7 +65,7 @@ class Writer:
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        told = self._told(choice, choice.logprobs)
+        told = self._told(choice.logprobs)
         end = {"logprobs": told, "finish_reason": choice.finish_reason}
         if self._chat:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
@@ -79,7 +78,7 @@ class Writer:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
             choice.begun = True
         if piece.text or piece.finish_reason or (self._logprobs and piece.logprobs):
-            end = {"logprobs": self._told(choice, piece.logprobs), "finish_reason": piece.finish_reason}
+            end = {"logprobs": self._told(piece.logprobs), "finish_reason": piece.finish_reason}
             if self._chat:
                 delta = {"content": piece.text} if piece.text or not piece.finish_reason else {}
                 deltas.append({"index": index, "delta": delta, **end})
@@ -90,7 +89,7 @@ class Writer:
     def usage_event(self, usage: dict[str, int]) -> bytes:
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
-    def _told(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         if self._chat:
@@ -104,10 +103,6 @@ class Writer:
                 ],
                 "refusal": None,
             }
-        offsets: list[int] = []
-        for one in logprobs:
-            offsets.append(choice.offset)
-            choice.offset += len(self._texts.of(one.token)[0])
         return {
             "tokens": [self._texts.key(one.token) for one in logprobs],
             "token_logprobs": [_logprob(one.logprob) for one in logprobs],
@@ -115,7 +110,7 @@ class Writer:
                 {self._texts.key(token): _logprob(value) for token, value in [*one.top, (one.token, one.logprob)]}
                 for one in logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [one.offset for one in logprobs],
         }
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:

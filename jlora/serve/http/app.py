@@ -23,7 +23,7 @@ from jlora.serve.http.status import status_json, status_page
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
-_LONGEST_PATH = 300  # in the log
+_LONGEST = 300  # of a method or a path, in the log
 _QUIET = ("/health", "/metrics", "/status.json")  # asked every few seconds
 
 
@@ -133,7 +133,7 @@ class _Outermost:
         finally:
             if scope["path"] not in _QUIET:
                 seconds = round(time.monotonic() - started, 4)
-                about = {"method": scope["method"], "path": scope["path"][:_LONGEST_PATH], "status": status}
+                about = {"method": scope["method"][:_LONGEST], "path": scope["path"][:_LONGEST], "status": status}
                 log_event("request", **about, seconds=seconds, **note)
         return None
 

@@ -72,6 +72,8 @@ _UNSERVED_BY_CHAT: Mapping[str, tuple[Json, ...]] = {
     "include_reasoning": (True, False),
     "mm_processor_kwargs": (),
 }
+# What a template is given by fields of their own, or not at all.
+_NOT_FOR_TEMPLATES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 # What openai's client sends back of an earlier answer, empty.
 _EMPTY_IN_MESSAGES = ("refusal", "audio", "function_call", "tool_calls", "annotations", "tool_call_id")
 
@@ -134,15 +136,25 @@ def read_chat(body: dict[str, Json], limits: Limits) -> Asked:
     if old is not None and new is not None and old != new:
         raise bad_request(f"max_tokens is {old} and max_completion_tokens {new}; give one of them", "max_tokens")
     params = _sampling(fields, old if new is None else new, (top or 0) if wanted else None)
-    template = {"add_generation_prompt": fields.flag("add_generation_prompt", True)}
-    kwargs = fields.take("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise fields.fail("chat_template_kwargs", "an object")
+    template = _template(fields)
     common = _common(fields, limits, 1)
     for name, accepted in _UNSERVED_BY_CHAT.items():
         fields.only(name, *accepted)
     fields.finish()
-    return Asked(model, (), messages, {**cast("dict[str, Any]", kwargs or {}), **template}, params, **common)
+    return Asked(model, (), messages, template, params, **common)
+
+
+def _template(fields: Fields) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
+    generation, kwargs = fields.flag("add_generation_prompt", True), fields.take("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise fields.fail("chat_template_kwargs", "an object")
+    given = cast("dict[str, Any]", kwargs or {})
+    for name in _NOT_FOR_TEMPLATES:
+        if name in given:
+            where = f"chat_template_kwargs.{name}"
+            raise bad_request(f"{where} is not taken; {name} is a field of the request", where)
+    return {**given, "add_generation_prompt": generation}
 
 
 def _common(fields: Fields, limits: Limits, prompts: int) -> dict[str, Any]:

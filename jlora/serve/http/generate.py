@@ -66,16 +66,16 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
 
 def _submit(service: Service, asked: Asked) -> list[Generation]:
     """All sequences of a request, or none."""
-    prompts = asked.prompts or (_render(service, asked),)
+    prompts = asked.prompts or (_rendered(service, asked),)
     lora = None if asked.model in service.names else asked.model
     generations: list[Generation] = []
     try:
         for prompt in prompts:
-            if isinstance(prompt, str):
-                _check_length(service, prompt)
+            # Once for all answers. A chat's template writes the special tokens itself.
+            tokens = _encode(service, prompt, special=not asked.chat) if isinstance(prompt, str) else prompt
             for i in range(asked.n):
                 params = _with_seed(asked.params, i)
-                generations.append(service.engine.submit(prompt, params, lora=lora, timeout=asked.timeout))
+                generations.append(service.engine.submit(tokens, params, lora=lora, timeout=asked.timeout))
     except BaseException:
         for generation in generations:
             generation.cancel()
@@ -83,22 +83,20 @@ def _submit(service: Service, asked: Asked) -> list[Generation]:
     return generations
 
 
-def _render(service: Service, asked: Asked) -> tuple[int, ...]:
+def _rendered(service: Service, asked: Asked) -> str:
     if service.chat is None:
         message = "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
         raise bad_request(message)
-    text = service.chat.render(asked.messages, asked.template)
-    _check_length(service, text)
-    # The template writes the special tokens itself.
-    return tuple(service.tokenizer.encode(text, add_special_tokens=False).ids)
+    return service.chat.render(asked.messages, asked.template)
 
 
-def _check_length(service: Service, text: str) -> None:
+def _encode(service: Service, text: str, *, special: bool) -> list[int]:
     """A text that no tokens could make short enough is not worth tokenizing, which takes seconds for megabytes."""
     most = service.max_model_len * service.texts.longest
     if len(text) > most:
         message = f"the prompt has {len(text)} characters; {service.max_model_len} tokens have {most} at most"
         raise bad_request(message)
+    return service.engine.encode(text, special=special)
 
 
 def _with_seed(params: SamplingParams, i: int) -> SamplingParams:
@@ -132,6 +130,7 @@ class Run:
         self._wake = asyncio.Event()
         self._gone = False
         self._left = len(generations)
+        self._failure: LoRAError | None = None
         self._watch = asyncio.ensure_future(self._until_gone(receive))
         for index, generation in enumerate(generations):
             generation.listen(partial(mailbox.post, partial(self._put, index)))
@@ -151,8 +150,10 @@ class Run:
 
         Raises:
           ClientDisconnect: nobody waits for it any more.
-          LoRAError: what a generation ended with.
+          LoRAError: what a generation ended with, after all that came before.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._left:
             return None
         await self._wake.wait()
@@ -165,12 +166,17 @@ class Run:
             pieces: list[Piece] = []
             for event in of_one:
                 if isinstance(event, LoRAError):
-                    raise event
-                pieces.append(event)
+                    self._failure = self._failure or event
+                else:
+                    pieces.append(event)
+            if not pieces:
+                continue
             piece = pieces[0] if len(pieces) == 1 else _together(pieces)
             self.choices[index].add(piece)
             self._left -= piece.finish_reason is not None
             found.append((index, piece))
+        if self._failure is not None and not found:
+            raise self._failure
         return found
 
     def usage(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from jlora.cli.text import shown
 from jlora.config import LoRARequest
-from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.http.body import Fields, read_object
 from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError
 from jlora.serve.http.log import log, log_event
@@ -159,6 +159,18 @@ class Adapters:
             self.changed()
         log_event("unloaded", adapter=name)
 
+    def pin(self, name: str, keep: bool) -> None:
+        """Keep it in a slot, or let it go. Blocks.
+
+        Raises:
+          AdapterNotFoundError: there is none of that name.
+          NoFreeSlotError: every slot is pinned or in use.
+        """
+        with self._turn(name):
+            (self._engine.pin_lora if keep else self._engine.unpin_lora)(name)
+            self.changed()
+        log_event("pinned" if keep else "unpinned", adapter=name)
+
     @contextmanager
     def _turn(self, name: str) -> Generator[None, None, None]:
         """One change of a name at a time; others go on meanwhile."""
@@ -216,7 +228,7 @@ async def load_adapter(service: "Service", request: Request) -> Response:
         raise _invalid(message, "lora_name") from None
     except AdapterNotFoundError as error:
         raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
-    except EngineClosedError as error:
+    except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
     except LoRAError as error:  # found, but not what can be served; vLLM too answers 500
         log.warning("loading adapter %r failed: %s", name, shown(str(error)))
@@ -238,12 +250,7 @@ async def pin_adapter(service: "Service", request: Request, *, pin: bool) -> Res
         raise ApiError(404, NOT_FOUND, "Not Found")
     name = await _read_name(service, request)
 
-    def change() -> None:
-        (service.engine.pin_lora if pin else service.engine.unpin_lora)(name)
-        service.adapters.changed()
-
-    await _change(service, name, change)
-    log_event("pinned" if pin else "unpinned", adapter=name)
+    await _change(service, name, partial(service.adapters.pin, name, pin))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
 
 
@@ -267,7 +274,7 @@ async def _change(service: "Service", name: str, call: Callable[[], None]) -> No
         await service.load(call)
     except AdapterNotFoundError:
         raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
-    except EngineClosedError as error:
+    except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
-    except LoRAError as error:  # no slot that could be pinned
+    except LoRAError as error:  # it could not be saved
         raise ApiError(500, INTERNAL, str(error)) from None

@@ -58,9 +58,13 @@ class ChatTemplate:
           variables: what the template is given beside: `add_generation_prompt`, and what a request adds.
 
         Raises:
-          LoRAUsageError: the template refuses the messages, fails, or goes beyond its bounds.
+          LoRAUsageError: the template refuses the messages, fails, or goes beyond its bounds; or a variable has the
+            name of what it is given anyway: messages, tools and the special tokens.
         """
-        given = {**variables, **self._tokens, "messages": [dict(message) for message in messages], "tools": None}
+        given = {**self._tokens, "messages": [dict(message) for message in messages], "tools": None}
+        if taken := sorted(given.keys() & variables.keys()):
+            raise LoRAUsageError(f"the chat template has a {taken[0]} of its own; leave it out")
+        given |= variables
         parts: list[str] = []
         left = self._max
         with _Deadline(_MAX_SECONDS):

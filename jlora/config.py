@@ -173,8 +173,16 @@ class LoRARequest:
             raise LoRAUsageError(f"LoRARequest.name must be a non-empty string, got {self.name!r}")
         if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
             raise LoRAUsageError(f"LoRARequest({self.name!r}): path must be a folder or a repo id, got {self.path!r}")
-        if not isinstance(self.local_only, bool):
-            raise LoRAUsageError(f"LoRARequest({self.name!r}): local_only must be a bool, got {self.local_only!r}")
+        for field in ("base_model_name", "revision"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise LoRAUsageError(
+                    f"LoRARequest({self.name!r}): {field} must be a non-empty string or None, got {value!r}"
+                )
+        for field in ("load_inplace", "local_only"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise LoRAUsageError(f"LoRARequest({self.name!r}): {field} must be a bool, got {value!r}")
         if self.is_3d_lora_weight is not None and not isinstance(self.is_3d_lora_weight, bool):
             raise LoRAUsageError(
                 f"LoRARequest({self.name!r}): is_3d_lora_weight must be a bool or None, got {self.is_3d_lora_weight!r}"

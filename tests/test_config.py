@@ -1,13 +1,14 @@
 """What `LoRAConfig` and `LoRARequest` accept and refuse."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora import LoRAConfig, LoRAError, LoRARequest
+from jlora import LoRAConfig, LoRAError, LoRARequest, LoRAUsageError
 
 
 def test_defaults():
@@ -95,3 +96,20 @@ def test_a_request_needs_a_name(name):
 def test_a_request_needs_a_path(path):
     with pytest.raises(LoRAError, match=r"LoRARequest.'sql'.: path must be"):
         LoRARequest("sql", path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("base_model_name", ["m"], "a non-empty string or None, got ['m']"),
+        ("base_model_name", "", "a non-empty string or None"),
+        ("revision", "", "a non-empty string or None"),
+        ("revision", 5, "a non-empty string or None"),
+        ("load_inplace", None, "a bool, got None"),
+        ("load_inplace", 1, "a bool"),
+        ("local_only", "yes", "a bool"),
+    ],
+)
+def test_a_request_is_of_the_right_kinds(field, value, what):
+    with pytest.raises(LoRAUsageError, match=re.escape(f"LoRARequest('sql'): {field} must be {what}")):
+        LoRARequest("sql", "x", **{field: value})

@@ -14,6 +14,7 @@ from jlora.manager.content import Content
 from jlora.manager.locks import Lock, Turns
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
+_FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again
 _exhaust = collections.deque[object](maxlen=0).extend
 POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which must not take a lock
 
@@ -209,4 +210,7 @@ class Loader:
             load.finish(result, error)
             if (load.error is None and load.content is None) or isinstance(load.error, LoadCancelled):
                 self.forget(load)
+            failed = [other for other in self._loads.values() if other.done and other.error is not None]
+            for other in failed[:-_FAILED]:
+                self.forget(other)
         load.tell()

@@ -146,7 +146,7 @@ class LoRAManager:
 
     def _build(self, rules: NameRules, memory: int, resolve: Callable[[LoRARequest], str] | None) -> None:
         config = self.config
-        index = SiteIndex(self._wrapped, rules)
+        self._index = index = SiteIndex(self._wrapped, rules)
         # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
         # for moments only, never while anything is read, cast or compiled.
         self._dispatch, self._books = locks = Lock(), Lock()
@@ -450,7 +450,8 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: nothing is saved there.
           AdapterFormatError: what is saved there is damaged; the message names the file.
-          AdapterMismatchError: it was saved beside another base model, or this manager cannot serve an adapter.
+          AdapterMismatchError: it was saved beside another base model, or by a manager with another `name_map` or
+            `skip`; or this manager cannot serve an adapter.
           NoFreeSlotError: no room for what is pinned, or for what can be loaded from nowhere else.
           LoRAUsageError: this manager has had adapters; the model lies on devices of several processes.
         """
@@ -468,7 +469,7 @@ class LoRAManager:
 
     def _base(self) -> str:
         if self._base_digest is None:
-            self._base_digest = base_digest(self.model)
+            self._base_digest = base_digest(self.model, self._index.said)
         return self._base_digest
 
     # --- slots --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.select import Nearest
@@ -48,6 +48,12 @@ class SiteIndex:
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._nearest: dict[str, Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
+
+    @property
+    def said(self) -> list[Any]:
+        """What the user and the model say of names; the rest follows from the sites."""
+        rules = [(rule.pattern, rule.flags, replacement) for rule, replacement in self._rules]
+        return [rules, [rule.pattern for rule in self._wrapped.skip], sorted(self._aliases.items())]
 
     def model_name(self, name: str) -> str:
         """The checkpoint name with the first rule of the name map that matches applied, and the model's own aliases."""

@@ -52,11 +52,12 @@ class Registry:
         """Make `content` the newest of its name."""
         self.last[content.name] = (content.generation, content.key)
         self._at_most += content.nbytes
+        shared = None
         if content.sample:
             shared = self._shared.get(content.sample)
             if shared is None or shared.blocks is not content.blocks:
                 shared = self._shared[content.sample] = Shared(content.blocks)
-            content.shared = shared
+        content.shared = shared
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 

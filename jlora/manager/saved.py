@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.locks import Lock
 from jlora.manager.registry import Registry
-from jlora.manager.saved_content import description, read_content, sync, write_content
+from jlora.manager.saved_content import description, make_folder, read_content, sync, write_content
 from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names
 from jlora.manager.slots import Slots
 
@@ -56,7 +56,7 @@ def save(
             return _taken(slots, registry, base, left_out)
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         _, contents = take()
         if weights or any(content.request is None for content in contents):
             with locked(folder / "contents.lock"):
@@ -78,11 +78,13 @@ def _save_contents(
     sync(folder)
     _clear(below, there)  # what a save left that did not end: nobody has seen that it is whole
     written: dict[str, Entry] = {}
+    sound = set[str]()  # of those that have no digest yet, what this save has seen whole: some may be the same
     try:
         _, contents = take()
         for content in contents:
             if content.digest not in there and (only is None or only(content)):
-                content.digest = write_content(content, below)
+                content.digest = write_content(content, below, sound)
+                sound.add(content.digest)
                 there.add(content.digest)
             if content.digest in there:
                 written[content.name] = _entry(content, False, content.digest)
@@ -121,15 +123,22 @@ def _commit(folder: Path, take: Callable[[], tuple[Names, list[Content]]], writt
 
 
 def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]) -> tuple[Names, list[Content]]:
-    """What the manager knows now, without weights, and its contents in the same order. Under its lock."""
+    """What the manager knows now, without weights, and its contents in the same order. Under its lock.
+
+    An interrupt may have left a name among the contents and among those that are known, or a content in two slots.
+    """
     contents = [registry.contents[name] for name in registry.contents if name not in without]
     names = Names(
         base=base,
         layers=layers_digest(slots),
         adapters=tuple(_entry(content, registry.contents.pinned(content.name), None) for content in contents),
-        slots=tuple(content.name for content in slots.by_use() if registry.newest(content)),
-        evicted=tuple(request for name, request in registry.known.items() if name not in without),
-        generations={n: (last, key if isinstance(key, str) else None) for n, (last, key) in registry.last.items()},
+        slots=tuple(dict.fromkeys(content.name for content in slots.by_use() if registry.newest(content))),
+        evicted=tuple(
+            request for name, request in registry.known.items() if name not in without and name not in registry.contents
+        ),
+        generations={
+            n: (last, key if key and isinstance(key, str) else None) for n, (last, key) in registry.last.items()
+        },
     )
     return names, contents
 
@@ -148,9 +157,10 @@ def _clear(below: Path, keep: Collection[str]) -> None:
 # --- what it was saved beside -----------------------------------------------------------------------------------------
 
 
-def base_digest(model: nnx.Module) -> str:
-    """What tells base models apart: of each parameter its path, shape and dtype, and its first two values."""
-    found = hashlib.sha256()
+def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
+    """What tells base models apart: of each parameter its path, shape and dtype, and its first two values. And what is
+    said of the names of their layers (`SiteIndex.said`)."""
+    found = hashlib.sha256(json.dumps(said, default=repr).encode())
     parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, parameter in sorted(parameters):
         array: Any = parameter.get_value()
@@ -189,7 +199,8 @@ def restore(
         if weights and names.base != base:
             raise AdapterMismatchError(
                 f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
-                "values. restore(path, weights=False) takes the names alone, and loads their adapters anew"
+                "values, or name_map or skip are others. restore(path, weights=False) takes the names alone, and loads "
+                "their adapters anew"
             )
         contents, left = _read_contents(folder, names, host, slots, registry, weights)
     generations = dict(names.generations)
@@ -275,13 +286,14 @@ def _read_content(
 def _fill_slots(names: Names, contents: dict[str, Content], slots: Slots) -> None:
     """Write those that were in slots, as many as fit, the least recently used first; and all that are pinned."""
     pinned = [contents[entry.name] for entry in names.adapters if entry.pinned]
-    by_use = [contents[name] for name in names.slots if name in contents]
-    wanted = list(dict.fromkeys([*pinned, *reversed(by_use)]))
-    plan = slots.plan(wanted, partly=True)
+    by_use = [content for name in names.slots if (content := contents.get(name)) is not None and content not in pinned]
+    plan = slots.plan(pinned, partly=True)  # alone: of others, those that few slots can hold would choose first
     for content in pinned:
         if plan[content] is None:
             raise NoFreeSlotError(
                 f"adapter {content.name!r} was pinned where it was saved, one of {len(pinned)} that were, and there is "
                 "no slot for it; raise max_loras"
             )
-    slots.carry_out({content: plan[content] for content in dict.fromkeys([*pinned, *by_use])}, wanted)
+    slots.carry_out(plan, pinned)
+    plan = slots.plan(by_use[::-1], partly=True)
+    slots.carry_out({content: plan[content] for content in by_use}, by_use)

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +31,13 @@ _ARRAY = "adapter"
 _TRAILER = 8  # bytes: how many those of `about` before them are
 
 
-def write_content(content: Content, folder: Path) -> str:
+def write_content(content: Content, folder: Path, sound: Collection[str] = ()) -> str:
     """Write a content into `folder` under the name that its digest gives it, which is returned.
 
+    What is there under that name stays, unless it was damaged since. That of `sound` is not looked at.
+
     Raises:
-      LoRAError: it could not be written; what there is of it is not under that name.
+      OSError, LoRAError: it could not be written; what there is of it is not under that name.
     """
     sites = list(dict.fromkeys(placement.site for placement in content.placements))
     ranks = _ranks(content.placements)
@@ -64,6 +67,8 @@ def write_content(content: Content, folder: Path) -> str:
     # One array: of several, the others would still be on their way where one fails.
     whole = np.concatenate([packed, about, np.frombuffer(len(about).to_bytes(_TRAILER, "little"), np.uint8)])
     digest = hashlib.sha256(whole.data).hexdigest()
+    if digest not in sound and (folder / digest).is_dir() and not _is_sound(folder / digest):
+        shutil.rmtree(folder / digest)
     if not (folder / digest).is_dir():
         with _orbax(folder / digest, f"adapter {content.name!r} could not be saved") as checkpointer:
             checkpointer.save(folder / digest, {_ARRAY: whole})
@@ -81,15 +86,7 @@ def read_content(
       AdapterMismatchError: these sites cannot serve it.
     """
     where = f"adapter {name!r}: {folder}"
-    with _orbax(folder, where, AdapterFormatError) as checkpointer:
-        found = checkpointer.metadata(folder).item_metadata.tree
-        if {key: (len(leaf.shape), leaf.dtype) for key, leaf in found.items()} != {_ARRAY: (1, np.uint8)}:
-            raise AdapterFormatError(f"{where}: holds other arrays than a saved adapter's")
-        if (size := found[_ARRAY].shape[0]) > _bytes_below(folder):  # a missing piece would be read as zeros
-            raise AdapterFormatError(f"{where}: is cut off: {size} bytes are promised")
-        whole = checkpointer.restore(folder)[_ARRAY]
-    if hashlib.sha256(whole.data).hexdigest() != folder.name:
-        raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    whole = _read(where, folder)
     end = len(whole) - _TRAILER
     start = end - int.from_bytes(bytes(whole[end:]), "little")
     about, packed = whole[start:end], whole[:start]
@@ -97,6 +94,7 @@ def read_content(
         said = json.loads(bytes(about))
         own = _sites(where, said["sites"], sites)
         placements = tuple(_placement(where, own, fields) for fields in said["placements"])
+        largest = max(placement.rank for placement in placements)
         ranks = _ranks(placements)
         factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
         at = 0
@@ -115,7 +113,7 @@ def read_content(
         fields: dict[str, Any] = said["adapter"]
         fields["unchecked"] = tuple(fields.get("unchecked", ()))
         adapter = Adapter(name=name, modules={}, **fields)
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise AdapterFormatError(f"{where}: is not a saved adapter: {type(error).__name__}: {error}") from error
     if not allow_nonfinite and not all(all_finite(half) for pair in factors.values() for half in pair):
         raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
@@ -125,10 +123,32 @@ def read_content(
         placements=placements,
         blocks=pack(chunks, factors),
         ranks=rank_vector(tuple(sites), placements),
-        rank=max(placement.rank for placement in placements),
+        rank=largest,
         about=adapter,
         digest=folder.name,
     )
+
+
+def _read(where: str, folder: Path) -> np.ndarray:
+    """The bytes that a folder holds. Raises AdapterFormatError where they are not those that it is named by."""
+    with _orbax(folder, where, AdapterFormatError) as checkpointer:
+        found = checkpointer.metadata(folder).item_metadata.tree
+        if {key: (len(leaf.shape), leaf.dtype) for key, leaf in found.items()} != {_ARRAY: (1, np.uint8)}:
+            raise AdapterFormatError(f"{where}: holds other arrays than a saved adapter's")
+        if (size := found[_ARRAY].shape[0]) > _bytes_below(folder):  # a missing piece would be read as zeros
+            raise AdapterFormatError(f"{where}: is cut off: {size} bytes are promised")
+        whole: np.ndarray = checkpointer.restore(folder)[_ARRAY]
+    if hashlib.sha256(whole.data).hexdigest() != folder.name:
+        raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    return whole
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        _read("", folder)
+    except AdapterFormatError:
+        return False
+    return True
 
 
 def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
@@ -145,7 +165,7 @@ def _sizes(spec: SlotSpec, rank: int) -> tuple[int, int]:
 
 
 def description(site: Site) -> dict[str, Any]:
-    """What a site must be like to take the factors of this one."""
+    """What a site must be like to take the factors of this one, and to be meant by the same names."""
     spec = site.spec
     return {
         "path": site.path,
@@ -155,6 +175,7 @@ def description(site: Site) -> dict[str, Any]:
         "in_features": spec.in_features,
         "out_sizes": list(spec.out_sizes),
         "rows": list(spec.rows),
+        "parts": {name: list(place) for name, place in site.parts.items()},
     }
 
 
@@ -239,6 +260,14 @@ def _sync_all(folder: Path) -> None:
             sync(Path(at, file))
         sync(Path(at))
     sync(folder.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, and see that they are on the disk. Raises OSError."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        sync(one.parent)
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jlora.config import LoRARequest
-from jlora.errors import AdapterFormatError
+from jlora.errors import AdapterFormatError, LoRAError
 from jlora.manager.saved_content import sync
 
 _FORMAT = 1
@@ -36,7 +36,7 @@ class Names:
     """What names.json says.
 
     Attributes:
-      base: tells base models apart.
+      base: tells base models apart, and what names of layers mean there.
       layers: tells apart what adapters are packed for.
       adapters: of the host cache, least recently used first.
       slots: the names of those in slots, least recently used first.
@@ -61,6 +61,7 @@ def write_names(folder: Path, names: Names) -> None:
 
     Raises:
       OSError: it could not be written.
+      LoRAError: nobody could read it; what was there stays.
     """
     saved = {
         "base": names.base,
@@ -70,6 +71,10 @@ def write_names(folder: Path, names: Names) -> None:
         "evicted": [asdict(request) for request in names.evicted],
         "generations": names.generations,
     }
+    try:
+        _parsed(json.loads(json.dumps(saved)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoRAError(f"{folder}: what the manager knows cannot be saved: {error!s:.200}") from error
     part = folder / f"{_FILE}.part"
     with open(part, "wb") as file:
         file.write(json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}).encode())
@@ -147,12 +152,7 @@ def _parsed(said: Any) -> Names:
 
 
 def _request(said: Any) -> LoRARequest:
-    request = LoRARequest(**said)
-    for value in (request.base_model_name, request.revision):
-        if value is not None:
-            _text(value)
-    _flag(request.load_inplace)
-    return request
+    return LoRARequest(**said)
 
 
 def _text(value: Any) -> str:

@@ -227,6 +227,9 @@ class Slots:
         victim = self.pool.table[slot]
         self.pool.write(slot, content, donate=self._may_donate(), only=only)
         self._ahead.pop(content, None)
+        for other, held in enumerate(self.pool.table):
+            if held is content and other != slot:  # it made room for others
+                self.pool.clear(other)
         if victim is not None and victim is not content:
             self._used.pop(victim, None)
             if victim.name != content.name:

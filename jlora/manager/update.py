@@ -73,7 +73,7 @@ def updated(
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
         same.sample, same.digest = b"", ""
-        same.on_host = False
+        same.on_host = same.copying = False
         return same, written
     had = {placement.module: placement for placement in content.placements}
     parts = _parts(names, where)
@@ -98,10 +98,14 @@ def updated(
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
+    on_host = content.on_host  # asked before the blocks, which are there first
+    kept: Sequence[Block] = _untouched(content.blocks, rows)
+    if not (on_device or on_host):
+        kept = to_host(kept)
     new = replace(
         content,
         placements=placements,
-        blocks=(*_untouched(content.blocks, rows), *written),
+        blocks=(*kept, *written),
         ranks=rank_vector(pool.sites, placements),
         rank=max(p.rank for p in placements),
         request=None,
@@ -109,6 +113,7 @@ def updated(
         sample=b"",
         digest="",
         on_host=not on_device,
+        copying=False,
         ahead=None,
         update_plan=plan,
     )

@@ -131,22 +131,34 @@ class Lookups:
 
     def _ask(self, name: str) -> LoRARequest | LoRAError:
         try:
-            answer: Any = self._resolve(name)
+            return _checked(name, self._resolve(name))
         except LoRAError as error:
             return error
         except BaseException as error:  # it is somebody else's code, and those who wait must hear of it
-            return LoRAError(f"adapter {name!r}: the resolver failed: {type(error).__name__}: {error!s:.500}")
-        if answer is None:
-            return AdapterNotFoundError(f"adapter {name!r} is not loaded, and the resolver knows none of that name")
-        if inspect.iscoroutine(answer):
-            answer.close()
-            return LoRAError(f"adapter {name!r}: the resolver is a coroutine function; it must be a plain one")
-        if not isinstance(answer, LoRARequest):
-            return LoRAError(
-                f"adapter {name!r}: the resolver returned {type(answer).__name__}, expected LoRARequest or None"
-            )
-        if answer.name != name:
-            return LoRAError(f"adapter {name!r}: the resolver returned a request for {answer.name!r:.300}")
-        if answer.load_inplace:
-            return LoRAError(f"adapter {name!r}: the resolver returned a request with load_inplace; add_lora replaces")
-        return answer
+            return LoRAError(f"adapter {name!r}: the resolver failed: {_words(error)}")
+
+
+def _checked(name: str, answer: Any) -> LoRARequest:
+    """What a resolver answered. Raises LoRAError where that is nothing to load, and what the answer itself raises."""
+    if answer is None:
+        raise AdapterNotFoundError(f"adapter {name!r} is not loaded, and the resolver knows none of that name")
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise LoRAError(f"adapter {name!r}: the resolver is a coroutine function; it must be a plain one")
+    if not isinstance(answer, LoRARequest):
+        raise LoRAError(
+            f"adapter {name!r}: the resolver returned {type(answer).__name__}, expected LoRARequest or None"
+        )
+    if answer.name != name:
+        raise LoRAError(f"adapter {name!r}: the resolver returned a request for {answer.name!r:.300}")
+    if answer.load_inplace:
+        raise LoRAError(f"adapter {name!r}: the resolver returned a request with load_inplace; add_lora replaces")
+    return answer
+
+
+def _words(error: BaseException) -> str:
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error!s:.500}"
+    except BaseException:  # its own words are somebody else's code, too
+        return kind

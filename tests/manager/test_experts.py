@@ -342,6 +342,34 @@ def test_no_room_for_experts(few):
         few.manager.prepare(["d1"]).close()
 
 
+def test_who_makes_room_leaves_a_free_slot(few, tmp_path):
+    """Both that lie in slots of experts are moved; one of these is free then, and what is saved can be restored."""
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)
+    for name in few.manager.slot_names[2:]:
+        few.manager.remove_adapter(name)
+    one, two = few.manager.slot_names[:2]
+    few.check(["e0", one, two, None, "e0", one], few.adapters)
+    assert sorted(few.manager.slot_names[:2], key=bool) == [None, "e0"]
+    assert sorted(few.manager.slot_names[2:]) == sorted([one, two])
+    few.manager.save(tmp_path)
+    few.manager.remove_all_adapters()
+    few.manager._registry.clear()
+    few.manager.restore(tmp_path)
+    assert {name for name in few.manager.slot_names if name} == {"e0", one, two}
+
+
+def test_what_is_pinned_gets_a_slot_before_experts_do(few, tmp_path):
+    few.check(["e0", "e1", "d0", "d1", None, "d0"], few.adapters)
+    for name in ("d0", "d1"):
+        few.manager.pin_adapter(name)
+    few.manager.save(tmp_path)
+    config = jlora.LoRAConfig(max_loras=3, max_expert_loras=2, max_lora_rank=4, max_cpu_loras=12)
+    smaller = jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), config)
+    smaller.restore(tmp_path)
+    assert {name for name, info in smaller.list_adapters().items() if info.pinned} == {"d0", "d1"}
+    assert set(smaller.slot_names) in ({"d0", "d1", "e0"}, {"d0", "d1", "e1"})
+
+
 def test_slots_of_experts_cost_nothing_beyond_their_number(few):
     slots = {site.path: site.spec.num_slots for site in few.manager._pool.sites}
     assert slots == {path: 2 if "experts" in path else 4 for path in slots}

@@ -1,6 +1,7 @@
 """Disks that fail or are full, processes that are killed, and files that lie: nothing wrong served, nothing lost."""
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.manager import saved_names
+from jlora.manager import saved_content, saved_names
 from tests.manager.test_saved import as_new, infos, request
 from tests.manager.tiny import make_adapter
 
@@ -259,6 +260,7 @@ LIES = {
     "a request for another": lambda said: said["adapters"][0].update(request={"name": "b", "path": "x"}),
     "a request of other fields": lambda said: said["evicted"].append({"name": "z", "path": "x", "run": "rm"}),
     "a request without a path": lambda said: said["evicted"].append({"name": "z", "path": ""}),
+    "a request of an empty revision": lambda said: said["evicted"].append({"name": "z", "path": "x", "revision": ""}),
     "a slot of nobody": lambda said: said["slots"].append("z"),
     "a slot twice": lambda said: said.update(slots=["a", "a"]),
     "no list": lambda said: said.update(adapters=3),
@@ -277,6 +279,62 @@ def test_names_that_make_no_sense(world, tmp_path, what):
     (tmp_path / "names.json").write_text(json.dumps(found))
     as_new(world)
     with pytest.raises(jlora.AdapterFormatError, match=r"names\.json: is not what a manager saves"):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+
+
+def of_first(index, value):
+    """Say something else of the first placement."""
+
+    def lie(said, factors):
+        said["placements"][0][index] = value
+        return factors
+
+    return lie
+
+
+def no_placements(said, factors):
+    said["placements"].clear()
+    return b""
+
+
+def no_fields(said, factors):
+    said["adapter"] = []
+    return factors
+
+
+CONTENT_LIES = {
+    "no fields": no_fields,
+    "no placements": no_placements,
+    "an alpha that no float holds": of_first(6, 10**400),
+    "a scaling that no float holds": of_first(7, 10**400),
+    "a slice that is not there": of_first(3, 9),
+}
+
+
+@pytest.mark.parametrize("what", CONTENT_LIES)
+def test_weights_that_make_no_sense(world, tmp_path, what):
+    """Their digests are right, too."""
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    contents = tmp_path / "contents"
+    (folder,) = contents.iterdir()
+    whole = saved_content._read("", folder).tobytes()
+    end = len(whole) - saved_content._TRAILER
+    start = end - int.from_bytes(whole[end:], "little")
+    said = json.loads(whole[start:end])
+    factors = CONTENT_LIES[what](said, whole[:start])
+    about = json.dumps(said).encode()
+    whole = factors + about + len(about).to_bytes(saved_content._TRAILER, "little")
+    digest = hashlib.sha256(whole).hexdigest()
+    with saved_content._orbax(contents / digest, "") as checkpointer:
+        checkpointer.save(contents / digest, {"adapter": np.frombuffer(whole, np.uint8)})
+    found = json.loads((tmp_path / "names.json").read_text())
+    found["saved"]["adapters"][0]["weights"] = digest
+    found["sha256"] = saved_names._digest(found["saved"])
+    (tmp_path / "names.json").write_text(json.dumps(found))
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match=r"adapter 'a': .*is not a saved adapter"):
         world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
 

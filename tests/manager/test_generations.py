@@ -392,3 +392,31 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["b", None, None])
     world.check(world.serve(["a", None, None]), [new, None, None])
+
+
+def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
+    """All of the new content is on the host, and nobody waits for it to be copied."""
+    manager = world.manager
+    manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
+    for name in "bc":
+        load(world, name)
+    for name in "ab":
+        manager.pin_adapter(name)
+    go, to_host = threading.Event(), host.to_host
+    monkeypatch.setattr(host, "to_host", lambda blocks: (go.wait(30), to_host(blocks))[1])
+    new = updated_on_device(world, "a", 3)
+    try:
+        name = "layers.0.q_proj"
+        changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
+        manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
+        content = manager._registry.contents["a"]
+        assert content.on_host
+        assert not content.copying
+        assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
+        with pytest.raises(jlora.NoFreeSlotError):
+            manager.prepare(["c", None, None])
+    finally:
+        go.set()
+    manager.deactivate_adapter("a")
+    want = dataclasses.replace(new, modules={**new.modules, name: changed})
+    world.check(world.serve(["a", None, "a"]), [want, None, want])

@@ -1,6 +1,8 @@
 """Adapters of the same weights under several names have their bytes on the host once, and count once."""
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,6 +77,15 @@ def test_another_scaling_is_another_content(world):
     world.manager.add_adapter(jlora.Adapter(name="b", modules=modules))
     contents = world.manager._registry.contents
     assert contents["a"].blocks is not contents["b"].blocks
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_an_update_lets_go_of_what_was_shared(world, kind):
+    world.manager.add_adapter(named("a"))
+    shared = weakref.ref(world.manager._registry.contents["a"].shared)
+    world.manager.update_adapter("a", {"layers.0.q_proj.lora_A.weight": kind(np.ones((4, 16), np.float32))})
+    gc.collect()
+    assert shared() is None
 
 
 def test_an_update_parts_them(world):

@@ -137,6 +137,18 @@ def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, st
     assert store.reads == ["a", "a"]
 
 
+def test_few_of_the_loads_that_fail_are_kept(world, tmp_path):
+    """Names may be made up, and nobody ask for them again; who asks for one of the last hears why it failed."""
+    requests = [jlora.LoRARequest(f"x{i}", tmp_path) for i in range(200)]
+    for request in requests:
+        assert isinstance(world.manager.prefetch(request).exception(30), jlora.AdapterFormatError)
+    assert set(world.manager._host.loader._loads) & set(requests) == set(requests[-64:])
+    with pytest.raises(jlora.AdapterFormatError, match="'x150'"):
+        world.manager.prepare([requests[150]], wait=False)
+    world.manager.prepare([requests[100]], wait=False)[0].close()  # tried anew
+    until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
+
+
 def test_a_cancelled_load_that_waits_for_its_turn_is_never_read(world, store):
     busy = [world.manager.prefetch(store.request(name)) for name in "abcd" if not store.closed.add(name)]
     for name in "abcd":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -189,6 +190,27 @@ def test_what_an_adapter_says_of_itself_comes_back(world, tmp_path):
 # --- other sizes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name_map": {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}}, "or name_map or skip are others"),
+        ({"skip": ["o_proj"]}, "or name_map or skip are others"),
+        ({"packed_modules": {"qkv_proj": {"q_proj": 16, "v_proj": 8, "k_proj": 8}}}, "'layers.0.qkv_proj' has parts"),
+    ],
+)
+def test_names_that_mean_other_layers_are_refused(world, tmp_path, options, message):
+    """What was placed by the old meaning; and the same file is another content."""
+    make_adapter("a", modules=["layers.0.q_proj", "layers.0.k_proj"]).save_pretrained(tmp_path / "a-0")
+    world.manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path / "saved")
+    other = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=1, max_lora_rank=MAX_RANK), **options)
+    with pytest.raises(jlora.AdapterMismatchError, match=message):
+        other.restore(tmp_path / "saved")
+    other.restore(tmp_path / "saved", weights=False)
+    other.hold("a").close()
+    assert other.list_adapters()["a"].generation > world.manager.list_adapters()["a"].generation
+
+
 @pytest.mark.slow
 def test_a_manager_of_other_sizes(served, tmp_path):
     """Fewer slots, a smaller cache, a larger rank: the pinned and the last used get the room, the rest is loaded."""
@@ -294,7 +316,9 @@ def test_names_are_saved_without_weights(served, tmp_path, monkeypatch):
     manager.save(tmp_path / "saved")
     written = []
     write = saved_content.write_content
-    monkeypatch.setattr(saved, "write_content", lambda content, at: written.append(content.name) or write(content, at))
+    monkeypatch.setattr(
+        saved, "write_content", lambda content, *at: written.append(content.name) or write(content, *at)
+    )
     manager.add_adapter(request(tmp_path, "f"))
     manager.pin_adapter("f")
     manager.remove_adapter("b")
@@ -356,17 +380,72 @@ def test_only_what_is_new_is_written(served, tmp_path, monkeypatch):
     assert manager.list_adapters() == {} == manager.list_evicted()
 
 
+def test_weights_that_were_damaged_are_written_anew(world, tmp_path):
+    """By a manager that has read the adapter again: there is a folder of that name."""
+    world.manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path / "saved")
+    (folder,) = (tmp_path / "saved" / "contents").iterdir()
+    (folder / "adapter" / "0").write_bytes(b"x")
+    as_new(world).manager.restore(tmp_path / "saved", weights=False)
+    world.serve(["a", None, None])
+    world.manager.save(tmp_path / "saved")
+    gone(tmp_path, "a")
+    as_new(world).manager.restore(tmp_path / "saved")
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+
+
+def test_what_an_interrupt_leaves_in_the_books(world, tmp_path):
+    """A name that was about to be evicted is saved as one of the host; a content in two slots, once."""
+    manager = world.manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.activate_adapter("a")
+    content = manager._registry.contents["a"]
+    manager._registry.known["a"] = content.request
+    manager._pool.write(1, content)
+    before = infos(world)
+    manager.save(tmp_path / "saved")
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert infos(world) == before
+    assert manager.list_evicted() == {}
+    assert manager.slot_names == ("a", None)
+
+
+def test_what_could_not_be_read_is_not_written(world, tmp_path):
+    """What was saved before stays, and the next save is not refused."""
+    manager = world.manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.save(tmp_path / "saved")
+    before = (tmp_path / "saved" / "names.json").read_bytes()
+    manager.add_adapter(request(tmp_path, "b"))
+    wrong = request(tmp_path, "b")
+    object.__setattr__(wrong, "revision", 5)
+    manager._registry.contents["b"].request = wrong
+    with pytest.raises(jlora.LoRAError, match=r"saved: what the manager knows cannot be saved: .*'b'.*revision"):
+        manager.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "names.json").read_bytes() == before
+    manager.remove_adapter("b")
+    manager.save(tmp_path / "saved")
+
+
+def test_new_folders_are_on_the_disk(world, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number))[1])
+    world.manager.save(tmp_path / "new" / "saved", weights=False)
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "saved"):
+        assert folder.stat().st_ino in synced
+
+
 def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkeypatch):
     """What came meanwhile is saved without its weights; what went is not there; and what changed, as it was."""
     manager, folder = served.manager, tmp_path / "saved"
     writing, go_on = threading.Event(), threading.Event()
     write = saved_content.write_content
 
-    def slow(content, below):
+    def slow(content, *below):
         if content.name == "d":
             writing.set()
             assert go_on.wait(60)
-        return write(content, below)
+        return write(content, *below)
 
     monkeypatch.setattr(saved, "write_content", slow)
     with ThreadPoolExecutor(1) as threads:

@@ -49,7 +49,7 @@ class Store:
         if name in self.hangs:
             assert self.go.wait(60)
         answer = self.answers.get(name, name)
-        if isinstance(answer, BaseException):
+        if issubclass(type(answer), BaseException):
             raise answer
         if answer != name:
             return answer
@@ -129,6 +129,19 @@ class Other(Exception):
     pass
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("there are no words")
+
+
+class Proxy:
+    """Of something that is away."""
+
+    @property
+    def __class__(self):
+        raise Other("what it stands for is away")
+
+
 async def later(name):
     return None
 
@@ -141,6 +154,8 @@ async def later(name):
         (AdapterFormatError("it is broken"), AdapterFormatError, "it is broken"),
         (Other("the store is away"), LoRAError, "'x': the resolver failed: Other: the store is away"),
         (SystemExit(3), LoRAError, "the resolver failed: SystemExit: 3"),
+        (Mute(), LoRAError, "the resolver failed: Mute$"),
+        pytest.param(Proxy(), LoRAError, "the resolver failed: Other: what it stands for is away", id="proxy"),
         ({"path": "y"}, LoRAError, "returned dict, expected LoRARequest or None"),
         (True, LoRAError, "returned bool"),
         (request_of("sort"), LoRAError, "a request for 'sort'"),

@@ -158,6 +158,8 @@ def test_weights_that_cannot_be_saved_are_told(world, tmp_path, begin, monkeypat
 class Full:
     """A state whose disk is full."""
 
+    behind = False
+
     def changed(self):
         raise LoRAError("/state: adapters could not be saved: No space left on device")
 
@@ -171,6 +173,38 @@ def test_what_is_not_saved_is_not_acknowledged(tmp_path, verb):
     answer = post(service, f"/v1/{verb}_lora_adapter", body)
     assert answer.status == 500
     assert "could not be saved: No space left on device" in answer.error["message"]
+
+
+class Disk:
+    """A manager that is saved to a disk, and what is there."""
+
+    def __init__(self, engine):
+        self.engine, self.full, self.names = engine, False, set(engine.loras)
+
+    def save(self, folder, *, weights=True, without=frozenset):
+        if self.full:
+            raise LoRAError("no space left")
+        self.names = set(self.engine.loras)
+
+
+@pytest.mark.parametrize(("verb", "status"), [("load", 400), ("unload", 404)])
+def test_what_was_not_saved_is_saved_before_it_is_acknowledged(tmp_path, verb, status):
+    """Who tries again while the disk is full fails again. Later there is nothing to do, and that is on the disk."""
+    engine = FakeEngine()
+    disk, state = Disk(engine), State(tmp_path / "state")
+    state.restore(disk)
+    service = make_service(engine, root=tmp_path)
+    service.adapters.state = state
+    (tmp_path / "new").mkdir()
+    body = {"lora_name": "new", "lora_path": "new"} if verb == "load" else {"lora_name": "sort"}
+    disk.full = True
+    assert [post(service, f"/v1/{verb}_lora_adapter", body).status for _ in range(2)] == [500, 500]
+    assert disk.names == {"sort", "reverse"}
+    disk.full = False
+    assert post(service, f"/v1/{verb}_lora_adapter", body).status == status
+    assert disk.names == ({"sort", "reverse", "new"} if verb == "load" else {"reverse"})
+    state.close()
+    end(state)
 
 
 # --- a server that is killed ------------------------------------------------------------------------------------------

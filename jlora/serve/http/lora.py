@@ -109,6 +109,11 @@ class Adapters:
         if self.state is not None:
             self.state.changed()
 
+    def catch_up(self) -> None:
+        """Before a change, which may find that it is made already: save what could not be saved. Raises LoRAError."""
+        if self.state is not None and self.state.behind:
+            self.state.changed()
+
     def known(self) -> Mapping[str, Known]:
         """Those of the engine, however they came there."""
         with self._books:
@@ -153,6 +158,7 @@ class Adapters:
           AdapterNotFoundError: there is none of that name.
         """
         with self._turn(name):
+            self.catch_up()
             self._engine.remove_lora(name)
             with self._books:
                 self._known.pop(name, None)
@@ -214,6 +220,7 @@ async def load_adapter(service: "Service", request: Request) -> Response:
     service.adapters.check_name(name)
 
     def load() -> None:
+        service.adapters.catch_up()
         if not inplace and name in service.adapters.known():  # whatever has become of its folder
             raise AdapterExistsError(name)
         found = service.adapters.places.find(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from jlora.manager.saved_content import make_folder
 from jlora.serve.http.log import log
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class State:
 
     Attributes:
       unloading: gives names that are saved as if they were removed already.
+      behind: whether the last change is not on the disk.
 
     Raises:
       LoRAError: another server has it, or it cannot be written.
@@ -33,9 +35,10 @@ class State:
 
     def __init__(self, folder: Path):
         self.unloading: Callable[[], Collection[str]] = frozenset
+        self.behind = False
         self._folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
         except BlockingIOError:
@@ -43,6 +46,7 @@ class State:
             raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
         except OSError as error:
             raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
+        self._saving = threading.Lock()  # one at a time: what failed, only a save that begins later makes good
         self._work = threading.Condition()
         self._dirty = self._closing = False
         self._thread: threading.Thread | None = None
@@ -67,7 +71,10 @@ class State:
 
     def changed(self) -> None:
         """See that names, requests and pins are on the disk. Raises LoRAError."""
-        self._manager.save(self._folder, weights=False, without=self.unloading)
+        with self._saving:
+            self.behind = True
+            self._manager.save(self._folder, weights=False, without=self.unloading)
+            self.behind = False
         with self._work:
             self._dirty = True
             if self._thread is None and not self._closing:

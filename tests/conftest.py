@@ -77,6 +77,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_is_left_stays() -> Iterator[None]:
+    """After a module, what JAX keeps of it is set aside: the collections of the others' tests need not look at it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)

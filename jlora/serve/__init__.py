@@ -2,6 +2,7 @@
 
 from jlora.serve.engine import Engine as Engine
 from jlora.serve.lookups import Resolve as Resolve
+from jlora.serve.model import ServableModel as ServableModel
 from jlora.serve.options import EngineOptions as EngineOptions
 from jlora.serve.request import MAX_LOGPROBS as MAX_LOGPROBS
 from jlora.serve.request import AdapterExistsError as AdapterExistsError
@@ -16,4 +17,3 @@ from jlora.serve.request import RequestTimeoutError as RequestTimeoutError
 from jlora.serve.request import SamplingParams as SamplingParams
 from jlora.serve.request import StepFailedError as StepFailedError
 from jlora.serve.request import TokenLogprob as TokenLogprob
-from jlora.serve.steps import ServableModel as ServableModel

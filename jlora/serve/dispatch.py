@@ -162,6 +162,7 @@ class Dispatcher:
             arrived.append(self._arrived.popleft())
             self._heard += 1
             arrived[-1].number = self._heard
+            self._live[self._heard] = arrived[-1]  # from here on: should this turn fail, it ends with the others
         now = time.monotonic()
         self._told |= woken
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
@@ -389,9 +390,8 @@ class Dispatcher:
             self._steps.reset()
 
     def _end_all(self, error: LoRAError) -> None:
-        for sequence in (self._filling, *self._rows, *(one.item for one in self._queue)):
-            if sequence is not None and not sequence.left:
-                self._end(sequence, error)
+        for sequence in tuple(self._live.values()):
+            self._end(sequence, error)
         self._refuse(error)
         self._compose()
         self._drawn.clear()

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.errors import LoRAError, NoFreeSlotError
+from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
 from jlora.serve.peers import Peers
@@ -260,11 +260,12 @@ class Dispatcher:
                     return None
                 self._compose()  # those that ended give up their slots
                 continue
-            except LoRAError as error:
-                self._end(sequence, error)
-                continue
             except Exception as error:  # as may the device, while a slot is written
-                self._end(sequence, LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}"))
+                if self._peers.count > 1 and not isinstance(error, AdapterNotFoundError):  # see `_failed`
+                    raise
+                if not isinstance(error, LoRAError):
+                    error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
+                self._end(sequence, error)
                 continue
             sequence.row = self._rows.index(None)
             if sequence.lora is not None:

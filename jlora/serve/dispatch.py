@@ -138,6 +138,8 @@ class Dispatcher:
             self._queue.add(Waiting(sequence.lora, sequence))
         for number, why in turn.over:
             self._over(self._live[number], why)
+        if turn.orders and self._stale:  # those that ended give up their adapters
+            self._compose()
         failed = self._loras.carry_out(turn.orders)
         if turn.looked:
             self._look(failed)

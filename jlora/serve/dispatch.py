@@ -152,7 +152,7 @@ class Dispatcher:
         if self._stale:  # what nobody runs with any more is let go at once
             self._compose()
         elif self._peers.leads:  # the others wait for it
-            self._signal.wait((_OFTEN if self._told else _POLL) if len(self._queue) else _IDLE)
+            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
 
     def _hear(self) -> Turn:

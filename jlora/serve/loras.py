@@ -242,8 +242,8 @@ class Loras:
                 if request is None:
                     raise removed(name)
                 load = self._manager.prefetch(request)
-            except LoRAError as error:
-                orders.append(Order("fail", name, error=error))
+            except Exception as error:  # as where there is no thread for it
+                orders.append(Order("fail", name, error=as_error(name, error)))
                 continue
             self._loads[name] = load
             load.add_done_callback(lambda _: self._wake())

@@ -243,8 +243,8 @@ class LorasInStep(Loras):
 
         try:
             future = self._manager.prefetch(request)
-        except LoRAError as error:
-            self._peers.tell(number, error)
+        except Exception as error:  # as in the process that leads
+            self._peers.tell(number, as_error(request.name, error))
             return
         self._reading[number] = future
         future.add_done_callback(told)

@@ -175,6 +175,8 @@ class Loras:
         for name in tuple(self._going):
             if self._waiting[name] or self._coming[name]:
                 continue
+            if (load := self._loads.get(name)) is not None:  # or it would come back
+                load.cancel()
             try:
                 self._manager.remove_adapter(name, timeout=0)
             except AdapterInUseError:  # a batch of somebody else; asked for again

@@ -156,13 +156,20 @@ class Loras:
 
     def _pin(self, name: str) -> None:
         self._manager.pin_adapter(name)
-        with self._lock:
-            self._pinned.add(name)
+        self._note_pin(name)
 
     def _unpin(self, name: str) -> None:
-        with self._lock:
-            self._pinned.discard(name)
         self._manager.unpin_adapter(name)
+        self._note_pin(name)
+
+    def _note_pin(self, name: str) -> None:
+        """As the manager has it now: another thread may have unpinned or unloaded it meanwhile."""
+        with self._lock:
+            info = self._manager.list_adapters().get(name)
+            if info is not None and info.pinned:
+                self._pinned.add(name)
+            else:
+                self._pinned.discard(name)
 
     def _known(self, name: str) -> bool:
         return name not in self._going and self._manager.level(name) is not None

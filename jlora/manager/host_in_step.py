@@ -57,7 +57,8 @@ class HostInStep(Host):
     def _arrived(self, load: Load, content: Content) -> bool:
         """It is kept until all processes let it in; the oldest go where there are too many."""
         with self._books():
-            if not self.loader.knows(load):  # another process could not read it, and nobody waits any more
+            # Another process could not read it, and nobody waits any more.
+            if load.unwanted or not self.loader.knows(load):
                 return True
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
@@ -136,8 +137,12 @@ class HostInStep(Host):
             raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
         return loads[0].request
 
-    def give_up(self, name: str | None = None) -> bool:
-        loads = self.loader.staged() if name is None else self.loader.named(name)
+    def give_up(self, what: LoRARequest | str | None = None) -> bool:
+        if isinstance(what, LoRARequest):
+            named = self.loader.named(what.name)
+            loads = [load for load in named if load.request == what and (load.done or load.content is not None)]
+        else:
+            loads = self.loader.staged() if what is None else self.loader.named(what)
         for load in loads:
             self._drop(load)
         return bool(loads)

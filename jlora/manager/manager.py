@@ -232,6 +232,18 @@ class LoRAManager:
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
 
+    def give_up(self, request: LoRARequest) -> bool:
+        """Forget what `prefetch` has read and, on a model over several processes, no call has let in yet.
+
+        What is still being read is given up by cancelling the future.
+
+        Returns:
+          Whether there was any. Never for a model of one process, where what is read is let in at once.
+        """
+        self._check_call("give_up")
+        with self._books():
+            return self._host.give_up(request)
+
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
         """New weights for an adapter, as a new generation, in the slot that it has: all of them or none.
 

@@ -50,7 +50,7 @@ class LorasInStep(Loras):
         self._asked: deque[tuple[Order, Future[Any]]] = deque()  # calls of other threads that have not been told of
         self._calls: dict[int, Future[Any]] = {}  # that have
         self._under_way: dict[int, _Load] = {}
-        self._reading: dict[int, Future[bool]] = {}  # in this process
+        self._reading: dict[int, tuple[Future[bool], LoRARequest]] = {}  # in this process
 
     # --- any thread of process 0 --------------------------------------------------------------------------------
 
@@ -210,11 +210,12 @@ class LorasInStep(Loras):
                 self._start(order.number, order.request)
             case "admit":
                 assert order.request is not None
-                self._reading.pop(order.number, None)
-                return manager.add_adapter(order.request)
+                try:
+                    return manager.add_adapter(order.request)
+                finally:  # also what was read of one that was there already
+                    self._forget(order.number)
             case "drop":
-                if (future := self._reading.pop(order.number, None)) is not None:
-                    future.cancel()
+                self._forget(order.number)
             case "fail":
                 assert order.error is not None
                 raise order.error
@@ -243,11 +244,20 @@ class LorasInStep(Loras):
 
         try:
             future = self._manager.prefetch(request)
-        except Exception as error:  # as in the process that leads
+        except Exception as error:  # as in `Loras.look`
             self._peers.tell(number, as_error(request.name, error))
             return
-        self._reading[number] = future
+        self._reading[number] = future, request
         future.add_done_callback(told)
+
+    def _forget(self, number: int) -> None:
+        """What was read, or is being read, unless another order is for the same."""
+        future, request = self._reading.pop(number, (None, None))
+        if future is None or request is None:
+            return
+        future.cancel()
+        if all(request != other for _, other in self._reading.values()):
+            self._manager.give_up(request)
 
 
 def _answer(call: "Future[Any]", result: Any) -> None:

@@ -246,7 +246,7 @@ class Loras:
             elif error is not None:
                 orders.append(Order("fail", name, error=as_error(name, error)))
         coming = {*self._loads, *(order.name for order in orders)}
-        for name, request in self.ahead(waiting, coming):
+        for name, request in self.ahead(waiting, coming, len(self._loads)):
             try:
                 if request is None:
                     raise removed(name)
@@ -258,10 +258,18 @@ class Loras:
             load.add_done_callback(lambda _: self._wake())
         return tuple(orders)
 
-    def ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
-        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where."""
+    def ahead(
+        self, waiting: Iterable[Sequence], coming: Collection[str], loads: int
+    ) -> Iterator[tuple[str, LoRARequest | None]]:
+        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where.
+
+        Args:
+          waiting: requests, in their order.
+          coming: what is not to be loaded now.
+          loads: how many are under way that requests wait for.
+        """
         room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
-        now, loads, seen = time.monotonic(), len(coming), set[str]()
+        now, seen = time.monotonic(), set[str]()
         for sequence in waiting:
             name = sequence.lora
             if name is None or name in seen:

@@ -146,7 +146,8 @@ class LorasInStep(Loras):
             orders += [Order("remove", name) for name in self._going if not (self._waiting[name] or self._coming[name])]
         orders += self._read()
         coming = {*(load.request.name for load in self._under_way.values()), *(order.name for order in orders)}
-        for name, request in self.ahead(waiting, coming):
+        loads = sum(load.call is None for load in self._under_way.values())
+        for name, request in self.ahead(waiting, coming, loads):
             if request is None:
                 orders.append(Order("fail", name, error=removed(name)))
             else:
@@ -165,7 +166,8 @@ class LorasInStep(Loras):
         with self._lock:
             for number, load in tuple(self._under_way.items()):
                 name = load.request.name
-                if load.call is not None and load.call.cancelled():
+                if load.call.cancelled() if load.call is not None else not self._waiting[name]:
+                    # Those that asked for it have left: it may hang, and others need its place.
                     orders.append(Order("drop", name, number))
                 elif load.error is not None and load.call is not None:
                     _answer(load.call, load.error)

@@ -42,7 +42,7 @@ class Loras:
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
         self._going: set[str] = set()  # unloaded, but some that wait need them
-        self._coming: Counter[str] = Counter()  # being added by callers
+        self._coming: Counter[str] = Counter()  # being added by callers, or read to be pinned
         self._infos = manager.list_adapters()  # of those that are there, or were added here, as they were then
         self._pinned = {name for name, info in self._infos.items() if info.pinned}
         self._held: dict[tuple[str, int], Held] = {}
@@ -77,7 +77,7 @@ class Loras:
                     self._infos[name] = info
         finally:
             with self._lock:
-                _one_less(self._coming, name)
+                one_less(self._coming, name)
             self._wake()
 
     def remove(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Loras:
     def not_wanted(self, name: str) -> None:
         """One request less waits for it: it has begun, or it has ended before."""
         with self._lock:
-            if not _one_less(self._waiting, name):
+            if not one_less(self._waiting, name):
                 if self._lookups is not None:
                     self._lookups.forget(name)
                 self._let_go()
@@ -347,7 +347,7 @@ def removed(name: str) -> LoRAError:
     return AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
 
 
-def _one_less(counts: Counter[str], name: str) -> int:
+def one_less(counts: Counter[str], name: str) -> int:
     """How many are left; of none nothing is kept."""
     counts[name] -= 1
     return counts[name] or counts.pop(name)

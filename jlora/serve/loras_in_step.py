@@ -16,7 +16,7 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.manager.manager import LoRAManager
 from jlora.serve.lookups import Lookups
-from jlora.serve.loras import Loras, as_error, removed
+from jlora.serve.loras import Loras, as_error, one_less, removed
 from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError
 from jlora.serve.sequence import Sequence
@@ -103,8 +103,17 @@ class LorasInStep(Loras):
     def _pin(self, name: str) -> None:
         if self._turns == "before":
             super()._pin(name)
-        else:
+            return
+        with self._lock:
+            self._coming[name] += 1
+        try:
+            if (request := self._manager.evicted(name)) is not None:  # read apart, not within a turn
+                self._load(request, None)
             self._order(Order("pin", name), None)
+        finally:
+            with self._lock:
+                one_less(self._coming, name)
+            self._wake()
 
     def _unpin(self, name: str) -> None:
         if self._turns == "before":

@@ -13,14 +13,14 @@ from itertools import count
 from typing import Any, Literal
 
 from jlora.config import LoRARequest
-from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, NoFreeSlotError
+from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.manager.manager import LoRAManager
 from jlora.serve.lookups import Lookups
 from jlora.serve.loras import Loras, as_error, one_less, removed
 from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError
 from jlora.serve.sequence import Sequence
-from jlora.serve.turn import Order
+from jlora.serve.turn import Order, Turn, written
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class LorasInStep(Loras):
             if call.cancelled():
                 continue
             if order.request is not None:
-                orders.append(self._begun(order.request, call))
+                orders += self._begun(order.request, call)
             else:
                 number = next(self._numbers)
                 self._calls[number] = call
@@ -160,14 +160,22 @@ class LorasInStep(Loras):
             if request is None:
                 orders.append(Order("fail", name, error=removed(name)))
             else:
-                orders.append(self._begun(request, None))
+                orders += self._begun(request, None)
         return tuple(orders)
 
-    def _begun(self, request: LoRARequest, call: "Future[Any] | None") -> Order:
-        number = next(self._numbers)
+    def _begun(self, request: LoRARequest, call: "Future[Any] | None") -> list[Order]:
+        order = Order("load", request.name, next(self._numbers), request)
+        try:
+            written(Turn(orders=(order,)))
+        except (TypeError, ValueError) as error:
+            wrong = LoRAUsageError(f"{request!r:.300} cannot be told to the other processes: {error!s:.200}")
+            if call is None:
+                return [Order("fail", request.name, error=wrong)]
+            _answer(call, wrong)
+            return []
         with self._lock:
-            self._under_way[number] = _Load(request, call)
-        return Order("load", request.name, number, request)
+            self._under_way[order.number] = _Load(request, call)
+        return [order]
 
     def _read(self) -> list[Order]:
         """What follows from what the processes have read."""

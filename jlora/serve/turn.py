@@ -5,7 +5,7 @@ requests and decides, and tells the others (`jlora.serve.peers`).
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jlora.errors
@@ -59,10 +59,15 @@ class Turn:
 
 
 _NOTHING = Turn()
+_OF_STEPS = ("temperature", "top_p", "top_k", "logprobs")  # what steps need of `SamplingParams`
 
 
 def written(turn: Turn) -> bytes:
-    """A turn as one line."""
+    """A turn as one line.
+
+    Raises:
+      TypeError, ValueError: a field of an adapter's request is nothing that JSON knows.
+    """
     if turn == _NOTHING:
         return b"{}\n"
     said: dict[str, Any] = {
@@ -91,7 +96,7 @@ def _of_sequence(one: Sequence) -> dict[str, Any]:
     return {
         "number": one.number,
         "prompt": list(one.prompt),
-        "params": asdict(one.params),
+        "params": {name: getattr(one.params, name) for name in _OF_STEPS},
         "seed": one.seed,
         "limit": one.limit,
         "stops": sorted(one.stops),
@@ -101,13 +106,10 @@ def _of_sequence(one: Sequence) -> dict[str, Any]:
 
 def _sequence(said: dict[str, Any]) -> Sequence:
     """As far as steps need it. Nobody hears its answer here, and its end is told."""
-    params: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in said["params"].items()
-    }
     return Sequence(
         number=said["number"],
         prompt=said["prompt"],
-        params=SamplingParams(**params),
+        params=SamplingParams(**said["params"]),
         seed=said["seed"],
         limit=said["limit"],
         stops=frozenset(said["stops"]),
@@ -121,7 +123,7 @@ def _sequence(said: dict[str, Any]) -> Sequence:
 
 def _of_order(one: Order) -> dict[str, Any]:
     error = None if one.error is None else (type(one.error).__name__, str(one.error))
-    return {**asdict(one), "error": error}
+    return {**asdict(replace(one, error=None)), "error": error}
 
 
 def _order(said: dict[str, Any]) -> Order:

@@ -28,6 +28,8 @@ from jlora.serve.turn import Turn, error_of, read, written
 
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 
+_HELLO = 10.0  # seconds that one who connects has to say who it is, while others wait
+
 Report = Callable[[int, int, LoRAError | None], None]
 """(load, process, error): a process has read an adapter, or could not."""
 
@@ -122,7 +124,7 @@ class Leader:
                     raise LoRAError(
                         f"{missing} of {self.count} processes did not come within {self._timeout:g} s"
                     ) from None
-                process = _let_in(one, secret, self.count)
+                process = _let_in(one, secret, self.count, min(deadline, time.monotonic() + _HELLO))
                 if process is None or process in came:
                     one.close()
                 else:
@@ -259,15 +261,20 @@ def _server(backlog: int) -> Generator[tuple[socket.socket, str], None, None]:
         yield server, host
 
 
-def _let_in(one: socket.socket, secret: str, count: int) -> int | None:
-    """Which process this is; None for somebody else."""
+def _let_in(one: socket.socket, secret: str, count: int, deadline: float) -> int | None:
+    """Which process this is; None for somebody else, or who has not said all by the deadline."""
+    line = b""
     try:
-        one.settimeout(10)
-        with one.makefile("rb") as lines:
-            process, said = json.loads(lines.readline(1024))
+        while not line.endswith(b"\n") and len(line) < 1024:
+            one.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = one.recv(1024 - len(line))
+            if not data:
+                return None
+            line += data
+        process, said = json.loads(line)
         known = isinstance(said, str) and hmac.compare_digest(said.encode(), secret.encode())
         return process if known and isinstance(process, int) and 0 < process < count else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

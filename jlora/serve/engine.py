@@ -153,7 +153,7 @@ class Engine:
           EngineClosedError: it failed, or process 0 is gone, or this process called `close` before.
           LoRAUsageError: this process takes requests itself, or the engine was not started.
         """
-        if self._peers.leads or self._state == "new":
+        if self._peers.leads or self._dispatcher.thread.ident is None:
             raise LoRAUsageError("follow is for an engine that was started in a process that another one leads")
         self._dispatcher.thread.join()
         self.close()

@@ -88,6 +88,7 @@ class LorasInStep(Loras):
             super().remove(name)
             return
         with self._lock:
+            self._check_turns()
             self._check(name)
             self._going.add(name)
         self._wake()
@@ -97,6 +98,8 @@ class LorasInStep(Loras):
             return super()._load(request, timeout)
         try:
             return self._order(Order("load", request.name, request=request), timeout)
+        except LoadTimeoutError:  # the load's own
+            raise
         except FutureTimeoutError:
             raise LoadTimeoutError(f"adapter {request.name!r}: loading it took more than {timeout} s") from None
 
@@ -124,14 +127,17 @@ class LorasInStep(Loras):
     def _order(self, order: Order, timeout: float | None) -> Any:
         call: Future[Any] = Future()
         with self._lock:
-            if self._turns == "over":
-                raise EngineClosedError("the engine is closed, or has failed")
+            self._check_turns()
             self._asked.append((order, call))
         self._wake()
         try:
             return call.result(timeout)
         finally:
             call.cancel()  # nobody waits any more: the load is given up
+
+    def _check_turns(self) -> None:
+        if self._turns == "over":
+            raise EngineClosedError("the engine is closed, or has failed")
 
     def _let_go(self) -> None:
         if self._turns == "before":

@@ -101,7 +101,7 @@ class Leader:
         self.count = count
         self._name = name
         self._timeout = timeout
-        self._others: list[socket.socket] = []
+        self._others: dict[int, socket.socket] = {}  # by process
         self._report: Report | None = None
         self._lost: Callable[[int], None] | None = None
         self._closed = False
@@ -114,32 +114,30 @@ class Leader:
             assert service is not None
             service.key_value_set(self._name, json.dumps([host, server.getsockname()[1], secret]))
             deadline = time.monotonic() + self._timeout
-            came: dict[int, socket.socket] = {}
-            while len(came) < self.count - 1:
+            while len(self._others) < self.count - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     one, _ = server.accept()
                 except TimeoutError:
-                    missing = self.count - 1 - len(came)
+                    missing = self.count - 1 - len(self._others)
                     raise LoRAError(
                         f"{missing} of {self.count} processes did not come within {self._timeout:g} s"
                     ) from None
                 process = _let_in(one, secret, self.count, min(deadline, time.monotonic() + _HELLO))
-                if process is None or process in came:
+                if process is None or process in self._others:
                     one.close()
                 else:
-                    came[process] = one
+                    self._others[process] = one
             service.key_value_delete(self._name)
-        for process, one in came.items():
+        for process, one in self._others.items():
             one.settimeout(self._timeout)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._hear, args=(process, one), name="jlora-serve-peer", daemon=True).start()
-        self._others = [came[process] for process in sorted(came)]
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
         turn = hear()
         line = written(turn)
-        for process, one in enumerate(self._others, 1):
+        for process, one in self._others.items():
             try:
                 one.sendall(line)
             except OSError as error:
@@ -152,7 +150,7 @@ class Leader:
 
     def close(self) -> None:
         self._closed = True
-        for one in self._others:
+        for one in self._others.values():
             _shut(one)
 
     def _hear(self, process: int, one: socket.socket) -> None:
@@ -203,10 +201,10 @@ class Follower:
             raise LoRAError(
                 f"process 0 was not there within {self._timeout:g} s, or cannot be reached: {first}"
             ) from None
+        self._leader, self._lines = leader, leader.makefile("rb")
         leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         leader.sendall(json.dumps([jax.process_index(), secret]).encode() + b"\n")
         leader.settimeout(None)
-        self._leader, self._lines = leader, leader.makefile("rb")
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
         try:
@@ -227,6 +225,7 @@ class Follower:
     def close(self) -> None:
         if self._leader is not None:
             _shut(self._leader)
+            self._lines.close()  # which keeps the socket open
 
 
 def peers_of(model: Any, timeout: float) -> Peers:

@@ -173,7 +173,7 @@ class LorasInStep(Loras):
         order = Order("load", request.name, next(self._numbers), request)
         try:
             written(Turn(orders=(order,)))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a field of it may be anything
             wrong = LoRAUsageError(f"{request!r:.300} cannot be told to the other processes: {error!s:.200}")
             if call is None:
                 return [Order("fail", request.name, error=wrong)]

@@ -63,11 +63,7 @@ _OF_STEPS = ("temperature", "top_p", "top_k", "logprobs")  # what steps need of 
 
 
 def written(turn: Turn) -> bytes:
-    """A turn as one line.
-
-    Raises:
-      TypeError, ValueError: a field of an adapter's request is nothing that JSON knows.
-    """
+    """A turn as one line."""
     if turn == _NOTHING:
         return b"{}\n"
     said: dict[str, Any] = {

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from jlora.config import LoRARequest
@@ -87,7 +88,8 @@ class Engine:
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
-        self._peers = peers_of(model, manager.config.process_timeout)
+        same = repr(replace(options, max_model_len=self._longest))
+        self._peers = peers_of(model, manager.config.process_timeout, same)
         self._lookups: Lookups | None = None
         if resolve is not None:
             most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)

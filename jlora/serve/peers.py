@@ -53,7 +53,7 @@ class Peers(Protocol):
           lost: hears of a process that is gone before this one has closed.
 
         Raises:
-          LoRAError: they did not come in time.
+          LoRAError: they did not come in time, or with other options. One that follows hears of that in `share`.
         """
         ...
 
@@ -97,10 +97,11 @@ class Leader:
 
     leads = True
 
-    def __init__(self, name: str, count: int, timeout: float):
+    def __init__(self, name: str, count: int, timeout: float, options: str):
         self.count = count
         self._name = name
         self._timeout = timeout
+        self._options = options
         self._others: dict[int, socket.socket] = {}  # by process
         self._report: Report | None = None
         self._lost: Callable[[int], None] | None = None
@@ -123,11 +124,16 @@ class Leader:
                     raise LoRAError(
                         f"{missing} of {self.count} processes did not come within {self._timeout:g} s"
                     ) from None
-                process = _let_in(one, secret, self.count, min(deadline, time.monotonic() + _HELLO))
+                process, options = _let_in(one, secret, self.count, min(deadline, time.monotonic() + _HELLO))
                 if process is None or process in self._others:
                     one.close()
-                else:
-                    self._others[process] = one
+                    continue
+                self._others[process] = one
+                if options != self._options:
+                    raise LoRAError(
+                        f"process 0 has an engine with {self._options}, and process {process} one with {options}: all "
+                        "must be made with the same arguments"
+                    )
             service.key_value_delete(self._name)
         for process, one in self._others.items():
             one.settimeout(self._timeout)
@@ -182,10 +188,11 @@ class Follower:
 
     leads = False
 
-    def __init__(self, name: str, count: int, timeout: float):
+    def __init__(self, name: str, count: int, timeout: float, options: str):
         self.count = count
         self._name = name
         self._timeout = timeout
+        self._options = options
         self._lock = threading.Lock()
         self._leader: socket.socket | None = None
         self._lines: Any = None
@@ -203,7 +210,7 @@ class Follower:
             ) from None
         self._leader, self._lines = leader, leader.makefile("rb")
         leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        leader.sendall(json.dumps([jax.process_index(), secret]).encode() + b"\n")
+        leader.sendall(json.dumps([jax.process_index(), secret, self._options]).encode() + b"\n")
         leader.settimeout(None)
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
@@ -228,12 +235,13 @@ class Follower:
             self._lines.close()  # which keeps the socket open
 
 
-def peers_of(model: Any, timeout: float) -> Peers:
+def peers_of(model: Any, timeout: float, options: str) -> Peers:
     """This process among those with devices on which the model lies.
 
     Args:
       model: an `nnx.Module`.
       timeout: seconds to wait for the others, and for one that is slow to listen.
+      options: what must be the same in all.
 
     Raises:
       LoRAUsageError: the model lies on a part of the processes only.
@@ -244,7 +252,7 @@ def peers_of(model: Any, timeout: float) -> Peers:
     if processes != list(range(jax.process_count())):
         raise LoRAUsageError(f"an engine serves from all {jax.process_count()} processes; the model is on {processes}")
     name = f"jlora/serve/{next(_numbers['engine'])}"
-    return (Leader if jax.process_index() == 0 else Follower)(name, len(processes), timeout)
+    return (Leader if jax.process_index() == 0 else Follower)(name, len(processes), timeout, options)
 
 
 @contextmanager
@@ -260,21 +268,21 @@ def _server(backlog: int) -> Generator[tuple[socket.socket, str], None, None]:
         yield server, host
 
 
-def _let_in(one: socket.socket, secret: str, count: int, deadline: float) -> int | None:
-    """Which process this is; None for somebody else, or who has not said all by the deadline."""
+def _let_in(one: socket.socket, secret: str, count: int, deadline: float) -> tuple[int | None, object]:
+    """Which process this is, and its options; None for somebody else, or who has not said all by the deadline."""
     line = b""
     try:
         while not line.endswith(b"\n") and len(line) < 1024:
             one.settimeout(max(deadline - time.monotonic(), 0.001))
             data = one.recv(1024 - len(line))
             if not data:
-                return None
+                return None, None
             line += data
-        process, said = json.loads(line)
+        process, said, options = json.loads(line)
         known = isinstance(said, str) and hmac.compare_digest(said.encode(), secret.encode())
-        return process if known and isinstance(process, int) and 0 < process < count else None
+        return (process, options) if known and isinstance(process, int) and 0 < process < count else (None, None)
     except (OSError, ValueError, TypeError, RecursionError):
-        return None
+        return None, None
 
 
 def _shut(one: socket.socket) -> None:

@@ -63,14 +63,14 @@ def test_a_turn_is_read_as_it_was_written():
 @pytest.mark.parametrize(
     ("said", "process"),
     [
-        (b'[1, "secret"]\n', 1),
-        (b'[2, "secret"]\n', 2),
-        (b'[3, "secret"]\n', None),
-        (b'[0, "secret"]\n', None),
-        (b'["1", "secret"]\n', None),
-        (b'[1, "wrong"]\n', None),
-        (b'[1, "secret"', None),
-        (b"[1]\n", None),
+        (b'[1, "secret", "same"]\n', 1),
+        (b'[2, "secret", "same"]\n', 2),
+        (b'[3, "secret", "same"]\n', None),
+        (b'[0, "secret", "same"]\n', None),
+        (b'["1", "secret", "same"]\n', None),
+        (b'[1, "wrong", "same"]\n', None),
+        (b'[1, "secret", "same"', None),
+        (b'[1, "secret"]\n', None),
         (b"{}\n", None),
         (b"\xff\n", None),
         (b"[" * 1024, None),
@@ -83,7 +83,8 @@ def test_who_does_not_know_the_secret_is_not_let_in(said, process):
     with here, there:
         there.sendall(said)
         there.shutdown(socket.SHUT_WR)
-        assert _let_in(here, "secret", 3, time.monotonic() + 30) == process
+        found = _let_in(here, "secret", 3, time.monotonic() + 30)
+        assert found == ((None, None) if process is None else (process, "same"))
 
 
 def test_who_says_it_byte_by_byte_is_waited_for_no_longer_than_others():
@@ -98,7 +99,7 @@ def test_who_says_it_byte_by_byte_is_waited_for_no_longer_than_others():
     with here, there:
         thread.start()
         started = time.monotonic()
-        assert _let_in(here, "secret", 3, started + 0.1) is None
+        assert _let_in(here, "secret", 3, started + 0.1) == (None, None)
         assert time.monotonic() - started < 5  # all of it would take ten
         stop.set()
         thread.join()
@@ -128,7 +129,7 @@ def nothing(*_):
 
 
 def test_nothing_stays_open_where_not_all_come(service):
-    leader, follower = Leader("x", 3, 0.5), Follower("x", 3, 30)
+    leader, follower = Leader("x", 3, 0.5, "same"), Follower("x", 3, 30, "same")
     with ThreadPoolExecutor() as pool:
         meeting = pool.submit(leader.meet, nothing, nothing)
         follower.meet(nothing, nothing)
@@ -140,6 +141,19 @@ def test_nothing_stays_open_where_not_all_come(service):
     follower.close()
     assert follower._lines.closed
     assert [one.fileno() for one in (follower._leader, *leader._others.values())] == [-1, -1]
+
+
+def test_engines_that_differ_do_not_serve_together(service):
+    leader, follower = Leader("x", 2, 30, "four rows"), Follower("x", 2, 30, "eight rows")
+    with ThreadPoolExecutor() as pool:
+        meeting = pool.submit(leader.meet, nothing, nothing)
+        follower.meet(nothing, nothing)
+        with pytest.raises(LoRAError, match="process 0 has an engine with four rows, and process 1 one with eight"):
+            meeting.result(30)
+    leader.close()
+    with pytest.raises(EngineClosedError, match="process 0 is gone"):
+        follower.share(Turn)
+    follower.close()
 
 
 def test_follow_needs_an_engine_that_has_started():

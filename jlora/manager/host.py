@@ -171,12 +171,12 @@ class Host:
         """What becomes of the content of a load."""
         return self.admit(content, load.request.load_inplace, load.patience, load)
 
-    def give_up(self, what: LoRARequest | str | None = None) -> bool:
-        """Drop what is loaded and not let in yet, for a request; or also what is being loaded, of a name or of all.
-
-        False if nothing is.
-        """
+    def give_up(self, name: str | None = None) -> bool:
+        """Drop what is loaded, or being loaded, and not let in yet: of a name or of all. False if nothing is."""
         return False
+
+    def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
+        """See `LoRAManager.give_up`."""
 
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""

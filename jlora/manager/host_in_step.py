@@ -137,15 +137,16 @@ class HostInStep(Host):
             raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
         return loads[0].request
 
-    def give_up(self, what: LoRARequest | str | None = None) -> bool:
-        if isinstance(what, LoRARequest):
-            named = self.loader.named(what.name)
-            loads = [load for load in named if load.request == what and (load.done or load.content is not None)]
-        else:
-            loads = self.loader.staged() if what is None else self.loader.named(what)
+    def give_up(self, name: str | None = None) -> bool:
+        loads = self.loader.staged() if name is None else self.loader.named(name)
         for load in loads:
             self._drop(load)
         return bool(loads)
+
+    def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
+        for load in self.loader.named(request.name):
+            if load.request == request and (reading or load.done or load.content is not None):
+                self._drop(load)
 
     def _together(
         self, what: str, stage: Callable[[], Content | None], patience: Patience, wait: bool = True

@@ -194,9 +194,10 @@ class LorasInStep(Loras):
                     orders.append(Order("drop", name, number))
                 elif load.error is not None and load.call is not None:
                     _answer(load.call, load.error)
-                    orders.append(Order("drop", name, number))
+                    orders.append(Order("drop", name, number, error=load.error))
                 elif load.error is not None:
-                    orders += [Order("drop", name, number), Order("fail", name, error=load.error)]
+                    orders.append(Order("drop", name, number, error=load.error))
+                    orders.append(Order("fail", name, error=load.error))
                 elif len(load.came) == self._peers.count:
                     if load.call is not None:
                         self._calls[number] = load.call
@@ -239,8 +240,8 @@ class LorasInStep(Loras):
                     return manager.add_adapter(order.request)
                 finally:  # also what was read of one that was there already
                     self._forget(order.number)
-            case "drop":
-                self._forget(order.number)
+            case "drop":  # if one could not read it, who asks again has a reason: all read it anew
+                self._forget(order.number, reading=order.error is not None)
             case "fail":
                 assert order.error is not None
                 raise order.error
@@ -275,14 +276,14 @@ class LorasInStep(Loras):
         self._reading[number] = future, request
         future.add_done_callback(told)
 
-    def _forget(self, number: int) -> None:
-        """What was read, or is being read, unless another order is for the same."""
+    def _forget(self, number: int, *, reading: bool = False) -> None:
+        """What was read, unless another order is for the same. See `LoRAManager.give_up`."""
         future, request = self._reading.pop(number, (None, None))
         if future is None or request is None:
             return
         future.cancel()
         if all(request != other for _, other in self._reading.values()):
-            self._manager.give_up(request)
+            self._manager.give_up(request, reading=reading)
 
 
 def _answer(call: "Future[Any]", result: Any) -> None:

@@ -29,7 +29,7 @@ class Order:
       name: of the adapter.
       number: of the load, or of the call that waits for the order; 0 for none.
       request: what to load.
-      error: why it failed.
+      error: why it failed; for "drop", too.
     """
 
     kind: Literal["fail", "load", "admit", "drop", "remove", "pin", "unpin"]

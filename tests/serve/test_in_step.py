@@ -206,8 +206,8 @@ class Manager:
             raise self.fails
         return Future()
 
-    def give_up(self, request):
-        self.given_up.append(request.name)
+    def give_up(self, request, *, reading):
+        self.given_up.append((request.name, reading))
 
     def add_adapter(self, request):
         self.there.add(request.name)
@@ -269,7 +269,7 @@ def test_reads_of_callers_and_those_that_nobody_waits_for_keep_no_place(two):
     two.loras.not_wanted("w2")
     del waiting[2]
     assert list(two.turn(*waiting)) == [("drop", "w2"), ("load", "w4")]
-    assert two.manager.given_up == ["w2"]
+    assert two.manager.given_up == [("w2", False)]  # it may hang, and who asks again waits for it
     for i in range(5):
         two.came(told["load", f"call{i}"])
     assert list(two.turn(*waiting)) == [("admit", f"call{i}") for i in range(5)]
@@ -286,10 +286,16 @@ def test_what_was_read_is_forgotten_unless_another_order_is_for_the_same(two):
     assert two.manager.given_up == []
     two.came(numbers[1])
     assert two.turn() == {("admit", "a"): numbers[1]}
-    assert two.manager.given_up == ["a"]
+    assert two.manager.given_up == [("a", False)]
     with pytest.raises(AdapterNotFoundError, match="not here"):
         first.result(30)
     assert second.result(30) is None
+    third = two.call(two.loras.add, request_of("b"), None)
+    two.came(two.turn()["load", "b"], AdapterNotFoundError("not here"))
+    assert list(two.turn()) == [("drop", "b")]
+    assert two.manager.given_up == [("a", False), ("b", True)]  # what one of them reads still is of no use
+    with pytest.raises(AdapterNotFoundError, match="not here"):
+        third.result(30)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), AdapterNotFoundError("no 'a'")])

@@ -103,6 +103,7 @@ class Leader:
         self._timeout = timeout
         self._options = options
         self._others: dict[int, socket.socket] = {}  # by process
+        self._threads: list[threading.Thread] = []  # that hear them
         self._report: Report | None = None
         self._lost: Callable[[int], None] | None = None
         self._closed = False
@@ -138,7 +139,9 @@ class Leader:
         for process, one in self._others.items():
             one.settimeout(self._timeout)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._hear, args=(process, one), name="jlora-serve-peer", daemon=True).start()
+            thread = threading.Thread(target=self._hear, args=(process, one), name="jlora-serve-peer", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
         turn = hear()
@@ -158,6 +161,8 @@ class Leader:
         self._closed = True
         for one in self._others.values():
             _shut(one)
+        for thread in self._threads:
+            thread.join()
 
     def _hear(self, process: int, one: socket.socket) -> None:
         """What another process says, until it is gone."""

@@ -50,6 +50,7 @@ class World:
     def resolve(self, request: jlora.LoRARequest) -> str:
         if self.me == 1:
             if request.name.startswith("lame"):
+                time.sleep(0.1)  # process 0 has read it
                 return str(self.folder / "nowhere")
             if request.name == "false":
                 return str(DEMO / "adapters" / "swap")
@@ -201,15 +202,17 @@ def generations(world: World) -> None:
 
 @scenario
 def replaced_whenever_requests_end(world: World) -> None:
+    """Beside others that go on."""
     world.engine.add_lora(world.request("guest", "sort"))
     stop = threading.Event()
 
-    def ask() -> None:
+    def ask(lora: str | None, params: SamplingParams) -> None:
         while not stop.is_set():
-            assert world.answer("guest", SamplingParams(temperature=0, max_tokens=1)) == RIGHT["sort"][0]
+            world.answer(lora, params)
 
     with ThreadPoolExecutor() as pool:
-        asking = [pool.submit(ask) for _ in range(2)]
+        short = SamplingParams(temperature=0, max_tokens=1)
+        asking = [pool.submit(ask, *one) for one in (("guest", short), (None, LONG))]
         try:
             for _ in range(20):
                 world.engine.add_lora(world.request("guest", "sort", load_inplace=True))

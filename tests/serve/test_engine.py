@@ -254,16 +254,16 @@ def test_pieces_come_one_by_one_and_make_up_the_answer(world):
 def test_cancel_ends_a_request_that_runs_and_one_that_waits(world):
     with world.paused() as go:
         running = [world.engine.submit(WORD, LONG, lora="sort") for _ in range(ROWS)]
-        waiting = world.engine.submit(WORD, GREEDY)
+        waiting = world.engine.submit(WORD, GREEDY, lora="sort")
         while world.engine.stats().running < ROWS:
             time.sleep(0.005)
         assert world.engine.stats().waiting == 1
+        waiting.cancel()  # before there is a row for it
+        assert waiting.result(60) == type(waiting.result())("", (), (), "abort", len(WORD) + 1)
         running[0].cancel()
-        waiting.cancel()
         go.set()
         assert running[0].result(60).finish_reason == "abort"
         assert len(running[0].result().tokens) < 40
-        assert waiting.result(60) == type(waiting.result())("", (), (), "abort", len(WORD) + 1)
         assert [one.result(60).finish_reason for one in running[1:]] == ["length"] * 3
     running[1].cancel()  # too late, and harmless
     assert running[1].result().finish_reason == "length"

@@ -175,6 +175,9 @@ class Host:
         """Drop what is loaded, or being loaded, and not let in yet: of a name or of all. False if nothing is."""
         return False
 
+    def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
+        """See `LoRAManager.give_up`."""
+
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""
         with _logged(adapter.name, None):

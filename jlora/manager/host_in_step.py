@@ -57,7 +57,8 @@ class HostInStep(Host):
     def _arrived(self, load: Load, content: Content) -> bool:
         """It is kept until all processes let it in; the oldest go where there are too many."""
         with self._books():
-            if not self.loader.knows(load):  # another process could not read it, and nobody waits any more
+            # Another process could not read it, and nobody waits any more.
+            if load.unwanted or not self.loader.knows(load):
                 return True
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
@@ -141,6 +142,11 @@ class HostInStep(Host):
         for load in loads:
             self._drop(load)
         return bool(loads)
+
+    def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
+        for load in self.loader.named(request.name):
+            if load.request == request and (reading or load.done or load.content is not None):
+                self._drop(load)
 
     def _together(
         self, what: str, stage: Callable[[], Content | None], patience: Patience, wait: bool = True

@@ -233,6 +233,20 @@ class LoRAManager:
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
 
+    def give_up(self, request: LoRARequest, *, reading: bool = False) -> None:
+        """Forget what `prefetch` has read and, on a model over several processes, no call has let in yet.
+
+        On a model of one process there is none: what is read is let in at once.
+
+        Args:
+          request: what was read.
+          reading: whether what is still being read is of no use either, and the next load begins anew. If not, that
+            load may join it; cancelling the future ends it.
+        """
+        self._check_call("give_up")
+        with self._books():
+            self._host.give_up_request(request, reading=reading)
+
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
         """New weights for an adapter, as a new generation, in the slot that it has: all of them or none.
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.errors import LoRAError, NoFreeSlotError
+from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
 from jlora.serve.peers import Peers
@@ -138,6 +138,8 @@ class Dispatcher:
             self._queue.add(Waiting(sequence.lora, sequence))
         for number, why in turn.over:
             self._over(self._live[number], why)
+        if turn.orders and self._stale:  # those that ended give up their adapters
+            self._compose()
         failed = self._loras.carry_out(turn.orders)
         if turn.looked:
             self._look(failed)
@@ -150,7 +152,7 @@ class Dispatcher:
         if self._stale:  # what nobody runs with any more is let go at once
             self._compose()
         elif self._peers.leads:  # the others wait for it
-            self._signal.wait((_OFTEN if self._told else _POLL) if len(self._queue) else _IDLE)
+            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
 
     def _hear(self) -> Turn:
@@ -162,6 +164,7 @@ class Dispatcher:
             arrived.append(self._arrived.popleft())
             self._heard += 1
             arrived[-1].number = self._heard
+            self._live[self._heard] = arrived[-1]  # from here on: should this turn fail, it ends with the others
         now = time.monotonic()
         self._told |= woken
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
@@ -259,11 +262,12 @@ class Dispatcher:
                     return None
                 self._compose()  # those that ended give up their slots
                 continue
-            except LoRAError as error:
-                self._end(sequence, error)
-                continue
             except Exception as error:  # as may the device, while a slot is written
-                self._end(sequence, LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}"))
+                if self._peers.count > 1 and not isinstance(error, AdapterNotFoundError):  # see `_failed`
+                    raise
+                if not isinstance(error, LoRAError):
+                    error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
+                self._end(sequence, error)
                 continue
             sequence.row = self._rows.index(None)
             if sequence.lora is not None:
@@ -389,9 +393,8 @@ class Dispatcher:
             self._steps.reset()
 
     def _end_all(self, error: LoRAError) -> None:
-        for sequence in (self._filling, *self._rows, *(one.item for one in self._queue)):
-            if sequence is not None and not sequence.left:
-                self._end(sequence, error)
+        for sequence in tuple(self._live.values()):
+            self._end(sequence, error)
         self._refuse(error)
         self._compose()
         self._drawn.clear()

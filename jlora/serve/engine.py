@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from jlora.config import LoRARequest
@@ -88,7 +89,8 @@ class Engine:
         self._silent = silent_tokens(tokenizer, self._vocab)
         self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
-        self._peers = peers_of(model, manager.config.process_timeout)
+        same = repr(replace(options, max_model_len=self._longest))
+        self._peers = peers_of(model, manager.config.process_timeout, same)
         self._lookups: Lookups | None = None
         if resolve is not None:
             most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
@@ -154,7 +156,7 @@ class Engine:
           EngineClosedError: it failed, or process 0 is gone, or this process called `close` before.
           LoRAUsageError: this process takes requests itself, or the engine was not started.
         """
-        if self._peers.leads or self._state == "new":
+        if self._peers.leads or self._dispatcher.thread.ident is None:
             raise LoRAUsageError("follow is for an engine that was started in a process that another one leads")
         self._dispatcher.thread.join()
         self.close()

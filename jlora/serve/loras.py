@@ -42,7 +42,7 @@ class Loras:
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
         self._going: set[str] = set()  # unloaded, but some that wait need them
-        self._coming: Counter[str] = Counter()  # being added by callers
+        self._coming: Counter[str] = Counter()  # being added by callers, or read to be pinned
         self._infos = manager.list_adapters()  # of those that are there, or were added here, as they were then
         self._pinned = {name for name, info in self._infos.items() if info.pinned}
         self._held: dict[tuple[str, int], Held] = {}
@@ -77,7 +77,7 @@ class Loras:
                     self._infos[name] = info
         finally:
             with self._lock:
-                _one_less(self._coming, name)
+                one_less(self._coming, name)
             self._wake()
 
     def remove(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Loras:
     def not_wanted(self, name: str) -> None:
         """One request less waits for it: it has begun, or it has ended before."""
         with self._lock:
-            if not _one_less(self._waiting, name):
+            if not one_less(self._waiting, name):
                 if self._lookups is not None:
                     self._lookups.forget(name)
                 self._let_go()
@@ -156,13 +156,20 @@ class Loras:
 
     def _pin(self, name: str) -> None:
         self._manager.pin_adapter(name)
-        with self._lock:
-            self._pinned.add(name)
+        self._note_pin(name)
 
     def _unpin(self, name: str) -> None:
-        with self._lock:
-            self._pinned.discard(name)
         self._manager.unpin_adapter(name)
+        self._note_pin(name)
+
+    def _note_pin(self, name: str) -> None:
+        """As the manager has it now: another thread may have unpinned or unloaded it meanwhile."""
+        with self._lock:
+            info = self._manager.list_adapters().get(name)
+            if info is not None and info.pinned:
+                self._pinned.add(name)
+            else:
+                self._pinned.discard(name)
 
     def _known(self, name: str) -> bool:
         return name not in self._going and self._manager.level(name) is not None
@@ -175,6 +182,8 @@ class Loras:
         for name in tuple(self._going):
             if self._waiting[name] or self._coming[name]:
                 continue
+            if (load := self._loads.get(name)) is not None:  # or it would come back
+                load.cancel()
             try:
                 self._manager.remove_adapter(name, timeout=0)
             except AdapterInUseError:  # a batch of somebody else; asked for again
@@ -237,22 +246,30 @@ class Loras:
             elif error is not None:
                 orders.append(Order("fail", name, error=as_error(name, error)))
         coming = {*self._loads, *(order.name for order in orders)}
-        for name, request in self.ahead(waiting, coming):
+        for name, request in self.ahead(waiting, coming, len(self._loads)):
             try:
                 if request is None:
                     raise removed(name)
                 load = self._manager.prefetch(request)
-            except LoRAError as error:
-                orders.append(Order("fail", name, error=error))
+            except Exception as error:  # as where there is no thread for it
+                orders.append(Order("fail", name, error=as_error(name, error)))
                 continue
             self._loads[name] = load
             load.add_done_callback(lambda _: self._wake())
         return tuple(orders)
 
-    def ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
-        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where."""
+    def ahead(
+        self, waiting: Iterable[Sequence], coming: Collection[str], loads: int
+    ) -> Iterator[tuple[str, LoRARequest | None]]:
+        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where.
+
+        Args:
+          waiting: requests, in their order.
+          coming: what is not to be loaded now.
+          loads: how many are under way that requests wait for.
+        """
         room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
-        now, loads, seen = time.monotonic(), len(coming), set[str]()
+        now, seen = time.monotonic(), set[str]()
         for sequence in waiting:
             name = sequence.lora
             if name is None or name in seen:
@@ -330,7 +347,7 @@ def removed(name: str) -> LoRAError:
     return AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
 
 
-def _one_less(counts: Counter[str], name: str) -> int:
+def one_less(counts: Counter[str], name: str) -> int:
     """How many are left; of none nothing is kept."""
     counts[name] -= 1
     return counts[name] or counts.pop(name)

@@ -13,14 +13,14 @@ from itertools import count
 from typing import Any, Literal
 
 from jlora.config import LoRARequest
-from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, NoFreeSlotError
+from jlora.errors import AdapterInUseError, LoadTimeoutError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.manager.manager import LoRAManager
 from jlora.serve.lookups import Lookups
-from jlora.serve.loras import Loras, as_error, removed
+from jlora.serve.loras import Loras, as_error, one_less, removed
 from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError
 from jlora.serve.sequence import Sequence
-from jlora.serve.turn import Order
+from jlora.serve.turn import Order, Turn, written
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class LorasInStep(Loras):
         self._asked: deque[tuple[Order, Future[Any]]] = deque()  # calls of other threads that have not been told of
         self._calls: dict[int, Future[Any]] = {}  # that have
         self._under_way: dict[int, _Load] = {}
-        self._reading: dict[int, Future[bool]] = {}  # in this process
+        self._reading: dict[int, tuple[Future[bool], LoRARequest]] = {}  # in this process
 
     # --- any thread of process 0 --------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class LorasInStep(Loras):
             super().remove(name)
             return
         with self._lock:
+            self._check_turns()
             self._check(name)
             self._going.add(name)
         self._wake()
@@ -97,14 +98,25 @@ class LorasInStep(Loras):
             return super()._load(request, timeout)
         try:
             return self._order(Order("load", request.name, request=request), timeout)
+        except LoadTimeoutError:  # the load's own
+            raise
         except FutureTimeoutError:
             raise LoadTimeoutError(f"adapter {request.name!r}: loading it took more than {timeout} s") from None
 
     def _pin(self, name: str) -> None:
         if self._turns == "before":
             super()._pin(name)
-        else:
+            return
+        with self._lock:
+            self._coming[name] += 1
+        try:
+            if (request := self._manager.evicted(name)) is not None:  # read apart, not within a turn
+                self._load(request, None)
             self._order(Order("pin", name), None)
+        finally:
+            with self._lock:
+                one_less(self._coming, name)
+            self._wake()
 
     def _unpin(self, name: str) -> None:
         if self._turns == "before":
@@ -115,14 +127,17 @@ class LorasInStep(Loras):
     def _order(self, order: Order, timeout: float | None) -> Any:
         call: Future[Any] = Future()
         with self._lock:
-            if self._turns == "over":
-                raise EngineClosedError("the engine is closed, or has failed")
+            self._check_turns()
             self._asked.append((order, call))
         self._wake()
         try:
             return call.result(timeout)
         finally:
             call.cancel()  # nobody waits any more: the load is given up
+
+    def _check_turns(self) -> None:
+        if self._turns == "over":
+            raise EngineClosedError("the engine is closed, or has failed")
 
     def _let_go(self) -> None:
         if self._turns == "before":
@@ -137,7 +152,7 @@ class LorasInStep(Loras):
             if call.cancelled():
                 continue
             if order.request is not None:
-                orders.append(self._begun(order.request, call))
+                orders += self._begun(order.request, call)
             else:
                 number = next(self._numbers)
                 self._calls[number] = call
@@ -146,18 +161,27 @@ class LorasInStep(Loras):
             orders += [Order("remove", name) for name in self._going if not (self._waiting[name] or self._coming[name])]
         orders += self._read()
         coming = {*(load.request.name for load in self._under_way.values()), *(order.name for order in orders)}
-        for name, request in self.ahead(waiting, coming):
+        loads = sum(load.call is None for load in self._under_way.values())
+        for name, request in self.ahead(waiting, coming, loads):
             if request is None:
                 orders.append(Order("fail", name, error=removed(name)))
             else:
-                orders.append(self._begun(request, None))
+                orders += self._begun(request, None)
         return tuple(orders)
 
-    def _begun(self, request: LoRARequest, call: "Future[Any] | None") -> Order:
-        number = next(self._numbers)
+    def _begun(self, request: LoRARequest, call: "Future[Any] | None") -> list[Order]:
+        order = Order("load", request.name, next(self._numbers), request)
+        try:
+            written(Turn(orders=(order,)))
+        except Exception as error:  # a field of it may be anything
+            wrong = LoRAUsageError(f"{request!r:.300} cannot be told to the other processes: {error!s:.200}")
+            if call is None:
+                return [Order("fail", request.name, error=wrong)]
+            _answer(call, wrong)
+            return []
         with self._lock:
-            self._under_way[number] = _Load(request, call)
-        return Order("load", request.name, number, request)
+            self._under_way[order.number] = _Load(request, call)
+        return [order]
 
     def _read(self) -> list[Order]:
         """What follows from what the processes have read."""
@@ -165,13 +189,15 @@ class LorasInStep(Loras):
         with self._lock:
             for number, load in tuple(self._under_way.items()):
                 name = load.request.name
-                if load.call is not None and load.call.cancelled():
+                if load.call.cancelled() if load.call is not None else not self._waiting[name]:
+                    # Those that asked for it have left: it may hang, and others need its place.
                     orders.append(Order("drop", name, number))
                 elif load.error is not None and load.call is not None:
                     _answer(load.call, load.error)
-                    orders.append(Order("drop", name, number))
+                    orders.append(Order("drop", name, number, error=load.error))
                 elif load.error is not None:
-                    orders += [Order("drop", name, number), Order("fail", name, error=load.error)]
+                    orders.append(Order("drop", name, number, error=load.error))
+                    orders.append(Order("fail", name, error=load.error))
                 elif len(load.came) == self._peers.count:
                     if load.call is not None:
                         self._calls[number] = load.call
@@ -210,11 +236,12 @@ class LorasInStep(Loras):
                 self._start(order.number, order.request)
             case "admit":
                 assert order.request is not None
-                self._reading.pop(order.number, None)
-                return manager.add_adapter(order.request)
-            case "drop":
-                if (future := self._reading.pop(order.number, None)) is not None:
-                    future.cancel()
+                try:
+                    return manager.add_adapter(order.request)
+                finally:  # also what was read of one that was there already
+                    self._forget(order.number)
+            case "drop":  # if one could not read it, who asks again has a reason: all read it anew
+                self._forget(order.number, reading=order.error is not None)
             case "fail":
                 assert order.error is not None
                 raise order.error
@@ -243,11 +270,20 @@ class LorasInStep(Loras):
 
         try:
             future = self._manager.prefetch(request)
-        except LoRAError as error:
-            self._peers.tell(number, error)
+        except Exception as error:  # as in `Loras.look`
+            self._peers.tell(number, as_error(request.name, error))
             return
-        self._reading[number] = future
+        self._reading[number] = future, request
         future.add_done_callback(told)
+
+    def _forget(self, number: int, *, reading: bool = False) -> None:
+        """What was read, unless another order is for the same. See `LoRAManager.give_up`."""
+        future, request = self._reading.pop(number, (None, None))
+        if future is None or request is None:
+            return
+        future.cancel()
+        if all(request != other for _, other in self._reading.values()):
+            self._manager.give_up(request, reading=reading)
 
 
 def _answer(call: "Future[Any]", result: Any) -> None:

@@ -28,6 +28,8 @@ from jlora.serve.turn import Turn, error_of, read, written
 
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 
+_HELLO = 10.0  # seconds that one who connects has to say who it is, while others wait
+
 Report = Callable[[int, int, LoRAError | None], None]
 """(load, process, error): a process has read an adapter, or could not."""
 
@@ -51,7 +53,7 @@ class Peers(Protocol):
           lost: hears of a process that is gone before this one has closed.
 
         Raises:
-          LoRAError: they did not come in time.
+          LoRAError: they did not come in time, or with other options. One that follows hears of that in `share`.
         """
         ...
 
@@ -95,11 +97,13 @@ class Leader:
 
     leads = True
 
-    def __init__(self, name: str, count: int, timeout: float):
+    def __init__(self, name: str, count: int, timeout: float, options: str):
         self.count = count
         self._name = name
         self._timeout = timeout
-        self._others: list[socket.socket] = []
+        self._options = options
+        self._others: dict[int, socket.socket] = {}  # by process
+        self._threads: list[threading.Thread] = []  # that hear them
         self._report: Report | None = None
         self._lost: Callable[[int], None] | None = None
         self._closed = False
@@ -112,32 +116,37 @@ class Leader:
             assert service is not None
             service.key_value_set(self._name, json.dumps([host, server.getsockname()[1], secret]))
             deadline = time.monotonic() + self._timeout
-            came: dict[int, socket.socket] = {}
-            while len(came) < self.count - 1:
+            while len(self._others) < self.count - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     one, _ = server.accept()
                 except TimeoutError:
-                    missing = self.count - 1 - len(came)
+                    missing = self.count - 1 - len(self._others)
                     raise LoRAError(
                         f"{missing} of {self.count} processes did not come within {self._timeout:g} s"
                     ) from None
-                process = _let_in(one, secret, self.count)
-                if process is None or process in came:
+                process, options = _let_in(one, secret, self.count, min(deadline, time.monotonic() + _HELLO))
+                if process is None or process in self._others:
                     one.close()
-                else:
-                    came[process] = one
+                    continue
+                self._others[process] = one
+                if options != self._options:
+                    raise LoRAError(
+                        f"process 0 has an engine with {self._options}, and process {process} one with {options}: all "
+                        "must be made with the same arguments"
+                    )
             service.key_value_delete(self._name)
-        for process, one in came.items():
+        for process, one in self._others.items():
             one.settimeout(self._timeout)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._hear, args=(process, one), name="jlora-serve-peer", daemon=True).start()
-        self._others = [came[process] for process in sorted(came)]
+            thread = threading.Thread(target=self._hear, args=(process, one), name="jlora-serve-peer", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
         turn = hear()
         line = written(turn)
-        for process, one in enumerate(self._others, 1):
+        for process, one in self._others.items():
             try:
                 one.sendall(line)
             except OSError as error:
@@ -150,8 +159,10 @@ class Leader:
 
     def close(self) -> None:
         self._closed = True
-        for one in self._others:
+        for one in self._others.values():
             _shut(one)
+        for thread in self._threads:
+            thread.join()
 
     def _hear(self, process: int, one: socket.socket) -> None:
         """What another process says, until it is gone."""
@@ -182,10 +193,11 @@ class Follower:
 
     leads = False
 
-    def __init__(self, name: str, count: int, timeout: float):
+    def __init__(self, name: str, count: int, timeout: float, options: str):
         self.count = count
         self._name = name
         self._timeout = timeout
+        self._options = options
         self._lock = threading.Lock()
         self._leader: socket.socket | None = None
         self._lines: Any = None
@@ -201,10 +213,10 @@ class Follower:
             raise LoRAError(
                 f"process 0 was not there within {self._timeout:g} s, or cannot be reached: {first}"
             ) from None
-        leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        leader.sendall(json.dumps([jax.process_index(), secret]).encode() + b"\n")
-        leader.settimeout(None)
         self._leader, self._lines = leader, leader.makefile("rb")
+        leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        leader.sendall(json.dumps([jax.process_index(), secret, self._options]).encode() + b"\n")
+        leader.settimeout(None)
 
     def share(self, hear: Callable[[], Turn]) -> Turn:
         try:
@@ -225,14 +237,16 @@ class Follower:
     def close(self) -> None:
         if self._leader is not None:
             _shut(self._leader)
+            self._lines.close()  # which keeps the socket open
 
 
-def peers_of(model: Any, timeout: float) -> Peers:
+def peers_of(model: Any, timeout: float, options: str) -> Peers:
     """This process among those with devices on which the model lies.
 
     Args:
       model: an `nnx.Module`.
       timeout: seconds to wait for the others, and for one that is slow to listen.
+      options: what must be the same in all.
 
     Raises:
       LoRAUsageError: the model lies on a part of the processes only.
@@ -243,7 +257,7 @@ def peers_of(model: Any, timeout: float) -> Peers:
     if processes != list(range(jax.process_count())):
         raise LoRAUsageError(f"an engine serves from all {jax.process_count()} processes; the model is on {processes}")
     name = f"jlora/serve/{next(_numbers['engine'])}"
-    return (Leader if jax.process_index() == 0 else Follower)(name, len(processes), timeout)
+    return (Leader if jax.process_index() == 0 else Follower)(name, len(processes), timeout, options)
 
 
 @contextmanager
@@ -259,16 +273,21 @@ def _server(backlog: int) -> Generator[tuple[socket.socket, str], None, None]:
         yield server, host
 
 
-def _let_in(one: socket.socket, secret: str, count: int) -> int | None:
-    """Which process this is; None for somebody else."""
+def _let_in(one: socket.socket, secret: str, count: int, deadline: float) -> tuple[int | None, object]:
+    """Which process this is, and its options; None for somebody else, or who has not said all by the deadline."""
+    line = b""
     try:
-        one.settimeout(10)
-        with one.makefile("rb") as lines:
-            process, said = json.loads(lines.readline(1024))
+        while not line.endswith(b"\n") and len(line) < 1024:
+            one.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = one.recv(1024 - len(line))
+            if not data:
+                return None, None
+            line += data
+        process, said, options = json.loads(line)
         known = isinstance(said, str) and hmac.compare_digest(said.encode(), secret.encode())
-        return process if known and isinstance(process, int) and 0 < process < count else None
-    except (OSError, ValueError, TypeError):
-        return None
+        return (process, options) if known and isinstance(process, int) and 0 < process < count else (None, None)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None, None
 
 
 def _shut(one: socket.socket) -> None:

@@ -5,7 +5,7 @@ requests and decides, and tells the others (`jlora.serve.peers`).
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jlora.errors
@@ -29,7 +29,7 @@ class Order:
       name: of the adapter.
       number: of the load, or of the call that waits for the order; 0 for none.
       request: what to load.
-      error: why it failed.
+      error: why it failed; for "drop", too.
     """
 
     kind: Literal["fail", "load", "admit", "drop", "remove", "pin", "unpin"]
@@ -59,6 +59,7 @@ class Turn:
 
 
 _NOTHING = Turn()
+_OF_STEPS = ("temperature", "top_p", "top_k", "logprobs")  # what steps need of `SamplingParams`
 
 
 def written(turn: Turn) -> bytes:
@@ -91,7 +92,7 @@ def _of_sequence(one: Sequence) -> dict[str, Any]:
     return {
         "number": one.number,
         "prompt": list(one.prompt),
-        "params": asdict(one.params),
+        "params": {name: getattr(one.params, name) for name in _OF_STEPS},
         "seed": one.seed,
         "limit": one.limit,
         "stops": sorted(one.stops),
@@ -101,13 +102,10 @@ def _of_sequence(one: Sequence) -> dict[str, Any]:
 
 def _sequence(said: dict[str, Any]) -> Sequence:
     """As far as steps need it. Nobody hears its answer here, and its end is told."""
-    params: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in said["params"].items()
-    }
     return Sequence(
         number=said["number"],
         prompt=said["prompt"],
-        params=SamplingParams(**params),
+        params=SamplingParams(**said["params"]),
         seed=said["seed"],
         limit=said["limit"],
         stops=frozenset(said["stops"]),
@@ -121,7 +119,7 @@ def _sequence(said: dict[str, Any]) -> Sequence:
 
 def _of_order(one: Order) -> dict[str, Any]:
     error = None if one.error is None else (type(one.error).__name__, str(one.error))
-    return {**asdict(one), "error": error}
+    return {**asdict(replace(one, error=None)), "error": error}
 
 
 def _order(said: dict[str, Any]) -> Order:

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
@@ -48,7 +49,8 @@ class World:
 
     def resolve(self, request: jlora.LoRARequest) -> str:
         if self.me == 1:
-            if request.name == "lame":
+            if request.name.startswith("lame"):
+                time.sleep(0.1)  # process 0 has read it
                 return str(self.folder / "nowhere")
             if request.name == "false":
                 return str(DEMO / "adapters" / "swap")
@@ -56,6 +58,8 @@ class World:
                 gate = self.folder / request.name
                 while not gate.exists():
                     time.sleep(0.01)
+        if request.name == "mended":
+            return str(self.folder / f"mended{self.me}")
         return request.path
 
     def request(self, name: str, source: str, **options: bool) -> jlora.LoRARequest:
@@ -128,6 +132,25 @@ def one_cannot_read(world: World) -> None:
 
 
 @scenario
+def what_one_cannot_read_leaves_nothing(world: World) -> None:
+    """More of it than the host keeps; and what is mended is read anew."""
+    before = world.engine.list_loras().keys(), world.manager.list_evicted()
+    for i in range(5):
+        with pytest.raises(AdapterNotFoundError, match=r"\(process 1\)"):
+            world.engine.add_lora(world.request(f"lame{i}", "sort"))
+    assert (world.engine.list_loras().keys(), world.manager.list_evicted()) == before
+    (world.folder / "mended0").symlink_to(DEMO / "adapters" / "sort")
+    with pytest.raises(AdapterNotFoundError, match=r"\(process 1\)"):
+        world.engine.add_lora(world.request("mended", "sort"))
+    (world.folder / "mended0").unlink()
+    for process in range(2):
+        (world.folder / f"mended{process}").symlink_to(DEMO / "adapters" / "reverse")
+    world.engine.add_lora(world.request("mended", "sort"))
+    assert world.answer("mended") == RIGHT["reverse"]
+    world.engine.remove_lora("mended")
+
+
+@scenario
 def one_is_slow(world: World) -> None:
     """While a process reads, nobody waits but those who asked for that."""
     with pytest.raises(LoadTimeoutError):
@@ -178,6 +201,30 @@ def generations(world: World) -> None:
 
 
 @scenario
+def replaced_whenever_requests_end(world: World) -> None:
+    """Beside others that go on."""
+    world.engine.add_lora(world.request("guest", "sort"))
+    stop = threading.Event()
+
+    def ask(lora: str | None, params: SamplingParams) -> None:
+        while not stop.is_set():
+            world.answer(lora, params)
+
+    with ThreadPoolExecutor() as pool:
+        short = SamplingParams(temperature=0, max_tokens=1)
+        asking = [pool.submit(ask, *one) for one in (("guest", short), (None, LONG))]
+        try:
+            for _ in range(20):
+                world.engine.add_lora(world.request("guest", "sort", load_inplace=True))
+        finally:
+            stop.set()
+        for one in asking:
+            one.result(60)
+    assert world.answer("guest") == RIGHT["sort"]
+    world.engine.remove_lora("guest")
+
+
+@scenario
 def pins(world: World) -> None:
     for name in ("sort", "swap"):
         world.engine.pin_lora(name)
@@ -191,6 +238,25 @@ def pins(world: World) -> None:
     world.engine.unpin_lora("swap")
     with pytest.raises(AdapterNotFoundError):
         world.engine.pin_lora("nobody")
+
+
+@scenario
+def pins_of_what_is_read_slowly(world: World) -> None:
+    gate = world.folder / "slow4"
+    gate.touch()
+    world.engine.add_lora(world.request("slow4", "sort"))
+    for name in ("shift", "swap", "reverse"):
+        assert world.answer(name) == RIGHT[name]
+    assert world.manager.level("slow4") == "evicted"
+    gate.unlink()
+    with ThreadPoolExecutor() as pool:
+        pinning = pool.submit(world.engine.pin_lora, "slow4")
+        assert world.answer("swap") == RIGHT["swap"]
+        assert not pinning.done()
+        gate.touch()
+        pinning.result(60)
+    assert world.manager.list_adapters()["slow4"].pinned
+    world.engine.remove_lora("slow4")
 
 
 @scenario

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jlora.serve import (
     SamplingParams,
     StepFailedError,
 )
+from jlora.serve.loras import Loras
 from tests.serve.client import until
 from tests.serve.conftest import ADAPTERS, ROWS, request_of
 
@@ -266,16 +268,16 @@ def test_pieces_come_one_by_one_and_make_up_the_answer(world):
 def test_cancel_ends_a_request_that_runs_and_one_that_waits(world):
     with world.paused() as go:
         running = [world.engine.submit(WORD, LONG, lora="sort") for _ in range(ROWS)]
-        waiting = world.engine.submit(WORD, GREEDY)
+        waiting = world.engine.submit(WORD, GREEDY, lora="sort")
         while world.engine.stats().running < ROWS:
             time.sleep(0.005)
         assert world.engine.stats().waiting == 1
+        waiting.cancel()  # before there is a row for it
+        assert waiting.result(60) == type(waiting.result())("", (), (), "abort", len(WORD) + 1)
         running[0].cancel()
-        waiting.cancel()
         go.set()
         assert running[0].result(60).finish_reason == "abort"
         assert len(running[0].result().tokens) < 40
-        assert waiting.result(60) == type(waiting.result())("", (), (), "abort", len(WORD) + 1)
         assert [one.result(60).finish_reason for one in running[1:]] == ["length"] * 3
     running[1].cancel()  # too late, and harmless
     assert running[1].result().finish_reason == "length"
@@ -478,6 +480,38 @@ def test_loads_that_hang_take_nobodys_place(world, monkeypatch):
     assert all(load.cancelled() for load in hung)
 
 
+def test_a_load_that_cannot_begin_fails_only_those_who_wait_for_it(world, monkeypatch):
+    prefetch = world.manager.prefetch
+
+    def no_thread(request):
+        if request.name == "unlucky":
+            raise RuntimeError("can't start new thread")
+        return prefetch(request)
+
+    monkeypatch.setattr(world.manager, "prefetch", no_thread)
+    unlucky, guest = (world.engine.submit(WORD, GREEDY, lora=request_of(n, "swap")) for n in ("unlucky", "guest"))
+    with pytest.raises(jlora.LoRAError, match=r"'unlucky'.*can't start new thread"):
+        unlucky.result(60)
+    assert guest.result(60).text == "lpnate"
+
+
+def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(world, monkeypatch):
+    manager, go = world.manager, threading.Event()
+    assert manager.remove_oldest_adapter()
+    (name,) = manager.list_evicted()
+    find = manager._host._find
+    monkeypatch.setattr(manager._host, "_find", lambda *args: go.wait(60) and find(*args))
+    loras = Loras(manager, lambda: None)
+    loras.wanted(name)
+    assert loras.look([SimpleNamespace(lora=name, request=None)]) == ()
+    (load,) = manager._host.loader.named(name)
+    loras.remove(name)
+    loras.not_wanted(name)
+    go.set()
+    until(lambda: load.done)
+    assert manager.level(name) is None
+
+
 def test_stats_tell_of_loads_swaps_and_waits(world):
     """Of adapters that were evicted and come back, too."""
     for name in ("0", "1", "2", "3"):
@@ -516,6 +550,20 @@ def test_pinned_adapters_stay_in_their_slot(world):
     assert not world.engine.list_loras()["swap"].pinned
     with pytest.raises(jlora.AdapterNotFoundError):
         world.engine.pin_lora("nobody")
+
+
+def test_what_is_unloaded_while_it_is_pinned_takes_no_slot(world, monkeypatch):
+    loras, pin = Loras(world.manager, lambda: None), world.manager.pin_adapter
+
+    def pin_and_lose(name):
+        pin(name)
+        (loras.remove if name == "sort" else loras.unpin)(name)
+
+    monkeypatch.setattr(world.manager, "pin_adapter", pin_and_lose)
+    for name in ("sort", "swap"):
+        loras.pin(name)
+    assert loras.all_pinned() is None
+    assert (loras.slots().taken, loras.slots().running) == (0, set())
 
 
 def test_a_request_that_no_slot_will_ever_take_is_told(world):

@@ -116,7 +116,8 @@ def test_a_process_that_is_gone_fails_the_requests_at_once(pair):
     assert httpx.get(f"http://127.0.0.1:{pair.port}/health").status_code == 503
     late = pair.post("/v1/load_lora_adapter", lora_name="late", lora_path="reverse")  # nobody would let it in
     assert late.status_code >= 500, late.text
-    assert pair.post("/v1/pin_lora_adapter", lora_name="sort").status_code >= 500
+    for path in ("pin", "unload"):
+        assert pair.post(f"/v1/{path}_lora_adapter", lora_name="sort").status_code >= 500
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from jlora.serve.turn import Turn, error_of, read, written
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 
 _HELLO = 10.0  # seconds that one who connects has to say who it is, while others wait
+_LONGEST_HELLO = 8192  # bytes; the options of an engine are some hundred
 
 Report = Callable[[int, int, LoRAError | None], None]
 """(load, process, error): a process has read an adapter, or could not."""
@@ -277,9 +278,9 @@ def _let_in(one: socket.socket, secret: str, count: int, deadline: float) -> tup
     """Which process this is, and its options; None for somebody else, or who has not said all by the deadline."""
     line = b""
     try:
-        while not line.endswith(b"\n") and len(line) < 1024:
+        while not line.endswith(b"\n") and len(line) < _LONGEST_HELLO:
             one.settimeout(max(deadline - time.monotonic(), 0.001))
-            data = one.recv(1024 - len(line))
+            data = one.recv(_LONGEST_HELLO - len(line))
             if not data:
                 return None, None
             line += data

@@ -73,7 +73,7 @@ def test_a_turn_is_read_as_it_was_written():
         (b'[1, "secret"]\n', None),
         (b"{}\n", None),
         (b"\xff\n", None),
-        (b"[" * 1024, None),
+        (b"[" * 8192, None),
         (b" " * 2000, None),
         (b"", None),
     ],

@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
-# One worker a core, and no more than eight: each compiles with JAX in a process of its own.
-WORKERS ?= logical --maxprocesses=8
+# One worker a core, and no more than eight: each compiles with JAX in a process of its own. Each begins with a stretch of
+# the tests, not with some of every file: so what tests share is seldom made twice.
+WORKERS ?= logical --maxprocesses=8 --dist worksteal
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 

@@ -7,10 +7,8 @@ import pytest
 
 
 def thinned(cases: Sequence[Any], *kept: int) -> list[Any]:
-    """The cases, to be parametrised over: all but those of these indices are slow."""
-    return [case if i in kept else _slow(case) for i, case in enumerate(cases)]
-
-
-def _slow(case: Any) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+    """The cases, to be parametrised over: all but those of these indices are slow. A tuple is of several arguments."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (i not in kept))
+        for i, case in enumerate(cases)
+    ]

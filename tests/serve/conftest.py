@@ -70,6 +70,8 @@ def started() -> Iterator[World]:
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
     """The engine with the demo's four adapters, at rest. Whatever a test does, nothing compiles and nothing is left."""
+    for name in started.manager.list_evicted():
+        started.manager.prepare([name]).close()
     yield started
     started.wait_idle()
     for name in set(started.engine.list_loras()) - set(ADAPTERS):

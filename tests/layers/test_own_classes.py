@@ -472,7 +472,8 @@ def padded_heads_spec(layer):
     return jlora.einsum_spec(layer.equation, layer.w.shape, **{place: REAL.tolist()})
 
 
-@pytest.mark.slow  # there XLA rounds as it does for users
+@pytest.mark.slow
+@optimised
 def test_padded_heads():
     register_layer(Einsum, padded_heads_spec)
 

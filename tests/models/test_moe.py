@@ -278,7 +278,8 @@ def test_the_seams_are_told_their_rows(rng, shape, length):
     assert (layer.gated, layer.interleaved) == (True, False)
 
 
-@pytest.mark.slow  # there XLA rounds as it does for users
+@pytest.mark.slow
+@pytest.mark.optimised
 def test_a_token_is_summed_alone(rng):
     """The weighted sum of a token's rows has the same bits whatever the batch around it."""
     rows = jnp.asarray(rng.normal(size=(40, 8)), jnp.float32)

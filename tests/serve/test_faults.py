@@ -354,9 +354,10 @@ def test_make_serve():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     process = subprocess.Popen(
         ["make", "serve", "-o", ".venv/.serve", f"SERVE=--port {port}"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     log = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr))

@@ -35,6 +35,7 @@ _log = logging.getLogger("jlora")
 _POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
 _OFTEN = 0.002  # seconds between looks at the queue, however often it is told of
 _IDLE = 1.0
+_WHY = 0.5  # seconds for another thread to say that a process is gone, where a step has failed
 _ROWS_A_PROMPT = 8  # free rows for which one more prompt is taken on between two decode steps
 
 
@@ -120,6 +121,7 @@ class Dispatcher:
                 self.failure = EngineClosedError("this process has left the others")
                 return
             _log.exception("the engine ends")
+            self._wait_for_why()
             self.failure = self.failure or EngineClosedError(
                 f"the engine failed: {type(error).__name__}: {str(error)[:500]}"
             )
@@ -391,6 +393,12 @@ class Dispatcher:
             self._end(sequence, StepFailedError(message))
         if lost:
             self._steps.reset()
+
+    def _wait_for_why(self) -> None:
+        """Where another process is gone, a step may fail before the thread that hears of it has said so."""
+        end = time.monotonic() + _WHY
+        while self._peers.count > 1 and self.failure is None and time.monotonic() < end:
+            time.sleep(_OFTEN)
 
     def _end_all(self, error: LoRAError) -> None:
         for sequence in tuple(self._live.values()):

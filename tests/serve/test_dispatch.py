@@ -112,6 +112,18 @@ def test_a_request_that_cannot_begin_ends_alone_where_all_processes_know_of_it(p
     assert isinstance(dispatcher.failure, EngineClosedError) == (not goes_on)
 
 
+def test_a_step_that_fails_as_another_process_is_gone_says_that():
+    """A thread hears of that, maybe later than the step."""
+    ends, gone = Ends(), EngineClosedError("process 1 of 2 is gone")
+    dispatcher = dispatcher_of(ends, Two(), look=lambda waiting: fail(RuntimeError("closed by peer")))
+    threading.Timer(0.05, setattr, (dispatcher, "failure", gone)).start()
+    dispatcher.submit(sequence("a"))
+    dispatcher.thread.start()
+    dispatcher.thread.join(30)
+    assert ends == [("a", gone)]
+    assert dispatcher.failure is gone
+
+
 def test_what_it_was_told_of_just_after_a_look_is_looked_at_soon_though_nobody_waits():
     waits = []
     dispatcher = dispatcher_of(Ends())

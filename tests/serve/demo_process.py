@@ -1,5 +1,6 @@
 """`jlora serve` on the demo model in a process of its own, as `make serve` starts it."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -77,8 +78,11 @@ class DemoServer:
 
     @property
     def children(self) -> list[str]:
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return [child for task in tasks for child in (task / "children").read_text().split()]
+        found: list[str] = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+                found += (task / "children").read_text().split()
+        return found
 
     @property
     def memory(self) -> int:

@@ -342,8 +342,9 @@ def family(pid):
     """A process and all that it started: pid -> command line."""
     found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()}
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found |= family(int(child))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            for child in (task / "children").read_text().split():
+                found |= family(int(child))
     return found
 
 
@@ -357,12 +358,11 @@ def test_make_serve():
     shell = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     process = subprocess.Popen(
         ["make", "serve", "-o", ".venv/.serve", f"SERVE=--port {port}"],
-        cwd=ROOT, env=shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     log = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr))
     reader.start()
-    started = {}
     try:
         assert process.stdout.readline() == f"jlora serves demo at http://127.0.0.1:{port}\n", log
         started = family(process.pid)
@@ -378,10 +378,8 @@ def test_make_serve():
         os.kill(serving, signal.SIGTERM)
         assert process.wait(60) == 0, log
     finally:
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
         process.wait()
         reader.join()
         process.stdout.close()

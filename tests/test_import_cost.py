@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, os, sys
 environment = dict(os.environ)
@@ -34,3 +36,27 @@ def test_import_jlora_loads_little():
     packages = {name.partition(".")[0] for name in loaded}
     assert packages - LIGHT - {"jax", "jaxlib", "flax"} - sys.stdlib_module_names == set()
     assert [name for name in loaded if name.startswith(ON_DEMAND)] == []
+
+
+MANAGER = """
+import sys
+
+import pytest
+import jlora
+from flax import nnx
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.proj = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=1, max_lora_rank=4, backend=sys.argv[1]))
+print("jax.experimental.pallas.tpu" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "there"), [("mosaic_tpu", True), ("auto", False)])
+def test_a_manager_imports_its_kernels_and_no_others(backend, there):
+    """On TPUs steps would be traced anew after the import, which the first trace made."""
+    run = subprocess.run([sys.executable, "-c", MANAGER, backend], capture_output=True, text=True, check=False)
+    assert run.stdout == f"{there}\n", run.stderr

@@ -19,6 +19,7 @@ from jlora.layers.site import Site, SlotParam, allocate, attach, check_room, set
 from jlora.layers.sites import choose
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
 from jlora.layers.wrapped import WrappedModel, set_class
+from jlora.pallas.api import load
 
 
 def wrap_model(
@@ -46,6 +47,7 @@ def wrap_model(
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = choose(wrapped, config, packed_modules)
+    load(config.backend)
     arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)], make)}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:

@@ -188,11 +188,25 @@ def _kernels(backend: Backend) -> ModuleType | None:
     raise LoRAError(f"backend must be 'auto', 'xla', 'mosaic_tpu' or 'triton', got {backend!r}")
 
 
+def load(backend: Backend) -> None:
+    """Import the kernels of a backend, before anything is traced that may use them.
+
+    What Pallas for TPUs sets belongs, in JAX 0.11, to what each trace depends on, from its import on: a function that
+    imported it while it was traced would be traced and compiled once more at its second call.
+    """
+    _kernels(_own() if backend == "auto" else backend)
+
+
+def _own() -> Backend:
+    """What "auto" takes on this platform, if its kernels can run."""
+    where = platform()
+    return "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
+
+
 def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
     """The kernels to run, or None for XLA."""
     if backend == "auto":
-        where = platform()
-        name: Backend = "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
+        name = _own()
         reason = unsupported_reason(name, base, x, a, b, slice_sizes=sizes)
         if reason is not None:
             shapes = ", ".join(f"{n} {v.dtype}{list(v.shape)}" for n, v in zip("xab", (x, a, b), strict=True))

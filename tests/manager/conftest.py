@@ -1,5 +1,6 @@
 """One compiled world for all tests that only use it: two slots, four adapters on the host."""
 
+import jax.experimental.pallas.tpu  # noqa: F401 - what is traced before its import, JAX 0.11 traces again after
 import pytest
 
 from tests.manager.tiny import World, make_world

@@ -27,6 +27,15 @@ def recipe(*more: str, port: int = 0) -> list[str]:
     return [*line.split()[1:], *more]
 
 
+def children_of(pid: int) -> list[str]:
+    """The processes that one has started."""
+    found: list[str] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found += (task / "children").read_text().split()
+    return found
+
+
 class DemoServer:
     """A server that answers. `log` has the lines of its stderr."""
 
@@ -78,11 +87,7 @@ class DemoServer:
 
     @property
     def children(self) -> list[str]:
-        found: list[str] = []
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-                found += (task / "children").read_text().split()
-        return found
+        return children_of(self.process.pid)
 
     @property
     def memory(self) -> int:

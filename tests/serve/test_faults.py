@@ -20,7 +20,7 @@ from jlora.serve.http.service import Keys, Service
 from jlora.serve.request import Piece, SamplingParams
 from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until
 from tests.serve.conftest import ADAPTERS
-from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, recipe
+from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, children_of, recipe
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.fake_hub import FakeHub
 from tests.serve.test_http_keys import ADMINS
@@ -341,10 +341,8 @@ def streamed(server, name):
 def family(pid):
     """A process and all that it started: pid -> command line."""
     found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-            for child in (task / "children").read_text().split():
-                found |= family(int(child))
+    for child in children_of(pid):
+        found |= family(int(child))
     return found
 
 

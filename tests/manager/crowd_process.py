@@ -1,0 +1,56 @@
+"""How many seconds a manager's questions and evictions take with some adapters on the host, as JSON on stdout.
+
+A process of its own: where the tests check annotations, calls of nested functions cost more than what they do.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import jlora
+from tests.manager.tiny import make_adapter, make_world
+
+EVICTED = 150  # in each of five rounds
+
+
+def crowd(count: int) -> jlora.LoRAManager:
+    manager = make_world(max_loras=2, max_cpu_loras=count).manager
+    modules = make_adapter("one", rank=1, modules=["layers.0.o_proj"]).modules
+    for i in range(count):
+        manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=modules))
+    return manager
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The least of five runs, in processor time: the machine may do something else meanwhile."""
+    taken = []
+    for _ in range(5):
+        started = time.process_time()
+        call()
+        taken.append(time.process_time() - started)
+    return min(taken)
+
+
+def evict(manager: jlora.LoRAManager) -> None:
+    for _ in range(EVICTED):
+        assert manager.remove_oldest_adapter()
+
+
+def measured(count: int) -> dict[str, float]:
+    manager = crowd(count)
+    assert len(manager.list_adapters()) == count
+    found = {"list_adapters": seconds(manager.list_adapters), "stats": seconds(manager.stats)}
+    with manager.prepare(["tenant-00007", "tenant-00008"]):  # two that are passed over each time
+        manager.pin_adapter("tenant-00007")
+        found["evict"] = seconds(lambda: evict(manager))
+    left = manager.list_adapters()
+    assert len(left) == count - 5 * EVICTED
+    assert {"tenant-00007", "tenant-00008"} < left.keys()
+    assert f"tenant-{5 * EVICTED + 1:05d}" not in left
+    assert f"tenant-{5 * EVICTED + 2:05d}" in left
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps([measured(int(count)) for count in sys.argv[1:]]))

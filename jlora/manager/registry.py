@@ -1,8 +1,8 @@
 """The host cache: the current content of every name, in order of use, and what is known of names that were evicted."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
-from weakref import WeakValueDictionary
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
@@ -26,7 +26,9 @@ class Registry:
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, Hashable]] = {}
         self.floor = 0
-        self._shared: WeakValueDictionary[bytes, Shared] = WeakValueDictionary()  # by sample, while a content has it
+        # By sample, while a content has it. No WeakValueDictionary: it runs Python where a content dies, anywhere, and an
+        # interrupt that comes there reaches nobody.
+        self._shared: dict[bytes, weakref.ref[Shared]] = {}
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._at_most = 0  # bytes of all contents, or more: counted anew only where that is too much
@@ -38,8 +40,12 @@ class Registry:
 
     def alike(self, content: Content) -> tuple[Block, ...] | None:
         """The blocks, other than its own, that may have the same bytes; None if there are none."""
-        shared = self._shared.get(content.sample) if content.sample else None
+        shared = self._found(content.sample) if content.sample else None
         return None if shared is None or shared.blocks is content.blocks else shared.blocks
+
+    def _found(self, sample: bytes) -> Shared | None:
+        ref = self._shared.get(sample)
+        return None if ref is None else ref()
 
     def generation(self, name: str, key: Hashable) -> int:
         """The generation that a content of this key is: the last one where the key is the same, else the next."""
@@ -54,9 +60,12 @@ class Registry:
         self._at_most += content.nbytes
         shared = None
         if content.sample:
-            shared = self._shared.get(content.sample)
+            shared = self._found(content.sample)
             if shared is None or shared.blocks is not content.blocks:
-                shared = self._shared[content.sample] = Shared(content.blocks)
+                shared = Shared(content.blocks)
+                self._shared[content.sample] = weakref.ref(shared)
+                if len(self._shared) > 2 * len(self.contents) + 64:
+                    self._shared = {sample: ref for sample, ref in self._shared.items() if ref() is not None}
         content.shared = shared
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)

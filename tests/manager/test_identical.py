@@ -1,6 +1,7 @@
 """Adapters of the same weights under several names have their bytes on the host once, and count once."""
 
 import gc
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -86,6 +87,29 @@ def test_an_update_lets_go_of_what_was_shared(world, kind):
     world.manager.update_adapter("a", {"layers.0.q_proj.lora_A.weight": kind(np.ones((4, 16), np.float32))})
     gc.collect()
     assert shared() is None
+
+
+def test_the_last_content_dies_without_running_python(world):
+    """An interrupt that came while it did would reach nobody."""
+    world.manager.add_adapter(named("a"))
+    content = [world.manager._registry.contents["a"]]
+    shared = weakref.ref(content[0].shared)
+    world.manager.remove_adapter("a")
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    content.clear()
+    sys.setprofile(None)
+    assert shared() is None
+    assert "call" not in calls
+
+
+def test_what_was_shared_is_forgotten_when_many_came_and_went(world):
+    for i in range(300):
+        world.manager.add_adapter(named("a", version=i), load_inplace=True)
+    assert len(world.manager._registry._shared) < 100
+    world.manager.add_adapter(named("b", version=299))
+    contents = world.manager._registry.contents
+    assert contents["a"].blocks is contents["b"].blocks
 
 
 def test_an_update_parts_them(world):

@@ -26,8 +26,8 @@ class Registry:
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, Hashable]] = {}
         self.floor = 0
-        # By sample, while a content has it. No WeakValueDictionary: it runs Python where a content dies, anywhere, and an
-        # interrupt that comes there reaches nobody.
+        # By sample, while a content has it. No WeakValueDictionary: it runs Python where a content dies, anywhere, and
+        # an interrupt that comes there reaches nobody.
         self._shared: dict[bytes, weakref.ref[Shared]] = {}
         self._max_count = max_count
         self._max_bytes = max_bytes

@@ -5,13 +5,15 @@ from functools import lru_cache
 from typing import Any
 
 _HALF = "\ufffd"  # what a decoder makes of bytes that are no whole character yet
+_AT_ONCE = 16  # tokens without whole characters that are decoded again with each new one: no character has as many
 
 
 class Decoding:
     """The text of one answer. What it gives is, put together, `tokenizer.decode` of all of its tokens.
 
     Decoders look at a token's neighbours (spaces between words, bytes that make up one character), so the last few
-    tokens are decoded again with each new one.
+    tokens are decoded again with each new one. Bytes that never become characters have no end to begin anew from: a
+    long run of them is decoded whenever it has grown by an eighth, so that it costs no more than it is long.
 
     Args:
       tokenizer: a `tokenizers.Tokenizer`; None for no text at all.
@@ -31,6 +33,7 @@ class Decoding:
         self._tokens: list[int] = []
         self._from = 0  # the first token that is decoded again, as a neighbour of those from `_shown` on
         self._shown = 0  # tokens whose text has been taken into `_kept` or given out
+        self._again = 0  # so many tokens that gave no text yet are decoded again: seldom where they are many
         self._kept = ""  # text that a stop string may take back
         self.length = 0
         self.stopped = False
@@ -40,10 +43,15 @@ class Decoding:
         if self._tokenizer is None or self.stopped or token in self._silent:
             return ""
         self._tokens.append(token)
+        waiting = len(self._tokens) - self._shown
+        if waiting > _AT_ONCE and waiting < self._again:
+            return ""
         before = self._decode(self._tokens[self._from : self._shown])
         text = self._decode(self._tokens[self._from :])
         if len(text) <= len(before) or text.endswith(_HALF):
+            self._again = waiting + 1 + waiting // 8
             return ""
+        self._again = 0
         self._from, self._shown = self._shown, len(self._tokens)
         return self._give(text[len(before) :])
 

@@ -73,6 +73,29 @@ def test_bytes_that_are_no_characters_come_out_in_the_end():
     assert found == ["a", "", "\ufffd"]
 
 
+class Measured:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, name):
+        self.tokenizer, self.decoded = TOKENIZERS[name], 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens)
+
+
+def test_bytes_that_never_become_characters_are_decoded_in_proportion_to_their_number():
+    (first, _), letters = TOKENIZERS["bytes"].encode("é").ids, TOKENIZERS["bytes"].encode("abc" * 400).ids
+    measured = Measured("bytes")
+    decoding = Decoding(measured)
+    shown = [decoding.add(token) for token in [*letters[:3], *[first] * 2000, *letters]]
+    assert measured.decoded < 25 * len(shown)  # one after the other would be 2,000,000
+    assert shown[:3] == ["a", "b", "c"]
+    assert "".join(shown[:2300]).startswith("abc" + 2000 * "\ufffd" + "abc")  # an eighth later, not at the end
+    assert shown[-1] == "c"
+    assert "".join(shown) + decoding.finish() == measured.decode([*letters[:3], *[first] * 2000, *letters])
+
+
 def cut(text, stop):
     """The naive rule, for one token a character: what is complete first decides, and then what begins first."""
     for end in range(len(text) + 1):

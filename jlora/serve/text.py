@@ -33,7 +33,7 @@ class Decoding:
         self._tokens: list[int] = []
         self._from = 0  # the first token that is decoded again, as a neighbour of those from `_shown` on
         self._shown = 0  # tokens whose text has been taken into `_kept` or given out
-        self._again = 0  # so many tokens that gave no text yet are decoded again: seldom where they are many
+        self._again = 0  # how many tokens without text, where they are more than `_AT_ONCE`, are decoded again next
         self._kept = ""  # text that a stop string may take back
         self.length = 0
         self.stopped = False
@@ -44,14 +44,13 @@ class Decoding:
             return ""
         self._tokens.append(token)
         waiting = len(self._tokens) - self._shown
-        if waiting > _AT_ONCE and waiting < self._again:
+        if _AT_ONCE < waiting < self._again:
             return ""
         before = self._decode(self._tokens[self._from : self._shown])
         text = self._decode(self._tokens[self._from :])
         if len(text) <= len(before) or text.endswith(_HALF):
             self._again = waiting + 1 + waiting // 8
             return ""
-        self._again = 0
         self._from, self._shown = self._shown, len(self._tokens)
         return self._give(text[len(before) :])
 

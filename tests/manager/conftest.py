@@ -1,6 +1,8 @@
 """One compiled world for all tests that only use it: two slots, four adapters on the host."""
 
-import jax.experimental.pallas.tpu  # noqa: F401 - what is traced before its import, JAX 0.11 traces again after
+# Users have one backend, which their manager imports; here tests of several share a process. JAX 0.11 traces anew what
+# it has traced before this import, and the tests that count traces would blame whoever comes next.
+import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 
 from tests.manager.tiny import World, make_world

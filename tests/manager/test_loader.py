@@ -293,7 +293,7 @@ def test_a_slow_read_stalls_nothing(world, store):
     for what, call in calls.items():
         started = time.monotonic()
         call()
-        assert time.monotonic() - started < 5, what
+        assert time.monotonic() - started < 0.2, what
     assert not future.done()
 
 
@@ -311,7 +311,7 @@ def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
         started = time.monotonic()
         world.serve(["b", None, "b"])
         world.manager.list_adapters()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 0.2
         leave.set()
 
 

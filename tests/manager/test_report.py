@@ -12,27 +12,25 @@ import jaxtyping
 import pytest
 
 import jlora
+from tests.manager import crowd_process
 from tests.manager.tiny import make_adapter, make_world, same
 
 
 @pytest.fixture(scope="module")
 def crowd():
     """Ten thousand adapters on the host."""
-    world = make_world(max_loras=2, max_cpu_loras=10_000)
-    one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
     jaxtyping.config.update("jaxtyping_disable", True)  # ten thousand times over, the checks take a minute
-    for i in range(10_000):
-        world.manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=one.modules))
+    manager = crowd_process.crowd(10_000)
     jaxtyping.config.update("jaxtyping_disable", False)
-    return world
+    return manager
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("name", ["tenant-1234", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
 def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
-    for call in (crowd.manager.prepare, crowd.manager.hold, crowd.manager.pin_adapter, crowd.manager.export_adapter):
-        argument = [name] if call == crowd.manager.prepare else name
+    for call in (crowd.prepare, crowd.hold, crowd.pin_adapter, crowd.export_adapter):
+        argument = [name] if call == crowd.prepare else name
         started = time.process_time()
         with pytest.raises(jlora.AdapterNotFoundError) as caught:
             call(argument)
@@ -49,9 +47,9 @@ def test_an_unknown_name_among_many_is_told_shortly_and_at_once(crowd, name):
 def test_questions_are_linear_and_evictions_as_quick_with_ten_times_the_adapters():
     command = [sys.executable, "-m", "tests.manager.crowd_process", "1000", "10000"]
     few, many = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert many["list_adapters"] < 40 * few["list_adapters"]
-    assert many["stats"] < 40 * few["stats"]
-    assert many["evict"] < 3 * few["evict"]
+    assert many["list_adapters"] < min(0.5, 40 * few["list_adapters"])
+    assert many["stats"] < min(0.2, 40 * few["stats"])
+    assert many["evict"] < min(0.15, 3 * few["evict"])
 
 
 def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):

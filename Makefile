@@ -8,7 +8,7 @@ WORKERS ?= logical --maxprocesses=8 --dist worksteal
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve test test-mesh test-slow test-browser parity lint format clean same-python
+.PHONY: demo serve test test-mesh test-slow test-browser parity aot-gpu lint format clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -38,6 +38,10 @@ test-browser: .venv/.test
 
 parity: .venv/.parity
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)
+
+# Compiles the GPU kernels for an H200 on a machine without one: FLAGS="--ranks 16 --tokens 64" for some of them.
+aot-gpu: .venv/.cuda
+	@JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.venv/cuda:. $(BIN)/python -m benchmarks.aot_gpu $(FLAGS)
 
 lint: .venv/.test
 	@$(BIN)/ruff check .
@@ -90,3 +94,10 @@ endif
 	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
 	@$(PIP_INSTALL) -e '.[parity]'
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
+
+# Apart from what JAX finds by itself: with its CUDA plugin beside it, it would look for a GPU wherever it starts.
+.venv/.cuda: .venv/.test
+	@echo "Installing JAX's CUDA plugin and NVIDIA's compiler into .venv/cuda (a minute, once)"
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && $(PIP_INSTALL) --no-deps --upgrade \
+	  --target .venv/cuda jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.8'
+	@touch $@

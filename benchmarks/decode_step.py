@@ -7,11 +7,13 @@ Random bf16 weights; 64 slots of all seven modules of Llama-3-8B, or 8 slots of 
 Qwen3-30B-A3B. Decode: one token a sequence over a cache of `CONTEXT` positions, as
 `generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
 over several rounds of the mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are
-filled with random values on the device; the plan is made inside the step and counted.
+filled with random values on the device; the plan is made inside the step and counted. `--profile` keeps the kernels
+that a layer's time goes to.
 """
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -160,7 +162,7 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     return batches.make_batch(slots, None, manager._wrapped.tracking, lease)
 
 
-def save(args: argparse.Namespace, rows: list[dict]) -> None:
+def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> None:
     """Write what there is so far."""
     if args.out is None:
         return
@@ -171,7 +173,19 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
         "slots": MODELS[args.model][2],
     }
     with open(args.out, "w") as file:
-        json.dump({"about": about, "rows": rows}, file, indent=1)
+        json.dump({"about": about, "rows": rows, "profiles": profiles}, file, indent=1)
+
+
+def profile(call, *args, layers: int) -> dict[str, float]:
+    """Microseconds a layer that a step spends in each kind of kernel, from the profiler, the longest first.
+
+    XLA numbers the kernels of one kind; what a step does once for all layers is shared out among them.
+    """
+    found: dict[str, float] = {}
+    for name, us in kernel_us(call, *args).items():
+        kind = re.sub(r"([._]\d+)+$", "", name)
+        found[kind] = found.get(kind, 0.0) + us / layers
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def main() -> None:
@@ -205,12 +219,12 @@ def main() -> None:
         """Milliseconds that reading the adapters takes at least."""
         return adapters * adapter_bytes(config, args.rank, size / adapters) / BANDWIDTH * 1e3 if adapters else 0.0
 
-    rows = []
+    rows, profiles = [], []
     if "prefill" in args.steps:
         tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
         calls = {"base": (base_prefill, base_leaves, tokens, None)}
         calls |= {n: (lora_prefill, lora_leaves, tokens, make_batch(manager, 8, n)) for n in (0, 1, 8)}
-        measure("prefill", 8, calls, 3, floor, args, rows)
+        measure("prefill", 8, calls, 3, floor, args, rows, profiles)
     for size in args.batches if "decode" in args.steps else ():
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
         step = tokens, jnp.full((size, 1), CONTEXT - 1, jnp.int32), model.init_cache(size, CONTEXT)
@@ -219,7 +233,7 @@ def main() -> None:
             calls[adapters] = (lora_decode, lora_leaves, *step, make_batch(manager, size, adapters))
         if size == 64:
             calls["base only"] = (lora_decode, lora_leaves, *step, None)
-        measure("decode", size, calls, 10, floor, args, rows)
+        measure("decode", size, calls, 10, floor, args, rows, profiles)
 
 
 def measure(
@@ -230,8 +244,9 @@ def measure(
     floor: Callable[[int, int], float],
     args: argparse.Namespace,
     rows: list,
+    profiles: list,
 ) -> None:
-    """Time the calls of one shape, print a row each, and keep them."""
+    """Time the calls of one shape, print a row each, and keep them; with --profile, where their time goes."""
     times = timed(calls, args.rounds, enqueue)
     for adapters in calls:
         if adapters == "base":
@@ -243,11 +258,20 @@ def measure(
             row["floor_overhead"] = 0 if adapters == "base only" else floor(size, adapters) / times["base"]
         rows.append(row)
         print(json.dumps(row), flush=True)
-    save(args, rows)
     if args.profile and size in (8, 64):
-        for name in (n for n in ("base", 8, 64) if n in calls):
-            top = sorted(kernel_us(*calls[name]).items(), key=lambda item: -item[1])
-            print("profile", step, size, name, f"{sum(us for _, us in top):.0f} us", top[:12], flush=True)
+        for name in (n for n in ("base", 0, 8, 64) if n in calls):
+            kinds = {kind: round(us, 2) for kind, us in profile(*calls[name], layers=args.layers).items()}
+            profiles.append({"step": step, "batch": size, "adapters": name, "us_a_layer": kinds})
+            print(
+                "profile",
+                step,
+                size,
+                name,
+                f"{sum(kinds.values()):.1f} us a layer",
+                list(kinds.items())[:12],
+                flush=True,
+            )
+    save(args, rows, profiles)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, Projection, group_ids
 from benchmarks.timing import chain, compile_all, kernel_us, random_layers
 from jlora.pallas import triton
 from jlora.pallas.gpus import current_gpu, platform
-from jlora.pallas.tables import Key, read_table
+from jlora.pallas.tables import Key, Table, entry_of, read_table
 from jlora.pallas.tiles import GPUTiles, rows_bucket
 
 SHRINK_FIELDS = ("block_k", "split_k", "block_r", "shrink_warps", "shrink_stages", "shrink_programs")
@@ -118,18 +118,22 @@ def shape(text: str) -> Projection:
     return Projection(text, int(k), tuple(int(size) for size in slices.split(",")))
 
 
-def write_table(path: Path, table: dict[Key, GPUTiles]) -> None:
-    entries = ({**key._asdict(), **dataclasses.asdict(table[key])} for key in sorted(table))
+def write_table(path: Path, table: Table) -> None:
+    entries = (entry_of(key, table[key]) for key in sorted(table))
     path.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=sorted(MIXES), choices=sorted(MIXES))
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """Of a search: where its table is, and for which shapes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the table")
     parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), help="of `specs`")
     parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="K:N,N,...")
+    return parser
+
+
+def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Projection], Path, Table]:
+    """The arguments, the shapes, the table's file and what it has."""
     args = parser.parse_args()
     if platform() not in ("gpu", "cuda"):
         parser.error(f"needs an NVIDIA GPU, but computations run on {platform()!r}; set JAX_PLATFORMS=cuda")
@@ -137,8 +141,16 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{current_gpu().kind}.json"
     table = dict(read_table(path, path.stat().st_mtime_ns)) if path.exists() else {}
+    return args, [*(PROJECTIONS[name] for name in names), *args.shapes], path, table
+
+
+def main():
+    parser = command_line(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=sorted(MIXES), choices=sorted(MIXES))
+    args, projections, path, table = begin(parser)
     for rank in args.ranks:
-        for projection in [*(PROJECTIONS[name] for name in names), *args.shapes]:
+        for projection in projections:
             layers = random_layers(projection, rank, LAYERS)
             for tokens in args.tokens:
                 key = Key("add_lora", "bfloat16", rows_bucket(tokens), projection.k, projection.n, rank)

@@ -90,9 +90,13 @@ def default_device() -> Any:
 _batched_device_put = cast("Callable[..., jax.Array]", jax._src.interpreters.pxla.batched_device_put)
 
 
-def to_device(array: np.ndarray) -> jax.Array:
-    """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.11.2."""
-    device = default_device()
+def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
+    """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.11.2.
+
+    On `device`, or the default one; a computation may move it elsewhere.
+    """
+    if device is None:
+        device = default_device()
     if isinstance(device, str) or not jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(array)
     if device is None:

@@ -60,6 +60,9 @@ class LoRAConfig:
         for a model that lies on no mesh.
       process_timeout: seconds that a call waits for the other processes of the model's mesh to make the same call, if
         there are any: a load may take one of them longer.
+      bitwise_base: never let LoRA's kernels make the product of a layer itself, which they do where a tuned table of
+        the device found that faster (few rows, on GPUs). Then rows without an adapter have the unwrapped model's bits;
+        else they are equal to rounding, there.
       backend: "auto" picks by platform; a named backend is used or raises.
     """
 
@@ -79,6 +82,7 @@ class LoRAConfig:
     fully_sharded: bool = False
     data_axes: Sequence[str] = ()
     process_timeout: float = 600.0
+    bitwise_base: bool = False
     backend: Backend = "auto"
 
     def __post_init__(self):
@@ -139,6 +143,8 @@ class LoRAConfig:
         timeout: object = self.process_timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise LoRAUsageError(f"LoRAConfig.process_timeout must be seconds, got {timeout!r}")
+        if not isinstance(self.bitwise_base, bool):
+            raise LoRAUsageError(f"LoRAConfig.bitwise_base must be a bool, got {self.bitwise_base!r}")
         if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
             raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
         if self.backend not in get_args(Backend):

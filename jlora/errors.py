@@ -33,3 +33,11 @@ class LoadTimeoutError(LoRAError, TimeoutError):
 
 class NoFreeSlotError(LoRAError):
     """Every slot (or host-cache entry) that could be freed is pinned or held by an open batch."""
+
+
+def error_of(name: str, message: str) -> LoRAError:
+    """The error that another process told of, by its class where that is one of these."""
+    cls = globals().get(name)
+    if isinstance(cls, type) and issubclass(cls, LoRAError):
+        return cls(message)
+    return LoRAError(f"{name}: {message}")

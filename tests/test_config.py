@@ -15,6 +15,7 @@ def test_defaults():
     config = LoRAConfig(max_loras=3, max_lora_rank=8)
     assert config.max_cpu_loras == 3
     assert (config.dtype, config.target_modules, config.fully_sharded, config.backend) == (None, None, False, "auto")
+    assert config.bitwise_base is False
     assert config == LoRAConfig(max_loras=3, max_lora_rank=8, max_cpu_loras=3)
     assert hash(config) == hash(LoRAConfig(max_loras=3, max_lora_rank=8))
 
@@ -61,6 +62,9 @@ def test_target_modules_become_a_tuple():
         ("target_modules", [], "at least one name"),
         ("target_modules", ["q_proj", ""], "at least one name"),
         ("target_modules", ["q_proj", 3], "at least one name"),
+        ("bitwise_base", 1, "bitwise_base must be a bool, got 1"),
+        ("bitwise_base", None, "bitwise_base must be a bool, got None"),
+        ("bitwise_base", "no", "bitwise_base must be a bool, got 'no'"),
         ("backend", "cuda", "backend must be one of .*'cuda'"),
         ("backend", None, "backend must be one of"),
     ],

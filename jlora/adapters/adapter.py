@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike
 
 from jlora._typing import DType
 from jlora.adapters.checkpoint import OwnExperts, read_checkpoint
+from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, ModuleLoRA
 from jlora.adapters.messages import printable, shown, shown_path, shown_value
-from jlora.adapters.peft_config import CONFIG_FILE, PEFT_FIELDS, Kind, read_config, scaling_of
+from jlora.adapters.peft_config import Kind, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, Found, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes, ExpertsShapes
 from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError

@@ -9,10 +9,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
 from jlora.adapters.messages import shown, shown_path, shown_value
-from jlora.adapters.peft_config import CONFIG_FILE, Kind, PeftConfig, scaling_of
+from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
 from jlora.adapters.tensor_file import TensorInfo, read_header
 from jlora.adapters.values import DTYPES, Share, read_tensors

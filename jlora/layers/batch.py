@@ -359,7 +359,7 @@ def make_batch(
     layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease), trace=lease.trace)
     arrays = [slots, stamps] if token_slots is None else [slots, stamps, token_slots]
     if coverage.sharding is None:
-        placed = [to_device(array) for array in arrays]
+        placed = [to_device(array, coverage.device) for array in arrays]
     else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
         placed = put(arrays, [coverage.sharding.whole] * len(arrays))
     return LoRABatch(placed[0], None if token_slots is None else placed[2], placed[1], layout, lease)

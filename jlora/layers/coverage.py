@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from jlora._compat import Device
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.sharding.rules import KernelSharding
@@ -35,6 +36,7 @@ class Coverage:
     Attributes:
       sites: every site of the model.
       sharding: of one of them: its mesh and its data axes are those of all; None off meshes.
+      device: which somebody chose for the model off meshes, where there is one.
       unserved: site -> why some function did not serve it.
       groups: site -> the number of its group, of the same sites.
       version: how often `groups` changed.
@@ -43,6 +45,7 @@ class Coverage:
     def __init__(self) -> None:
         self.sites: tuple[Site, ...] = ()
         self.sharding: KernelSharding | None = None
+        self.device: Device | None = None
         self.unserved: Mapping[Site, str] = {}
         self.groups: Mapping[Site, int] = {}
         self.version = 0

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
 from jlora.layers.linear import add_delta, first_input, parameters_of, slot_arrays
-from jlora.layers.mesh import across_mesh
+from jlora.layers.mesh import across_mesh, parts_of
 from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.scope import enter_site
-from jlora.layers.sharded import Held, add_lookup, parts_of
+from jlora.layers.sharded import Held, add_lookup
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import expand

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from jlora._typing import is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.linear import add_delta, first_input, parameters_of
+from jlora.layers.mesh import parts_of
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import enter_site
-from jlora.layers.sharded import parts_of
 from jlora.layers.site import Site
 from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
 

@@ -14,12 +14,12 @@ from jaxtyping import Float, Integer
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
-from jlora.layers.mesh import across_mesh
+from jlora.layers.mesh import across_mesh, parts_of
 from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
-from jlora.layers.products import join, joins
+from jlora.layers.products import joint
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import check_slots_fresh, enter_site
-from jlora.layers.sharded import Half, Held, add_rows, parts_of
+from jlora.layers.sharded import Half, Held, add_rows
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 from jlora.pallas.api import add_lora, expand, shrink
@@ -35,8 +35,9 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
-        if scope is not None and joins(cls, self, site):
-            y = join(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
+        make = None if scope is None else joint(cls, self, site, args, kwargs)
+        if scope is not None and make is not None:
+            y = make(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
             return scope.checked(self, site, y)
         y = own(self, *args, **kwargs)
         if scope is None:

@@ -1,4 +1,7 @@
-"""The mesh that the calling code runs on: axes that are Explicit, axes of which it is one shard, and the one map."""
+"""The mesh that the calling code runs on: axes that are Explicit, axes of which it is one shard, and the one map.
+
+And whether that makes it the code of a shard of a layer.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
-from jlora.sharding.rules import KernelSharding, names_of, partition
+from jlora.errors import LoRAError
+from jlora.layers.site import Site, SlotSpec
+from jlora.sharding.rules import KernelSharding, Names, names_of, partition
 
 
 def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
@@ -93,3 +98,52 @@ def _resharded(specs: Any, operands: Any) -> Any:
         return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
 
     return jax.tree.map(move, specs, operands, is_leaf=_is_spec)
+
+
+def split_of(slots: SlotSpec) -> KernelSharding:
+    """How the kernel is split, of a layer on a mesh."""
+    assert slots.sharding is not None
+    return slots.sharding
+
+
+def check_mesh(site: Site) -> None:
+    """Raises `LoRAError` where the mesh of the calling code is not that of the layer."""
+    context, mesh = jax.sharding.get_abstract_mesh(), split_of(site.spec).mesh
+    if not context.empty and any(context.shape.get(name) != size for name, size in mesh.shape.items()):
+        raise LoRAError(
+            f"{site.path}: the model lies on a mesh {dict(mesh.shape)}, and is called where jax.set_mesh or "
+            f"jax.shard_map gives {dict(context.shape)}; give the model's own, or none"
+        )
+
+
+def reached(site: Site) -> bool:
+    """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
+
+    Raises:
+      LoRAError: it is that of a shard along some of the axes that K is split over.
+    """
+    return _inside(site, split_of(site.spec).ins, "input features")
+
+
+def experts_reached(site: Site) -> bool:
+    """Whether the code that runs now is that of a shard of experts. Raises as `reached`."""
+    return _inside(site, split_of(site.spec).experts, "experts")
+
+
+def _inside(site: Site, axes: Names, what: str) -> bool:
+    inside = [name for name in axes if name in manual_axes(jax.sharding.get_abstract_mesh())]
+    if inside and len(inside) < len(axes):
+        raise LoRAError(
+            f"{site.path}: its {what} are split over {' and '.join(map(repr, axes))}, and it is called inside a "
+            f"jax.shard_map over {' and '.join(map(repr, inside))} alone; map all of these axes or none"
+        )
+    return bool(inside)
+
+
+def parts_of(site: Site) -> tuple[int, int]:
+    """Of how many parts the code that runs now has one, of the layer's K and of its N."""
+    if (sharding := site.spec.sharding) is None:
+        return 1, 1
+    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
+    return sharding.size(ins), sharding.size(outs)

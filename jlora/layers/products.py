@@ -1,8 +1,11 @@
-"""Flax's own layers as seams: where a base product is split by its input features, it is made with its LoRA in one."""
+"""Flax's own layers as seams, where a base product is made together with its LoRA.
+
+Where it is split by its input features, both share one reduction; where a device's tuned table says so, their kernels.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +15,93 @@ from jax import Array, lax
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
+from jlora.layers.mesh import reached
 from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
-from jlora.layers.sharded import Held, joined, reached
+from jlora.layers.sharded import Held, joined
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
+from jlora.pallas.api import linear_lora, product_tiles
+from jlora.pallas.plan import Plan
 from jlora.sharding.rules import Names, partition, split_axis
 
 
-def joins(cls: type[nnx.Module], layer: nnx.Module, site: Site) -> bool:
-    """Whether the product of a layer can be replaced: it is Flax's own, JAX's own computes it, and K is split."""
-    sharding, own = site.spec.sharding, vars(layer)
-    if sharding is None or not sharding.ins or reached(site) or own.get("promote_dtype") is not promote_dtype:
-        return False
+def joint(
+    cls: type[nnx.Module], layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """What makes the product of a layer together with its LoRA in this call: `join`, `fuse`, or None where nothing may.
+
+    The product can be replaced where it is Flax's own, and JAX's own computes it.
+    """
+    own, sharding = vars(layer), site.spec.sharding
+    if sharding is not None and (not sharding.ins or reached(site)):
+        return None
+    if own.get("promote_dtype") is not promote_dtype:
+        return None
     rows = own["jlora_spec"].rows  # a user's own may say what the product does not show
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
-        return plain and rows in (None, general_rows)
-    return cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum and isinstance(rows, EinsumRows)
+        plain &= rows in (None, general_rows)
+    else:
+        plain = cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum
+        plain &= isinstance(rows, EinsumRows)
+    if not plain:
+        return None
+    if sharding is not None:
+        return join
+    return fuse if _fuses(layer, site, args, kwargs) else None
+
+
+def _fuses(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether kernels that make product and LoRA together are there for this call, and may be used."""
+    own, spec, x = vars(layer), cast("LinearSpec", vars(layer)["jlora_spec"]), _input(args, kwargs)
+    if site.bitwise_base or site.spec.stack or not isinstance(x, Array):
+        return False  # (of a stack the kernel is a slice, which only XLA's own products read where it lies)
+    if own.get("precision") is not None or own.get("preferred_element_type") is not None:
+        return False
+    if spec.columns_in is not None or spec.columns_out is not None:
+        return False
+    kernel: Array = own["kernel"][...]
+    bias = own.get("bias")
+    if bias is not None and bias[...].dtype != kernel.dtype:
+        return False  # Flax brings all to one dtype
+    flat = (*spec.in_axes, *spec.out_axes) == tuple(range(kernel.ndim))
+    if not flat or own.get("dtype") not in (None, kernel.dtype) or not jax.sharding.get_abstract_mesh().empty:
+        return False
+    rows = x.size // spec.in_features
+    two = (rows, spec.in_features), (spec.in_features, spec.out_features)
+    a, b = (jax.ShapeDtypeStruct(shape, site.spec.dtype) for shape in site.spec.shapes[:2])
+    like = jax.ShapeDtypeStruct(two[0], x.dtype), jax.ShapeDtypeStruct(two[1], kernel.dtype), a, b
+    return product_tiles(*like, slice_sizes=site.spec.out_sizes, backend=site.backend) is not None
+
+
+def fuse(
+    cls: type[nnx.Module],
+    layer: nnx.Module,
+    site: Site,
+    scope: Any,
+    slots: Callable[[], Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The output of `layer` on one device, whose product and LoRA are made by the same kernels."""
+
+    def serve(x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
+        del product
+        rows = _flat(x, places)
+        plan = _planned(scope, site, rows)
+        if plan is None:
+            return None
+        a, b, ranks = slots()
+        *lead, k = rows.shape
+        with jax.named_scope("lora"):
+            y = linear_lora(
+                rows.reshape(-1, k), kernel.reshape(k, -1), a, b, plan,
+                slice_sizes=site.spec.out_sizes, ranks=ranks, backend=site.backend,
+            )  # fmt: skip
+        y = y.reshape(*lead, *(kernel.shape[i] for i in places.kernel_out))
+        return y.transpose([places.y.index(i) for i in range(y.ndim)])
+
+    return _through(cls, layer, site, serve, *args, **kwargs)
 
 
 def join(
@@ -40,25 +113,22 @@ def join(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The output of `layer`, whose product is made together with its LoRA.
+    """The output of `layer`, a K of whose product is split, and is made together with its LoRA.
 
     `slots` gives A, B and ranks. Rows that fit no layout of the batch get the base output.
     """
     spec: LinearSpec = vars(layer)["jlora_spec"]
     # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
-    given = jnp.asarray(args[0] if args else kwargs["inputs"])
+    given = jnp.asarray(_input(args, kwargs))
     if not given.size:
         return cls.__call__(layer, *args, **kwargs)
 
-    def serve(cast: Array, kernel: Array, places: EinsumAxes, product: Callable[[Array, Array], Array]) -> Array | None:
-        x, dtype = given, cast.dtype
-        lead_shape = tuple(x.shape[i] for i in places.x[: places.lead])
-        flat = x.transpose(places.x).reshape(*lead_shape, -1)
-        plan = scope.plan(site, flat)
+    def serve(cast_x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
+        x, dtype = given, cast_x.dtype
+        flat = _flat(x, places)
+        plan = _planned(scope, site, flat)
         if plan is None:
-            note_unserved(site, NO_LAYOUT)
             return None
-        note_served(site)
         lead = scope.lead(site, flat)
         sharding = site.spec.sharding
         assert sharding is not None
@@ -89,11 +159,37 @@ def join(
         with jax.named_scope("lora"):
             return joined(site, rows, spec, specs, lead, x, kernel, Held(plan, *slots()))
 
+    return _through(cls, layer, site, serve, *args, **kwargs)
+
+
+def _flat(x: Array, places: EinsumAxes) -> Array:
+    """The input as [*lead, K]."""
+    return x.transpose(places.x).reshape(*(x.shape[i] for i in places.x[: places.lead]), -1)
+
+
+def _planned(scope: Any, site: Site, rows: Array) -> Plan | None:
+    """The plan of rows [*lead, K], or None where they fit no layout of the batch; which of both is noted."""
+    plan: Plan | None = scope.plan(site, rows)
+    if plan is None:
+        note_unserved(site, NO_LAYOUT)
+    else:
+        note_served(site)
+    return plan
+
+
+def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("inputs")
+
+
+def _through(
+    cls: type[nnx.Module], layer: nnx.Module, site: Site, serve: Callable[..., Array | None], *args: Any, **kwargs: Any
+) -> Any:
+    """What `layer` returns where `serve` makes its product, and its LoRA with it."""
     # A copy that shares the parameters: another thread may be calling the layer.
     twin = object.__new__(type(layer))
     vars(twin).update(vars(layer))
     if cls.__call__ is nnx.Einsum.__call__:
-        rows = spec.rows
+        rows = vars(layer)["jlora_spec"].rows
         assert isinstance(rows, EinsumRows)
         vars(twin)["einsum_op"] = functools.partial(_einsum, serve, site, rows)
     else:

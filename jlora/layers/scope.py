@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
 from jlora.layers.coverage import NOT_CALLED, Coverage
-from jlora.layers.mesh import here
+from jlora.layers.mesh import check_mesh, here
 from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.sharded import Lead, check_mesh, lead_of, plan_of_experts, plan_of_rows
+from jlora.layers.rows_on_mesh import Lead, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan

@@ -7,107 +7,28 @@
     fully sharded     besides, A is split by rank, and x A^T gathered; B of row-parallel by N: each shard expands the
                       sum of x A^T into its own columns
 
-Rows that are split (over data) have plans of their own shard. Inside a `jax.shard_map` of the user, arrays are those of
-a shard already, and what is computed is the same without another one.
+Rows that are split (over data) have plans of their own shard (`jlora.layers.rows_on_mesh`). Inside a `jax.shard_map`
+of the user, arrays are those of a shard already, and what is computed is the same without another one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jlora.errors import LoRAError
-from jlora.layers.mesh import explicit_axes, manual_axes, on_mesh
+from jlora.layers.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.pieces import pieces_of
+from jlora.layers.rows_on_mesh import Lead
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
-from jlora.sharding.rules import KernelSharding, Names, names_of, partition
-
-
-@dataclass(frozen=True)
-class Lead:
-    """How the axes before the features of a layer's rows are split: for each of them axes of the mesh."""
-
-    axes: tuple[Names, ...]
-
-    @property
-    def split(self) -> bool:
-        return any(self.axes)
-
-
-def lead_of(sharding: KernelSharding, base: Array, axis: int | None, count: int) -> Lead:
-    """How the rows of `base` lie: as its type says on axes of the mesh that are Explicit; else the `axis` of sequences
-    (or packed rows), of which there are `count`, is split over the data axes if they divide it."""
-    lead = base.ndim - 1
-    mesh = jax.sharding.get_abstract_mesh()
-    if explicit_axes(mesh):
-        spec = (*jax.typeof(base).sharding.spec, *[None] * base.ndim)
-        return Lead(tuple(names_of(entry) for entry in spec[:lead]))
-    data = tuple(name for name in sharding.data if name not in manual_axes(mesh))
-    axes: list[Names] = [()] * lead
-    if axis is not None and data and count % sharding.size(data) == 0:
-        axes[axis] = data
-    return Lead(tuple(axes))
-
-
-def check_mesh(site: Site) -> None:
-    """Raises `LoRAError` where the mesh of the calling code is not that of the layer."""
-    context, mesh = jax.sharding.get_abstract_mesh(), _of(site).mesh
-    if not context.empty and any(context.shape.get(name) != size for name, size in mesh.shape.items()):
-        raise LoRAError(
-            f"{site.path}: the model lies on a mesh {dict(mesh.shape)}, and is called where jax.set_mesh or "
-            f"jax.shard_map gives {dict(context.shape)}; give the model's own, or none"
-        )
-
-
-def plan_of_rows(
-    sharding: KernelSharding,
-    lead: Lead,
-    shape: Sequence[int],
-    ids: Int[Array, "..."],
-    make: Callable[[Array, int], Plan],
-) -> Plan:
-    """The plans of the shards of rows, side by side: each leaf split as the rows are.
-
-    Args:
-      sharding: of the layer.
-      lead: how its rows lie.
-      shape: of the axes before the features.
-      ids: slots, along the first of these axes; rows along the others are of the same sequence.
-      make: `make_plan` of the slots of a shard, one for each run of so many rows.
-    """
-    rows = int(np.prod([size // sharding.size(names) for size, names in zip(shape, lead.axes, strict=True)]))
-
-    def local(ids: Array) -> Plan:
-        return make(ids.reshape(-1), rows // max(1, ids.size))
-
-    every = tuple(name for names in lead.axes for name in names)
-    return on_mesh(sharding, local, (partition(*lead.axes[: ids.ndim]),), partition(every))(ids)
-
-
-def plan_of_experts(
-    site: Site, make: Callable[[Array, Array, Array, int], Plan], ids: Array, index: Array, expert: Array
-) -> Plan:
-    """The plans of the shards of experts, side by side; the code of a shard counts its own experts from 0."""
-    sharding = _of(site)
-    assert site.spec.experts is not None
-    own = site.spec.experts // site.spec.expert_shards
-    if not sharding.experts or experts_reached(site):
-        return make(ids, index, expert, own)
-
-    def local(ids: Array, index: Array, expert: Array) -> Plan:
-        return make(ids, index, expert - _index(sharding.experts) * own, own)
-
-    whole = PartitionSpec()
-    return on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(ids, index, expert)
+from jlora.sharding.rules import Names, partition
 
 
 class Held(NamedTuple):
@@ -151,7 +72,7 @@ def add_rows(
     in the slots of `site.shared`. Where experts are split and no shard of them calls, each adds what its own give, and
     a row is then taken from the shard that has its expert.
     """
-    sharding = _of(site)
+    sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # of the calling code: inside `local` it always is
 
@@ -162,7 +83,7 @@ def add_rows(
         if not sums:
             return out
         assert expert is not None
-        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == _index(sums)
+        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == lax.axis_index(sums)
         return _sum(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     if sums and expert is not None:
@@ -196,7 +117,7 @@ def joined(
       lead: how the rows lie.
       x, kernel, held: operands.
     """
-    sharding, (of_x, of_kernel, of_y) = _of(site), specs
+    sharding, (of_x, of_kernel, of_y) = split_of(site.spec), specs
 
     def local(x: Array, kernel: Array, held: Held) -> Array:
         flat, base, restore = product(x, kernel)
@@ -219,7 +140,7 @@ def add_lookup(
 
     `ids` are slots along the first of the axes before the features.
     """
-    sharding = _of(site)
+    sharding = split_of(site.spec)
     if reached(site):
         raise LoRAError(
             f"{site.path}: a lookup in a table whose rows are split is not served inside a jax.shard_map over "
@@ -233,7 +154,7 @@ def add_lookup(
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
         real = found < spec.rows
-        own = found - _index(sharding.ins) * a.shape[-1] if sharding.ins else found
+        own = found - lax.axis_index(sharding.ins) * a.shape[-1] if sharding.ins else found
         slots = jnp.repeat(ids.reshape(-1), len(own) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
         h = a.at[slots, 0, :, own].get(mode="clip").astype(jnp.float32)
         if sharding.ins:
@@ -264,7 +185,7 @@ def _delta(
 ) -> Array:
     """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
     `complete`."""
-    sharding, backend = _of(site), site.backend
+    sharding, backend = split_of(site.spec), site.backend
     held, shared = _merged(held), [_merged(half) for half in shared]
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
@@ -303,37 +224,37 @@ def _shrink_own(slots: SlotSpec, backend: Any, x: Array, half: Half, x_rows: Arr
     """[n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
     plan, a, ranks = half
     size = a.shape[2]
-    if (axes := _split_of(slots).a[2]) and size:
-        ranks = jnp.clip(ranks - _index(axes) * size, 0, size)
+    if (axes := split_of(slots).a[2]) and size:
+        ranks = jnp.clip(ranks - lax.axis_index(axes) * size, 0, size)
     return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
 
 
 def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: Half, *, complete: bool) -> Array:
     """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
-    sharding = _split_of(slots)
+    sharding = split_of(slots)
     if sharding.a[2]:
         h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
     if sharding.ins and (complete or further):
         h = _sum(h, sharding.ins)
     if not further:
-        return _expandpieces_of(slots, backend, rows, h, half)
+        return _expand_pieces(slots, backend, rows, h, half)
     own = half.factor.shape[-1]
-    start = _index(further) * own
+    start = lax.axis_index(further) * own
     part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
-    part = _expandpieces_of(slots, backend, part, h, half)
+    part = _expand_pieces(slots, backend, part, h, half)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expandpieces_of(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: Half) -> Array:
+def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: Half) -> Array:
     """`expand` over the columns that a shard has of the output slices."""
     pieces, (plan, b, ranks) = pieces_of(slots), half
     if pieces.sizes is not None:
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
-    ids = table[_index(_split_of(slots).b[2]) if len(table) > 1 else 0]
+    ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
     # Padding is of a slice more, which has rank 0: the base's bits stay.
     h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
     ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
@@ -343,38 +264,24 @@ def _expandpieces_of(slots: SlotSpec, backend: Any, rows: Array, h: Array, half:
 
 def _without_padding(slots: SlotSpec, x: Array) -> Array:
     """Zeros for the features of x that are padding: they may hold anything."""
-    sharding = _split_of(slots)
+    sharding = split_of(slots)
     if all(first >= 0 for first, _ in slots.in_blocks):
         return x
     real = np.concatenate([np.full(count, first >= 0) for first, count in slots.in_blocks])
-    own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[_index(sharding.ins)]
+    own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[lax.axis_index(sharding.ins)]
     return jnp.where(own[None, :], x, 0)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def _of(site: Site) -> KernelSharding:
-    assert site.spec.sharding is not None
-    return site.spec.sharding
-
-
-def _split_of(slots: SlotSpec) -> KernelSharding:
-    assert slots.sharding is not None
-    return slots.sharding
-
-
 def _of_held(slots: SlotSpec, lead: Lead, experts: Names = ()) -> Any:
     """The specs of a `Held` or `Half`: plans of the shards of rows, or of `experts`; arrays as one layer has them."""
-    sharding = _split_of(slots)
+    sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     of_plan = partition((*(name for names in lead.axes for name in names), *experts))
     of_factors = [partition(*own, *(sharding.a, sharding.b)[j][1:]) for j in slots.factors]
     return (Held if slots.whole else Half)._make((of_plan, *of_factors, partition(*own)))
-
-
-def _index(axes: Names) -> Array:
-    return lax.axis_index(axes)
 
 
 def _sum(array: Array, axes: Names) -> Array:
@@ -383,36 +290,3 @@ def _sum(array: Array, axes: Names) -> Array:
 
 def _gathered(array: Array, axes: Names, axis: int) -> Array:
     return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))
-
-
-def reached(site: Site) -> bool:
-    """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
-
-    Raises:
-      LoRAError: it is that of a shard along some of the axes that K is split over.
-    """
-    return _inside(site, _of(site).ins, "input features")
-
-
-def experts_reached(site: Site) -> bool:
-    """Whether the code that runs now is that of a shard of experts. Raises as `reached`."""
-    return _inside(site, _of(site).experts, "experts")
-
-
-def _inside(site: Site, axes: Names, what: str) -> bool:
-    inside = [name for name in axes if name in manual_axes(jax.sharding.get_abstract_mesh())]
-    if inside and len(inside) < len(axes):
-        raise LoRAError(
-            f"{site.path}: its {what} are split over {' and '.join(map(repr, axes))}, and it is called inside a "
-            f"jax.shard_map over {' and '.join(map(repr, inside))} alone; map all of these axes or none"
-        )
-    return bool(inside)
-
-
-def parts_of(site: Site) -> tuple[int, int]:
-    """Of how many parts the code that runs now has one, of the layer's K and of its N."""
-    if (sharding := site.spec.sharding) is None:
-        return 1, 1
-    manual = manual_axes(jax.sharding.get_abstract_mesh())
-    ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
-    return sharding.size(ins), sharding.size(outs)

@@ -205,6 +205,7 @@ class Site:
       shared: of a product of experts, the sites of A and of B in the slots for adapters whose experts share one of the
         two, if there are such slots. Each holds one factor alone, since their rows differ: the site of the one that is
         shared has no experts. They have no `parts`: adapters name the product.
+      bitwise_base: as configured.
     """
 
     path: str
@@ -217,6 +218,7 @@ class Site:
     inferred: Inferred | None = None
     stamped: bool = False
     shared: "tuple[Site, ...]" = field(default=(), repr=False)
+    bitwise_base: bool = False
 
     @property
     def provisional(self) -> bool:
@@ -245,12 +247,16 @@ class Site:
         return f"{self.prefix}_stamps"
 
 
-def allocate(site: Site) -> dict[str, SlotParam]:
-    """The zero slot arrays of `site`, by the name of the layer attribute that will hold each."""
+def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
+    """The zero slot arrays of `site`, by the name of the layer attribute that will hold each.
+
+    `device`: where they are to lie off meshes; None where nobody chose.
+    """
     *names, ranks = site.attributes
     shapes, shardings = site.spec.shapes, site.spec.shardings
     shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
-    of_stamps = None if site.spec.sharding is None else site.spec.sharding.named()
+    shardings = [device if where is None else where for where in shardings]
+    of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
     return {
         **{
@@ -262,8 +268,10 @@ def allocate(site: Site) -> dict[str, SlotParam]:
     }
 
 
-def check_room(sites: Sequence[Site]) -> None:
+def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """Raises `MemoryError` where the slot arrays need more than all of the memory that a device has.
+
+    `chosen` is where they are to lie off meshes, as for `allocate`.
 
     A GPU's allocator would take ten seconds to say so, and a system that promises more memory than it has would kill
     the process.
@@ -273,7 +281,10 @@ def check_room(sites: Sequence[Site]) -> None:
         spec = site.spec
         for j in (*spec.factors, 2):
             where = spec.shardings[j]
-            device = _default_device() if where is None else cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
+            if where is None:
+                device = chosen_by_default() if chosen is None else chosen
+            else:
+                device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
             shape = spec.shapes[j] if where is None else where.shard_shape(spec.shapes[j])
             size = jnp.dtype(spec.dtype if j < 2 else "int32").itemsize
             needed[device] = needed.get(device, 0) + size * math.prod(shape)
@@ -283,18 +294,20 @@ def check_room(sites: Sequence[Site]) -> None:
             raise MemoryError(f"{nbytes:,} bytes on a device that has {limit:,}")
 
 
-def _default_device() -> Device:
+def chosen_by_default() -> Device:
     chosen = default_device()
     return cast("Device", jax.local_devices(backend=chosen)[0]) if chosen is None or isinstance(chosen, str) else chosen
 
 
-def _variable(kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | None) -> SlotParam:
+def _variable(
+    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None
+) -> SlotParam:
     """Zeros; each shard is made where it belongs, so that no array is ever whole where it is to be split.
 
     What says how is kept beside it, as Flax does (`nnx.get_partition_spec`), for code that maps over the mesh.
     """
-    if where is None:
-        return kind(jnp.zeros(shape, dtype))
+    if not isinstance(where, NamedSharding):
+        return kind(jnp.zeros(shape, dtype, device=where))
     # It lies there already: Flax would lay it out again, and knows no mesh with axes of both types.
     zeros = jnp.zeros(shape, dtype, device=where)
     return kind(zeros, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)

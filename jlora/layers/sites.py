@@ -123,7 +123,8 @@ def _sites(
     if isinstance(spec, LinearSpec):
         sizes, parts = slices(found.module, aliases, spec.real_out, packed)
         slots = slot_spec(spec, sizes, (*aliases, *parts))
-        return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=found.inferred)]
+        guess, exact = found.inferred, config.bitwise_base
+        return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=guess, bitwise_base=exact)]
     sites: list[Site] = []
     key = id(found.module)
     if spec.lookup is not None:

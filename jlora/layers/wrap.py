@@ -3,11 +3,13 @@
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.core
 from flax import nnx
 
+from jlora._compat import Device, is_committed
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.discover import Found
@@ -15,7 +17,7 @@ from jlora.layers.embedding import embed_methods
 from jlora.layers.experts import experts_methods, product_of
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules
-from jlora.layers.site import Site, SlotParam, allocate, attach, check_room, set_attribute
+from jlora.layers.site import Site, SlotParam, allocate, attach, check_room, chosen_by_default, set_attribute
 from jlora.layers.sites import choose
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
 from jlora.layers.wrapped import WrappedModel, set_class
@@ -48,7 +50,9 @@ def wrap_model(
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = choose(wrapped, config, packed_modules)
     load(config.backend)
-    arrays = {site: values for site, values in _allocate([site for _, sites in plans for site in _every(sites)], make)}
+    device = _device_of([found for found, _ in plans])
+    every = [site for _, sites in plans for site in _every(sites)]
+    arrays = {site: values for site, values in _allocate(every, make, device)}
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -61,6 +65,7 @@ def wrap_model(
             wrapped.classes[id(found.module)] = cls
             set_class(found.module, _lora_class(cls, _methods(found, sites)))
         wrapped.tracking.sites = tuple(wrapped.modules)
+        wrapped.tracking.device = device
         wrapped.tracking.sharding = next(iter(wrapped.modules)).spec.sharding
         return wrapped
     except BaseException:
@@ -96,13 +101,24 @@ def _every(sites: Iterable[Site]) -> Iterable[Site]:
     return (held for site in sites for held in (site, *site.shared))
 
 
+def _device_of(layers: Iterable[Found]) -> Device | None:
+    """The one device, other than the default, that somebody chose for parameters of the layers; None if nobody did."""
+    devices: set[Device] = set()
+    for variable in (value for found in layers for value in vars(found.module).values()):
+        array = cast("object", variable.get_value()) if isinstance(variable, nnx.Variable) else None
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and is_committed(array):
+            devices |= cast("set[Device]", array.devices())
+    return devices.pop() if len(devices - {chosen_by_default()}) == len(devices) == 1 else None
+
+
 def _allocate(
-    sites: Sequence[Site], make: Callable[[Site], dict[str, SlotParam]]
+    sites: Sequence[Site], make: Callable[[Site], dict[str, SlotParam]], device: Device | None
 ) -> Iterable[tuple[Site, dict[str, Any]]]:
     """The slot arrays of all sites, on the device before the model is touched."""
     try:
         if make is allocate:  # others have shapes alone, maybe for devices that are not there
-            check_room(sites)
+            check_room(sites, device)
+            make = functools.partial(allocate, device=device)
         arrays = [(site, make(site)) for site in sites]
         jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""The host side: adapters are read, checked and packed here, let into the host cache, evicted and recalled."""
+"""The host side: adapters are loaded, let into the host cache, updated there, evicted and recalled."""
 
 import logging
 import os
@@ -8,36 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jlora.adapters import Adapter, AdapterShapes
-from jlora.adapters.adapter import read_adapter
-from jlora.adapters.checkpoint import OwnExperts
-from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
+from jlora.adapters import Adapter
 from jlora.adapters.resolve import Found, resolve
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import (
-    AdapterInUseError,
-    AdapterMismatchError,
-    AdapterNotFoundError,
-    LoadTimeoutError,
-)
+from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
 from jlora.manager.content import Content, Placement, nbytes_together, same_bytes, sample
-from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
-from jlora.manager.names import Place, SiteIndex
-from jlora.manager.own import own_experts
+from jlora.manager.names import SiteIndex
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
+from jlora.manager.stage import Checked, check_in_memory, content_of, read_files
 from jlora.manager.update import to_host, updated
 
 _log = logging.getLogger("jlora")
@@ -152,7 +142,7 @@ class Host:
                     self.loader.check_wanted(load)
                     read = self._read(request, found)
                     self.loader.check_wanted(load)
-                    content = self.stage(*read, request)
+                    content = self.stage(read, request)
                 result = self._arrived(load, content)
             with self._books():
                 self.load_seconds.add(time.monotonic() - started)
@@ -185,11 +175,7 @@ class Host:
 
     def _in_memory(self, adapter: Adapter) -> Content:
         """Check and stage an adapter that is in memory."""
-        where = describe(adapter.name, None)
-        if not self._config.allow_nonfinite:  # files are looked at while they are read
-            check_finite(where, adapter)
-        placed = place(where, adapter.modules, self._index)
-        return self.stage(adapter, dict(adapter.modules), placed, None)
+        return self.stage(check_in_memory(adapter, self._index, allow_nonfinite=self._config.allow_nonfinite), None)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> Found:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
@@ -201,72 +187,19 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _read(
-        self, request: LoRARequest, found: Found
-    ) -> tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]:
-        """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
+    def _read(self, request: LoRARequest, found: Found) -> Checked:
+        return read_files(request, found, self._index, allow_nonfinite=self._config.allow_nonfinite)
 
-        What its shapes tell against it is found before a tensor is read.
-
-        Returns:
-          The adapter without its modules, these, and their places.
-        """
-        where = describe(request.name, request.path)
-        placed: dict[str, Place] = {}
-
-        def check(shapes: AdapterShapes) -> OwnExperts:
-            if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
-                raise AdapterMismatchError(
-                    f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
-                    f"{request.base_model_name!r}"
-                )
-            stacked = [name for name, module in shapes.modules.items() if module.kind == "experts"]
-            if request.is_3d_lora_weight is not None and request.is_3d_lora_weight != bool(stacked):
-                found = f"all experts of {stacked[0]} in one tensor" if stacked else "no tensor of all experts"
-                raise AdapterMismatchError(
-                    f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
-                )
-            placed.update(place(where, shapes.modules, self._index))
-            check_base_shapes(where, shapes.base_weights, self._index)
-            return own_experts(shapes.modules, placed)
-
-        adapter = read_adapter(
-            found,
-            allow_nonfinite=self._config.allow_nonfinite,
-            check=check,
-        )
-        return replace(adapter, modules={}), dict(adapter.modules), placed
-
-    def stage(
-        self,
-        adapter: Adapter,
-        modules: dict[str, ModuleLoRA | ExpertsLoRA],
-        placed: Mapping[str, Place],
-        request: LoRARequest | None,
-    ) -> Content:
-        """Cast and pack the modules of an adapter, which are taken out of `modules`; no lock is held."""
-        where = describe(adapter.name, None if request is None else request.path)
-        rank = max(module.rank for module in modules.values())
-        pool = self._slots.pool
-        fitted = fit(where, modules, placed, adapter.base_weights, self._wrapped, self._index, pool.chunks)
-        content = Content(
-            name=adapter.name,
-            generation=0,
-            placements=fitted.placements,
-            blocks=fitted.blocks,
-            ranks=rank_vector(pool.sites, fitted.placements),
-            rank=rank,
-            about=replace(adapter, modules={}, base_weights={}),
-            request=request,
-            key=adapter.content,
-            fingerprint=self._fingerprint(fitted.placements, fitted.blocks),
-        )
+    def stage(self, checked: Checked, request: LoRARequest | None) -> Content:
+        """Cast and pack the modules of an adapter, which are taken out of `checked`; no lock is held."""
+        content = content_of(checked, request, self._wrapped, self._index, self._slots.pool)
+        content.fingerprint = self._fingerprint(content.placements, content.blocks)
         return self.settled(content)
 
     def read(self, request: LoRARequest) -> Content:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
-            return self.stage(*self._read(request, self._find(request)), request)
+            return self.stage(self._read(request, self._find(request)), request)
 
     def settled(self, content: Content, others: Collection[Content] = ()) -> Content:
         """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory.

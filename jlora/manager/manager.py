@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jlora._compat import trace_state_clean
@@ -22,7 +21,7 @@ from jlora._memory import machine_bytes
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
-from jlora.layers.batch import Lease, LoRABatch, make_batch
+from jlora.layers.batch import LoRABatch
 from jlora.layers.scope import staged
 from jlora.layers.select import PackedModules
 from jlora.layers.site import SlotParam
@@ -31,7 +30,6 @@ from jlora.layers.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batches import Name, read_arguments
 from jlora.manager.content import Content
 from jlora.manager.export import export
-from jlora.manager.fit import rank_vector
 from jlora.manager.host import Host
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
@@ -43,10 +41,11 @@ from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep
 from jlora.manager.processes import Processes
 from jlora.manager.registry import Registry
-from jlora.manager.report import AdapterInfo, Stats
+from jlora.manager.report import AdapterInfo, Stats, listed
 from jlora.manager.saved import base_digest, restore, save
 from jlora.manager.slots import Slots
 from jlora.manager.verify import Forward, VerifyReport, verify
+from jlora.manager.warmup import warm_up
 
 _log = logging.getLogger("jlora")
 
@@ -347,24 +346,7 @@ class LoRAManager:
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
         with self._books():
-            leased = self._leases.leased()
-            slots = {content: slot for slot, content in enumerate(self._pool.table) if content is not None}
-            contents = self._registry.contents
-            return {
-                name: AdapterInfo(
-                    name=name,
-                    rank=content.rank,
-                    modules=len(content.placements),
-                    nbytes=content.nbytes,
-                    slot=slots.get(content),
-                    pinned=contents.pinned(name),
-                    leased=content in leased,
-                    path=None if content.request is None else content.request.path,
-                    base_model_name=None if content.about is None else content.about.base_model_name,
-                    generation=content.generation,
-                )
-                for name, content in ((name, contents[name]) for name in contents)
-            }
+            return listed(self._registry.contents, self._pool.table, self._leases.leased())
 
     def list_evicted(self) -> dict[str, LoRARequest]:
         """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
@@ -383,6 +365,11 @@ class LoRAManager:
             if content is None:
                 return "evicted" if name in self._registry.known else None
             return "host" if self._pool.slot_of(content) is None else "slot"
+
+    def pinned(self, name: str) -> bool:
+        """Whether an adapter is pinned; one that is unknown or evicted is not."""
+        with self._books():
+            return self._registry.contents.pinned(name)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.
@@ -711,27 +698,9 @@ class LoRAManager:
         """
         self._check_call("warmup")
         asked = read_arguments([None] * num_sequences, token_counts, pad_to, length)
-        self._pool.compile()
-        none = self.config.max_loras
-        with self._dispatch(), self._books():
-            self._wrapped.check()
-            self._slots.sweep()
-            slot = next((slot for slot, content in enumerate(self._pool.table) if content is None), none)
-            blank = Content("(warm-up)", 0, (), self._pool.blank_blocks(), rank_vector(self._pool.sites, ()), 0)
-            lease = Lease([blank], (0,) * num_sequences, threading.get_ident())
-            self._leases.add(lease)
-            if slot < none:
-                self._slots.write(slot, blank)
-        try:
-            if step is not None:
-                rows = None if asked.counts is None else np.full(asked.rows, slot, np.int32)
-                slots = np.full(num_sequences, slot, np.int32)
-                batch = make_batch(slots, rows, self._wrapped.tracking, lease, length=asked.length)
-                jax.block_until_ready(step(batch))
-                with self.prepare([None] * num_sequences, token_counts, pad_to, length=length) as base_only:
-                    jax.block_until_ready(step(base_only))
-        finally:
-            lease.close()
+        base_only = partial(self.prepare, [None] * num_sequences, token_counts, pad_to, length=length)
+        locks = (self._dispatch, self._books)
+        warm_up(step, asked, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer: its path and sizes, and whether it is wrapped or why not."""

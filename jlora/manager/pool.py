@@ -7,29 +7,30 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
 
-from jlora._compat import Device, is_committed, is_ready, raw_value, set_raw_value
+from jlora._compat import Device, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
-from jlora.manager.blocks import Block, Chunk, cut, pack
+from jlora.manager.blocks import Block, Chunk, cut
 from jlora.manager.content import Content
 from jlora.manager.locks import Lock, within
-from jlora.manager.programs import (
-    Key,
-    Part,
+from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
+from jlora.manager.where import (
     Where,
-    a_device,
+    as_said,
     as_sharded,
-    compiled_ranks,
-    compiled_write,
     everywhere,
+    lies,
     of_blocks,
+    own_device,
+    pinned,
+    place_of,
+    put_operands,
 )
 from jlora.sharding.put import put
 
@@ -78,10 +79,6 @@ class Pool:
             for slot in slots:
                 self.slot_nbytes[slot] += nbytes
         self.compilations = 0
-        device = cast("Device", jax.local_devices()[0])  # of another process's nothing is told
-        self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
-        dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
-        self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._max_bytes = max_staging_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
         self._places: dict[Site, range] = {}  # of its factors and ranks, among the variables
@@ -94,7 +91,11 @@ class Pool:
         self._stamps = tuple(raw_value(stamps).shape)
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
-        self._lie = [_place_of(array) for array in self._known]
+        self._lie = [place_of(array) for array in self._known]
+        device = own_device(self._lie[0])
+        self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
+        dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
+        self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
@@ -114,26 +115,13 @@ class Pool:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if _lies(array, target) else np.asarray(array) for array, target in zip(arrays, targets, strict=True)
+            array if lies(array, target) else np.asarray(array) for array, target in zip(arrays, targets, strict=True)
         ]
-        moved = put(arrays, list(map(_pinned, targets)))
+        moved = put(arrays, list(map(pinned, targets)))
         jax.block_until_ready(moved)
         # What JAX has copied from it gives back at a collection, in whatever thread. That is not to be a step's.
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
-
-    def blank_blocks(self) -> tuple[Block, ...]:
-        """A block of zeros for every chunk that each slot has: those of experts would be gigabytes."""
-        rows = {
-            row: (
-                np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
-                np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
-            )
-            for chunk in self.chunks
-            if chunk.spec.experts is None and chunk.spec.whole
-            for row in chunk.rows
-        }
-        return pack(self.chunks, rows)
 
     def slot_of(self, content: Content) -> int | None:
         """The slot that holds `content`, clean."""
@@ -195,7 +183,7 @@ class Pool:
         as they are counted here."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = _as_said(self._lie[i], found if foreign else known)
+        where = as_said(self._lie[i], found if foreign else known)
         with within(jax.default_device(where if isinstance(where, Device) else None)):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
@@ -217,11 +205,11 @@ class Pool:
         """The blocks on the device, as they are where they lie there already; and in the same call what every device
         needs whole."""
         arrays, targets = self._pieces(blocks)
-        if all(_lies(array, target) for array, target in zip(arrays, targets, strict=True)):
+        if all(lies(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
-        moved = _put([*arrays, *operands], [*targets, *[everywhere(self._lie[-1])] * len(operands)])
+        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._lie[-1])] * len(operands)])
         count = len(arrays)
         if count:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
@@ -343,7 +331,7 @@ class Pool:
     def _index(self, *where: int) -> jax.Array:
         """[slot, row, rank, shard] on the device; kept, for it would be moved at every write."""
         if where not in self._indices:
-            (self._indices[where],) = _put([np.array(where, np.int32)], [everywhere(self._lie[0])])
+            (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._lie[0])])
         return self._indices[where]
 
     def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[Where]]:
@@ -376,7 +364,7 @@ class Pool:
         with self._compiling():
             if self._programs:
                 return
-            self._lie = list(map(_as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped
+            self._lie = list(map(as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -418,34 +406,3 @@ def _joins(device: Device) -> bool:
     """Whether one program is to write what several could: to start each takes an accelerator longer than to write. A
     CPU would only compile one more."""
     return device.platform != "cpu"
-
-
-def _place_of(array: jax.Array) -> Where:
-    return array.sharding if is_committed(array) else a_device(array.sharding)  # also of deleted ones
-
-
-def _as_said(before: Where, array: jax.Array) -> Where:
-    """Where an array lies, as it was said before if that is the same in other words."""
-    where = _place_of(array)
-    if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
-        return before
-    return where
-
-
-def _lies(array: Any, where: Where) -> bool:
-    """Whether an array of a block lies where the programs take it from."""
-    if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
-        return False
-    return isinstance(where, Device) or array.sharding == where
-
-
-def _pinned(where: Where) -> Sharding:
-    """The same place in page-locked host memory."""
-    if isinstance(where, Device):
-        return SingleDeviceSharding(where, memory_kind="pinned_host")
-    return where.with_memory_kind("pinned_host")
-
-
-def _put(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
-    """Move operands of the programs, in one call."""
-    return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])

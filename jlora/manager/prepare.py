@@ -128,15 +128,14 @@ class Batches:
         try:
             while True:
                 try:
-                    loads = self._missing(asked, reloaded, wait)
-                except NoFreeSlotError:
+                    loads = self._missing(asked, reloaded, ticket if wait else None)
+                    if loads and wait:
+                        self._wait(loads, reloaded, deadline)
+                        continue
+                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
                     if not self._lined_up(ticket):
                         raise
                     time.sleep(POLL)
-                    continue
-                if loads and wait:
-                    for load in loads:
-                        self._host.wait(load, deadline)
                     continue
                 self._slots.pool.compile()
                 with self._dispatch(), self._books():
@@ -144,10 +143,9 @@ class Batches:
                     contents = self._contents(asked)
                     if wait and len(contents) < len(asked.adapters):
                         continue  # evicted since
-                    first = self._first(ticket)
                     try:
-                        if not first and any(content not in self._slots.pool.table for content in contents.values()):
-                            raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
+                        if any(content not in self._slots.pool.table for content in contents.values()):
+                            self._check_first(ticket)
                         self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
                         return self._batch(asked, contents, keep=wait)
                     except NoFreeSlotError:
@@ -194,18 +192,19 @@ class Batches:
             self._queue.append(weakref.ref(ticket))
         return True
 
-    def _first(self, ticket: "_Ticket") -> bool:
-        """Whether nobody came before; those who left are struck off here."""
+    def _check_first(self, ticket: "_Ticket") -> None:
+        """Raises NoFreeSlotError where others came before. Those who have left are struck off here."""
         while self._queue and ((first := self._queue[0]()) is None or first.over):
             self._queue.popleft()
-        return not self._queue or self._queue[0]() is ticket
+        if self._queue and self._queue[0]() is not ticket:
+            raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
-    def _missing(self, asked: Asked, reloaded: set[Name], wait: bool) -> list[Load]:
-        """The loads that a batch has to wait for, each wanted once more by this call.
+    def _missing(self, asked: Asked, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
+        """The loads of a batch, each wanted once more by this call, which waits for them where it has a ticket.
 
         Raises:
-          NoFreeSlotError: there are no slots for all of them now, if it waits. Loaded all the same, they would evict
-            each other from the host, and be loaded again, for ever.
+          NoFreeSlotError: there are no slots for all of them now, or others came before. Loaded all the same, they
+            would evict each other from the host, and be loaded again, for ever.
         """
         loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
@@ -228,7 +227,8 @@ class Batches:
                         self._host.newest(name)  # raises
                         continue
                     request = known
-                if wait:
+                if ticket is not None:
+                    self._check_first(ticket)
                     self._keep(asked)
                 load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
@@ -238,6 +238,15 @@ class Batches:
             for load in loads:
                 load.wanted += 1
         return loads
+
+    def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
+        """Until all of `_missing` are there. Those that found no room have not been loaded again."""
+        try:
+            for load in loads:
+                self._host.wait(load, deadline)
+        except NoFreeSlotError:
+            reloaded.difference_update(load.request for load in loads if load.error is not None)
+            raise
 
     def _keep(self, asked: Asked) -> None:
         """Before a load: see that all of a batch fit into the slots, and so on the host, and that it evicts others."""

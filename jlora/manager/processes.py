@@ -20,9 +20,8 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-import jlora.errors
 from jlora._compat import Device, coordination
-from jlora.errors import LoRAError
+from jlora.errors import LoRAError, error_of
 from jlora.manager.loader import POLL
 from jlora.manager.locks import Lock
 
@@ -189,7 +188,8 @@ class Processes:
                 )
         for i, other in zip(self._ids, said, strict=True):
             if "error" in other:
-                raise _raised(i, *other["error"]) from error
+                name, message = other["error"]
+                raise error_of(name, f"{message} (process {i})") from error
         if not all("same" in other for other in said):
             return None
         for i, other in zip(self._ids, said, strict=True):
@@ -246,11 +246,3 @@ def _where_they_differ(first: str, second: str) -> tuple[str, str]:
     start = 0 if same < 200 else same - 50
     shown = [("..." if start else "") + text[start : start + 300] for text in (first, second)]
     return shown[0], shown[1]
-
-
-def _raised(process: int, name: str, message: str) -> LoRAError:
-    """The error that every process raises for one that a process told of."""
-    cls: Any = getattr(jlora.errors, name, None)
-    if isinstance(cls, type) and issubclass(cls, LoRAError):
-        return cls(f"{message} (process {process})")
-    return LoRAError(f"{name} in process {process}: {message}")

@@ -6,15 +6,13 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, without_graphs
 from jlora.layers.site import SlotSpec
 from jlora.layers.writes import takes_kernels, write_block, write_ranks
 from jlora.manager.blocks import rank_step
-
-# Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
-Where: TypeAlias = Sharding | Device
+from jlora.manager.where import Where, a_device, as_sharded, everywhere, of_blocks
 
 # Sites of one spec that a program writes: the spec, how many rows the block has, and how many sites these are.
 Part: TypeAlias = tuple[SlotSpec, int, int]
@@ -95,34 +93,8 @@ def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tu
     return _compile(write, mesh, lie, [*arrays, _struct(stamps, "int32", lie[-1])], operands)
 
 
-def as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
-    """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
-    that."""
-    if spec.sharding is None:
-        return False
-    return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
-
-
-def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
-    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
-    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
-    if not whole:
-        a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
-    return a, b
-
-
-def everywhere(where: Where) -> Where:
-    """Where an operand lies that every device needs whole."""
-    return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
-
-
 def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:
     return stamps.at[..., slot].add(1)
-
-
-def a_device(where: Where) -> Device:
-    """The device, or one of them."""
-    return where if isinstance(where, Device) else next(iter(cast("set[Device]", where.device_set)))
 
 
 def _struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:

@@ -1,12 +1,16 @@
-"""What a manager tells about itself: `AdapterInfo`, `Stats`, and what it knows when a name is unknown."""
+"""What a manager tells about itself: `AdapterInfo`, `Stats`, the list of adapters, and what it knows when a name is
+unknown."""
 
 import difflib
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from jlora.layers.batch import Served
+from jlora.manager.content import Content
 from jlora.manager.histogram import Counted
+from jlora.manager.lru import LRU
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,34 @@ class Stats:
     open_leases: int
     load_seconds: Counted
     swap_seconds: Counted
+
+
+def listed(
+    contents: LRU[Content], table: Sequence[Content | None], leased: Collection[Served]
+) -> dict[str, AdapterInfo]:
+    """The adapters of the host cache, in its order; under the manager's lock.
+
+    Args:
+      contents: of the host cache.
+      table: what each slot holds.
+      leased: what open batches hold.
+    """
+    slots = {content: slot for slot, content in enumerate(table) if content is not None}
+    return {
+        name: AdapterInfo(
+            name=name,
+            rank=content.rank,
+            modules=len(content.placements),
+            nbytes=content.nbytes,
+            slot=slots.get(content),
+            pinned=contents.pinned(name),
+            leased=content in leased,
+            path=None if content.request is None else content.request.path,
+            base_model_name=None if content.about is None else content.about.base_model_name,
+            generation=content.generation,
+        )
+        for name, content in ((name, contents[name]) for name in contents)
+    }
 
 
 def _same(pair: tuple[str, str]) -> bool:

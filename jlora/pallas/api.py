@@ -12,23 +12,25 @@ factors only has to zero what is left of the last 16 ranks, from r on.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TypeAlias
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas import gradients, xla
+from jlora.pallas import gradients, tables, xla
 from jlora.pallas.gpus import platform
 from jlora.pallas.plan import Plan, make_plan
+from jlora.pallas.tiles import ProductTiles
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
-__all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
+__all__ = ["Plan", "add_lora", "expand", "linear_lora", "make_plan", "shrink", "unsupported_reason"]
 
 
 def shrink(
@@ -144,12 +146,7 @@ def add_lora(
       LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
     """
     x_rows = _check_x("add_lora", x, x_rows, plan)
-    check_a("add_lora", a, plan, x.shape[1])
-    sizes = check_b("add_lora", b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
-    if a.shape[1] != len(sizes) or a.shape[2] != b.shape[1]:
-        raise LoRAError(
-            f"add_lora: a [G, n, R, K] = {a.shape} and b [G, R, N] = {b.shape}, {len(sizes)} slices: n or R disagree"
-        )
+    sizes = _check_pair("add_lora", a, b, plan, x.shape[1], slice_sizes)
     check_base("add_lora", base, plan, b.shape[2])
     ranks = check_ranks("add_lora", ranks, a.shape[:2])
     if plan.num_rows == 0:
@@ -158,6 +155,101 @@ def add_lora(
     if kernels is None:
         return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows)
     return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks, x_rows)
+
+
+def linear_lora(
+    x: Float[jax.Array, "M K"],
+    w: Float[jax.Array, "K N"],
+    a: Float[jax.Array, "G n R K"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    slice_sizes: Sequence[int] | None = None,
+    ranks: Int[jax.Array, "G n"] | None = None,
+    backend: Backend = "auto",
+) -> Float[jax.Array, "M N"]:
+    """x[m] @ w + b[group of m]ᵀ (a[group of m] @ x[m]), slice by slice: a base layer and its LoRA.
+
+    They are made together where `product_tiles` has tiles for that, in two launches; else `add_lora` adds to x @ w.
+
+    Args:
+      x: [M, K] rows.
+      w: [K, N], the base layer's kernel, of x's dtype.
+      a, b, plan, slice_sizes, ranks, backend: as for `add_lora`.
+
+    Returns:
+      [M, N] in the dtype of x. Where they are made together, all is summed in float32 and the result is rounded once
+      where K is split, twice where it is not; rows without a group are x @ w as summed there: to rounding, not
+      bitwise, what `x @ w` gives. The same row has the same bits in any company of as many rows.
+
+    Raises:
+      LoRAError: as for `add_lora`; w of another shape or dtype.
+    """
+    if w.ndim != 2 or x.ndim != 2 or w.shape[0] != x.shape[1] or w.dtype != x.dtype:
+        raise LoRAError(
+            f"linear_lora: x must be [M, K] and w [K, N] of one dtype, got {x.dtype}{list(x.shape)} and "
+            f"{w.dtype}{list(w.shape)}"
+        )
+    _check_x("linear_lora", x, None, plan)
+    sizes = _check_pair("linear_lora", a, b, plan, x.shape[1], slice_sizes)
+    if w.shape[1] != b.shape[2]:
+        raise LoRAError(f"linear_lora: w [K, N] = {w.shape} and b [G, R, N] = {b.shape}: N disagrees")
+
+    def apart(x, w, a, b, plan, ranks):
+        return add_lora(x @ w, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend)
+
+    tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
+    if tiles is None or plan.experts > 1:
+        return apart(x, w, a, b, plan, ranks)
+    from jlora.pallas import triton_product  # slow, and needed on GPUs alone
+
+    ranks = check_ranks("linear_lora", ranks, a.shape[:2])
+    ranks = jnp.full(a.shape[:2], a.shape[2], jnp.int32) if ranks is None else ranks
+    run = functools.partial(triton_product.linear_lora, slice_sizes=sizes, tiles=tiles)
+    return gradients.linear_lora(_unless_mapped(run, apart), sizes, x, w, a, b, plan, ranks)
+
+
+def product_tiles(
+    x: Shaped, w: Shaped, a: Shaped, b: Shaped, *, slice_sizes: Sequence[int], tile_m: int = 64,
+    backend: Backend = "auto",
+) -> ProductTiles | None:  # fmt: skip
+    """How `linear_lora` makes both together for operands of these shapes and dtypes, or None where it does not.
+
+    It does for few rows, on a GPU that a tuned table has found faster so (`tables.product_tiles`), in bfloat16 or
+    float16 throughout.
+
+    Args:
+      x, w, a, b, slice_sizes, backend: as for `linear_lora`.
+      tile_m: of the plan; the default is the most that `make_plan` chooses for so few rows.
+
+    Raises:
+      LoRAError: a table is malformed.
+    """
+    if (_own() if backend == "auto" else backend) != "triton":
+        return None
+    from jlora.pallas import triton, triton_product
+
+    rows, sizes = x.shape[0], tuple(slice_sizes)
+    if not 0 < rows <= triton_product.MAX_ROWS or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    if not x.dtype == w.dtype == a.dtype == b.dtype:
+        return None
+    if triton.unsupported_reason(_like((rows, w.shape[1]), x.dtype), x, a, b, slice_sizes=sizes) is not None:
+        return None
+    return tables.product_tiles(triton.sizes_of(rows, x, a, b, len(sizes), tile_m))
+
+
+def _unless_mapped(run: Callable[..., jax.Array], apart: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`run`; under `jax.vmap` `apart`, whose base product then has the rows of all that is mapped over."""
+    chosen = jax.custom_batching.custom_vmap(run)
+
+    @chosen.def_vmap
+    def mapped(axis_size, in_batched, *args):
+        del axis_size
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        return jax.vmap(apart, in_axes=tuple(axes))(*args), True
+
+    return chosen
 
 
 def unsupported_reason(
@@ -263,6 +355,17 @@ def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ..
     if not sizes or min(sizes) < 1 or sum(sizes) != b.shape[2]:
         raise LoRAError(f"{op}: slice_sizes must be positive and sum to N = {b.shape[2]} (b), got {sizes}")
     check_float(op, "b", b)
+    return sizes
+
+
+def _check_pair(op: str, a, b, plan: Plan, features: int, slice_sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """The slice sizes of both factors."""
+    check_a(op, a, plan, features)
+    sizes = check_b(op, b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
+    if a.shape[1] != len(sizes) or a.shape[2] != b.shape[1]:
+        raise LoRAError(
+            f"{op}: a [G, n, R, K] = {a.shape} and b [G, R, N] = {b.shape}, {len(sizes)} slices: n or R disagree"
+        )
     return sizes
 
 

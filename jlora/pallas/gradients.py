@@ -32,6 +32,12 @@ def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks):
+    """`run(x, w, a, b, plan, ranks)`, differentiable in x, w, a and b."""
+    return run(x, w, a, b, plan, ranks)
+
+
 @jax.custom_vjp
 def combine_lora(base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
     """`triton_moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
@@ -87,6 +93,17 @@ def _add_lora_backward(run, slice_sizes, residuals, dout):
     h = xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
     dh, db = _expand_grads(h, b, plan, ranks, slice_sizes, dout)
     return dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None
+
+
+def _linear_lora_forward(run, slice_sizes, x, w, a, b, plan, ranks):
+    return run(x, w, a, b, plan, ranks), (x, w, a, b, plan, ranks)
+
+
+def _linear_lora_backward(run, slice_sizes, residuals, dout):
+    x, w, a, b, plan, ranks = residuals
+    dbase, dx, da, db, *_ = _add_lora_backward(run, slice_sizes, (x, a, b, plan, ranks, None), dout)
+    of_x, of_w = jax.vjp(jnp.matmul, x, w)[1](dbase)
+    return of_x + dx, of_w, da, db, None, None
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -147,3 +164,4 @@ shrink.defvjp(_shrink_forward, _shrink_backward)
 expand.defvjp(_expand_forward, _expand_backward)
 combine_lora.defvjp(_combine_forward, _combine_backward)
 add_lora.defvjp(_add_lora_forward, _add_lora_backward)
+linear_lora.defvjp(_linear_lora_forward, _linear_lora_backward)

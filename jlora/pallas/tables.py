@@ -7,14 +7,23 @@ import functools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jlora.errors import LoRAError
 from jlora.pallas.gpus import GPU, H200, current_gpu, shorter_kinds
-from jlora.pallas.tiles import GPUProblem, GPUTiles, fitted, plan_tile_m, rows_bucket, rule_of_thumb
+from jlora.pallas.tiles import (
+    GPUProblem,
+    GPUTiles,
+    ProductTiles,
+    fitted,
+    plan_tile_m,
+    product_shared_bytes,
+    rows_bucket,
+    rule_of_thumb,
+)
 
 VARIABLE = "JLORA_TUNED_DIR"
 # Kinds with the chip of another and less memory: on them its tiles keep their share of the bandwidth.
@@ -22,8 +31,8 @@ _SAME_CHIP = {"nvidia_h100": "nvidia_h200", "nvidia_gh200": "nvidia_h200"}
 
 
 class Key(NamedTuple):
-    """What tiles are looked up by. op: "add_lora", or "add_lora_experts" where the plan is of experts; rows: as
-    `rows_bucket` rounds them; k, n, rank: of a and b."""
+    """What tiles are looked up by. op: "add_lora", "add_lora_experts" where the plan is of experts, or "linear_lora";
+    rows: as `rows_bucket` rounds them; k, n, rank: of a and b."""
 
     op: str
     dtype: str
@@ -33,7 +42,9 @@ class Key(NamedTuple):
     rank: int
 
 
-Table = dict[Key, GPUTiles]
+Tiles = GPUTiles | ProductTiles
+Table = dict[Key, Tiles]
+_OPS = ("add_lora", "add_lora_experts", "linear_lora")
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
@@ -49,7 +60,8 @@ def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
       LoRAError: a table is malformed, or no tiles of this plan's rows fit into shared memory.
     """
     gpu = current_gpu() if gpu is None else gpu
-    chosen = next((tiles for table in tuned_tables(gpu.kind) if (tiles := _look_up(table, p))), rule_of_thumb(p))
+    chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu) or rule_of_thumb(p)
+    assert isinstance(chosen, GPUTiles)
     if _ample(p, gpu):
         return chosen
     tiles = fitted(chosen, p, gpu.shared_memory)
@@ -80,9 +92,36 @@ def _too_much(p: GPUProblem, gpu: GPU) -> str:
     )
 
 
-def _look_up(table: Table, p: GPUProblem) -> GPUTiles | None:
+def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
+    """Tiles of `linear_lora`, or None where base product and LoRA are better made apart.
+
+    They come from a tuned table alone, and it holds a shape only where the two together were measured to be faster:
+    whether they are depends on how well the compiler's own product runs, which no rule foretells. None too where its
+    tiles need more shared memory than the GPU has with as many rows in the plan's.
+
+    Args:
+      p: the sizes.
+      gpu: as for `gpu_tiles`.
+
+    Raises:
+      LoRAError: a table is malformed.
+    """
+    gpu = current_gpu() if gpu is None else gpu
+    found = _tuned("linear_lora", p, gpu)
+    if found is None:
+        return None
+    assert isinstance(found, ProductTiles)
+    return found if product_shared_bytes(found, p) <= gpu.shared_memory else None
+
+
+def _tuned(op: str, p: GPUProblem, gpu: GPU) -> Tiles | None:
+    """The first table's that has them."""
+    return next((tiles for table in tuned_tables(gpu.kind) if (tiles := _look_up(table, op, p))), None)
+
+
+def _look_up(table: Table, op: str, p: GPUProblem) -> Tiles | None:
     """What was tuned for a larger rank fits with a smaller one too, but not the other way round."""
-    shape = Key("add_lora_experts" if p.experts else "add_lora", p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
+    shape = Key(op, p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
     ranks = [key.rank for key in table if key._replace(rank=0) == shape and key.rank >= p.rank]
     return table[shape._replace(rank=min(ranks))] if ranks else None
 
@@ -114,7 +153,7 @@ def read_table(path: Path, modified: int = 0) -> Table:
     """Reads a table; once for every state of the file that `modified` tells apart.
 
     Raises:
-      LoRAError: the file is no JSON list of entries {op, dtype, rows, k, n, rank, and the fields of `GPUTiles`}.
+      LoRAError: the file is no JSON list of entries as `entry_of` makes them.
     """
     del modified
     try:
@@ -135,14 +174,23 @@ def read_table(path: Path, modified: int = 0) -> Table:
     return table
 
 
-def _parse(entry: Any) -> tuple[Key, GPUTiles]:
-    names = {*Key._fields, *(f.name for f in fields(GPUTiles))}
+def entry_of(key: Key, tiles: Tiles) -> dict[str, str | int]:
+    """{op, dtype, rows, k, n, rank, and the fields of `GPUTiles`; those of `ProductTiles` before them}."""
+    values = asdict(tiles)
+    lora = values.pop("lora", {})
+    return {**key._asdict(), **values, **lora}
+
+
+def _parse(entry: Any) -> tuple[Key, Tiles]:
+    op: Any = entry.get("op") if isinstance(entry, dict) else None
+    of_product = [f.name for f in fields(ProductTiles) if f.name != "lora"] if op == "linear_lora" else []
+    names = {*Key._fields, *of_product, *(f.name for f in fields(GPUTiles))}
     if not isinstance(entry, dict) or set(entry) != names:
         found = sorted(map(str, entry)) if isinstance(entry, dict) else type(entry).__name__
         raise LoRAError(f"must have exactly the fields {sorted(names)}, got {found}")
     key = Key(*(entry[name] for name in Key._fields))
-    if key.op not in ("add_lora", "add_lora_experts"):
-        raise LoRAError(f"op must be 'add_lora' or 'add_lora_experts', got {key.op!r}")
+    if key.op not in _OPS:
+        raise LoRAError(f"op must be one of {_OPS}, got {key.op!r}")
     if key.dtype not in ("bfloat16", "float16", "float32"):
         raise LoRAError(f"dtype must be 'bfloat16', 'float16' or 'float32', got {key.dtype!r}")
     for name in ("rows", "k", "n", "rank"):
@@ -151,4 +199,5 @@ def _parse(entry: Any) -> tuple[Key, GPUTiles]:
             raise LoRAError(f"{name} must be a positive int, got {value!r}")
     if key.rows != rows_bucket(key.rows):
         raise LoRAError(f"rows must be a power of two, got {key.rows}")
-    return key, GPUTiles(**{name: value for name, value in entry.items() if name not in Key._fields})
+    lora = GPUTiles(**{f.name: entry[f.name] for f in fields(GPUTiles)})
+    return key, ProductTiles(**{name: entry[name] for name in of_product}, lora=lora) if of_product else lora

@@ -39,15 +39,46 @@ class GPUTiles:
     programs: int = 264
 
     def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if type(value) is not int or value < 1:
-                raise LoRAError(f"GPUTiles.{f.name} must be a positive int, got {value!r}")
-        for name in ("block_k", "block_r", "block_n", "shrink_warps", "warps"):
-            if (value := getattr(self, name)) & (value - 1):
-                raise LoRAError(f"GPUTiles.{name} must be a power of two, got {value}")
-        if min(self.block_k, self.block_r, self.block_n) < 16:
-            raise LoRAError("GPUTiles: block_k, block_r and block_n must be at least 16, what a matrix unit takes")
+        _check_tiles(self, blocks=("block_k", "block_r", "block_n"), warps=("shrink_warps", "warps"))
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """How the GPU kernels cut a base product and its LoRA, made together: `linear_lora`'s two launches.
+
+    The first makes the parts of the product in some programs, and the shrink in others; the second adds both up. Only
+    product_block_k, product_split_k, and the fields of the same names in `lora`, change the order of additions.
+
+    Attributes:
+      product_block_n, product_block_k: columns of a program, and how many inputs it reads in a step.
+      product_split_k: parts of K that are summed apart, then together in order. With 1 the product is the result
+        already, and the second launch is the expand of `add_lora`.
+      product_warps, product_stages: of the first launch, for the shrink too.
+      lora: the shrink's blocks, parts and programs, and the second launch.
+    """
+
+    product_block_n: int
+    product_block_k: int
+    product_split_k: int
+    product_warps: int
+    product_stages: int
+    lora: GPUTiles
+
+    def __post_init__(self):
+        _check_tiles(self, blocks=("product_block_n", "product_block_k"), warps=("product_warps",))
+
+
+def _check_tiles(tiles: GPUTiles | ProductTiles, *, blocks: tuple[str, ...], warps: tuple[str, ...]) -> None:
+    name = type(tiles).__name__
+    values = {f.name: getattr(tiles, f.name) for f in fields(tiles) if f.name != "lora"}
+    for field, value in values.items():
+        if type(value) is not int or value < 1:
+            raise LoRAError(f"{name}.{field} must be a positive int, got {value!r}")
+    for field in (*blocks, *warps):
+        if values[field] & (values[field] - 1):
+            raise LoRAError(f"{name}.{field} must be a power of two, got {values[field]}")
+    if min(values[field] for field in blocks) < 16:
+        raise LoRAError(f"{name}: {', '.join(blocks)} must be at least 16, what a matrix unit takes")
 
 
 def max_tiles(num_rows: int, tile_m: int, max_active: int) -> int:
@@ -120,13 +151,18 @@ class GPUProblem:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile in the kernels: a power of two, at least the 16 that a matrix unit takes."""
-        return max(16, 1 << (self.tile_m - 1).bit_length())
+        """Rows of a tile in the kernels."""
+        return matrix_rows(self.tile_m)
+
+
+def matrix_rows(rows: int) -> int:
+    """Rows in the block that holds `rows` of them: a power of two, at least the 16 that a matrix unit takes."""
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def rank_block(rank: int) -> int:
-    """Ranks that one dot of the expand handles: a power of two, at least the 16 that a matrix unit takes."""
-    return min(64, max(16, 1 << (rank - 1).bit_length()))
+    """Ranks that one dot of the expand handles, at most 64."""
+    return min(64, matrix_rows(rank))
 
 
 def shrink_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
@@ -148,6 +184,18 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b
     h = p.tile_rows * p.padded_rank * p.itemsizes.h
     return b + h + p.tile_rows * tiles.block_n * 4
+
+
+def product_shared_bytes(tiles: ProductTiles, p: GPUProblem) -> int:
+    """Shared memory of the two launches of `linear_lora`, whichever needs more.
+
+    The product's programs hold blocks of x and w, the others those of the shrink, with as many in flight. As far as a
+    plan's tiles count, the sum of a product's parts holds what the expand does.
+    """
+    held = matrix_rows(p.rows) + tiles.product_block_n
+    product = tiles.product_stages * tiles.product_block_k * held * p.itemsizes.x
+    shrink = shrink_shared_bytes(replace(tiles.lora, shrink_stages=tiles.product_stages), p)
+    return max(product, shrink, expand_shared_bytes(tiles.lora, p))
 
 
 def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | None:

@@ -26,6 +26,7 @@ from jlora.pallas.triton_parts import (
     dot_dtype,
     find_chunk,
     find_tile,
+    h_dtype,
     load,
     scalar,
     share_out,
@@ -47,17 +48,16 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
     if a.shape[2] > MAX_RANK:
         return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
     rows = base.shape[0]
-    return too_large(_sizes(rows, x, a, b, len(slice_sizes), 16), gpu) if rows else None
+    return too_large(sizes_of(rows, x, a, b, len(slice_sizes)), gpu) if rows else None
 
 
 def _problem(plan: Plan, x, a, b, slices: int) -> GPUProblem:
-    return _sizes(plan.num_rows, x, a, b, slices, plan.tile_m, plan.experts > 1)
+    return sizes_of(plan.num_rows, x, a, b, slices, plan.tile_m, plan.experts > 1)
 
 
-def _sizes(rows: int, x, a, b, slices: int, tile_m: int, experts: bool = False) -> GPUProblem:
+def sizes_of(rows: int, x, a, b, slices: int, tile_m: int = 16, experts: bool = False) -> GPUProblem:
     """The sizes of an `add_lora`."""
-    h = jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32
-    sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h)))
+    sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h_dtype(x, a, b))))
     k, (_, rank, n) = x.shape[1], b.shape
     return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes, experts)
 
@@ -137,10 +137,7 @@ def add_lora(
 def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
     """Partial sums [split_k, M, n * R] for `expand_parts`; rows without a group and entries past the rank: anything."""
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, a.shape[1]))
-    # The expand's matrix unit takes h in bfloat16 anyway, and half the bytes are read back sooner. float16 lacks the
-    # range that h may have.
-    h_dtype = jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
-    return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype, interpret)
+    return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype(x, a, b), interpret)
 
 
 def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
@@ -150,16 +147,15 @@ def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTil
 
 
 # Traced and lowered once for all layers of a model whose operands are alike: a kernel takes half a second.
-@partial(jax.jit, static_argnames=("tiles", "h_dtype", "interpret"))
-def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, h_dtype, interpret: bool):
+@partial(jax.jit, static_argnames=("tiles", "dtype", "interpret"))
+def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: bool):
     """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
     groups, n, rank, k = a.shape
     indexed = () if x_rows is None else (x_rows,)
-    units = plan.num_tiles * pl.cdiv(n * rank, tiles.block_r) * tiles.split_k  # at most: more programs only start
     return pl.pallas_call(
-        partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
-        grid=(min(tiles.shrink_programs, units),),
-        out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), h_dtype),
+        partial(shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
+        grid=(shrink_programs(plan, n * rank, tiles),),
+        out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), dtype),
         compiler_params=compiler_params(tiles.shrink_warps, tiles.shrink_stages),
         interpret=interpret,
         name="lora_shrink",
@@ -181,13 +177,19 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base)
 
 
-def _shrink_kernel(
-    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles
+def shrink_programs(plan: Plan, width: int, tiles: GPUTiles) -> int:
+    """How many programs share out a shrink of `width` ranks; more than it can have units would only start."""
+    return min(tiles.shrink_programs, plan.num_tiles * pl.cdiv(width, tiles.block_r) * tiles.split_k)
+
+
+def shrink_kernel(
+    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles, among=None
 ):
     """h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ
 
     The ranks of all slices stand side by side, and a block may span slices, so that x is read once for all of them.
-    refs: h alone, or before it an index, by which row m of the plan is x[index[m]].
+    refs: h alone, or before it an index, by which row m of the plan is x[index[m]]. `among`: (p, programs) where
+    not all programs take part.
 
     units (one an iteration; program p takes p, p + programs, ...), innermost last:
     tiles in use x blocks of ranks x parts of K
@@ -195,6 +197,7 @@ def _shrink_kernel(
     tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, added in order by whoever reads h
     """
     *index_refs, h_ref = refs
+    program, programs = among or (pl.program_id(0), pl.num_programs(0))
     _, width, k_size = a_ref.shape
     block_r, block_k, parts = tiles.block_r, tiles.block_k, tiles.split_k
     per_tile = pl.cdiv(width, block_r) * parts
@@ -205,9 +208,9 @@ def _shrink_kernel(
 
     def unit(u, found):
         group, rows = found
-        ahead = look_up(u + pl.num_programs(0))
+        ahead = look_up(u + programs)
         r0, part = u % per_tile // parts * block_r, u % parts
-        cuts = [(r0 + first, size) for first, size in _dots(min(block_r, width))]
+        cuts = [(r0 + begin, size) for begin, size in _dots(min(block_r, width))]
         columns, read, busy = zip(*(_columns(ranks_ref, group, *cut, rank) for cut in cuts), strict=True)
         present = rows < h_ref.shape[1]
         live = present[:, None]
@@ -232,7 +235,7 @@ def _shrink_kernel(
 
         return ahead
 
-    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, look_up(pl.program_id(0)))
+    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, look_up(program), (program, programs))
 
 
 def _expand_kernel(
@@ -262,7 +265,7 @@ def _expand_kernel(
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
-    counts = _column_chunks(slice_sizes, block_n, used, tiles.chunks)
+    counts = column_chunks(slice_sizes, block_n, used, tiles.chunks)
     per_tile = sum(counts[1:], counts[0])
 
     def unit(u, carry):
@@ -294,7 +297,7 @@ def _expand_kernel(
 
         def all_blocks():
             ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
-            h = tuple(_sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
+            h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16:
@@ -329,7 +332,7 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 
-def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
+def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     """The partial sums of h, added in order -> [tile_m, block_r] float32, zero from the true rank on.
 
     What lies there was never written. It is dropped after the load: a mask on the load would forbid wide loads.
@@ -343,7 +346,7 @@ def _sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     return jnp.where((r < true_rank)[None, :], total, 0)
 
 
-def _column_chunks(slice_sizes, block_n: int, used, units: int):
+def column_chunks(slice_sizes, block_n: int, used, units: int):
     """How many chunks each slice has: of nearly equal length, about `units` over all tiles in use."""
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
     length = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jlora._typing import DType
 from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu
+from jlora.pallas.tiles import matrix_rows
 from jlora.pallas.triton_parts import compiler_params, dot, load, store
 
 _BLOCK = 64  # positions that a program reads at a time
@@ -87,7 +88,7 @@ def _kernel(q_ref, k_ref, v_ref, begin_ref, end_ref, sums_ref, most_ref, weight_
     """
     row, group, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     width = q_ref.shape[-1]
-    place = jnp.arange(max(16, 1 << (shared - 1).bit_length()), dtype=jnp.int32)
+    place = jnp.arange(matrix_rows(shared), dtype=jnp.int32)
     head, present = group * shared + place, place < shared
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     q = load(q_ref, (row, head[:, None], column), present[:, None])

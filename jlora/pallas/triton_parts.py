@@ -8,11 +8,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jlora.pallas.tiles import matrix_rows
+
 WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the true rank takes longer than it saves
 
 
 def dot_dtype(x, a, b):
     return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
+
+
+def h_dtype(x, a, b):
+    """What h is rounded to on its way to the expand, whose matrix unit takes bfloat16 anyway: then half the bytes are
+    read back sooner. float16 lacks the range that h may have."""
+    return jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
 
 
 def all_ranks(groups: int, n: int, rank: int):
@@ -24,15 +32,15 @@ def tiles_used(used_ref, group_ref):
     return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
 
 
-def share_out(units, run, carry):
-    """Runs unit p, p + programs, ... in program p, passing `carry` on."""
-    p, programs = pl.program_id(0), pl.num_programs(0)
+def share_out(units, run, carry, among=None):
+    """Runs unit p, p + programs, ... in program p, passing `carry` on. `among`: (p, programs) if not all take part."""
+    p, programs = among or (pl.program_id(0), pl.num_programs(0))
     jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
 
 
 def find_tile(tile, group_ref, rows_ref, tile_m: int):
     """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
-    place = jnp.arange(max(16, 1 << (tile_m - 1).bit_length()), dtype=jnp.int32)
+    place = jnp.arange(matrix_rows(tile_m), dtype=jnp.int32)
     rows = load(rows_ref, (tile * tile_m + place,), place < tile_m, other=2**30)
     return scalar(group_ref, tile), rows
 

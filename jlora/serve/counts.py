@@ -1,11 +1,12 @@
-"""What an engine counts."""
+"""What an engine counts, and what it tells of that."""
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from jlora.manager.histogram import Histogram
+from jlora.serve.request import EngineStats
 from jlora.serve.sequence import Sequence
 
 _RECENT = 64
@@ -58,3 +59,42 @@ class Counts:
                 return 1.0
             seconds = (time.monotonic() - self._begun[0]) / (len(self._begun) - 1)
         return min(max(seconds, 0.1), 60.0)
+
+    def stats(self, under_way: Collection[Sequence], rows: int, longest: int) -> EngineStats:
+        """These, and what is under way now.
+
+        Args:
+          under_way: requests that have not ended.
+          rows: sequences that decode together.
+          longest: positions of each.
+        """
+        running = [one for one in under_way if one.row >= 0]
+        waiting = [one for one in under_way if one.row < 0]
+        names = [
+            one.lora
+            for one in waiting
+            if one.lora is not None
+            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
+            and (one.request is not None or self._registered(one.lora))
+        ]
+        used = sum(min(one.filled + one.received, longest) for one in running)
+        with self.lock:
+            self.sort_out()
+            return EngineStats(
+                running=len(running),
+                waiting=len(waiting),
+                running_by_lora=Counter(one.lora for one in running if one.lora is not None),
+                waiting_by_lora=Counter(names),
+                cache_usage=min(1.0, used / (rows * longest)),
+                prompt_tokens=self.prompt_tokens,
+                generated_tokens=self.generated_tokens,
+                finished=dict(self.finished),
+                failed_steps=self.failed_steps,
+                by_lora=dict(self.by_lora),
+                by_unloaded=self.unloaded,
+                time_to_first_token=self.first_token.read(),
+                time_per_output_token=self.per_token.read(),
+                request_seconds=self.whole.read(),
+                queue_seconds=self.queued.read(),
+                adapter_wait_seconds=self.absent.read(),
+            )

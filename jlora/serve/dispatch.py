@@ -24,11 +24,11 @@ from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
 from jlora.serve.peers import Peers
-from jlora.serve.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError, TokenLogprob
+from jlora.serve.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
 from jlora.serve.scheduler import Queue, Waiting
 from jlora.serve.sequence import Sequence
 from jlora.serve.steps import Chosen, How, Steps
-from jlora.serve.turn import Over, Turn
+from jlora.serve.turn import Over, Turn, why_over
 from jlora.serve.writer import News, Nobody, Writer
 
 _log = logging.getLogger("jlora")
@@ -175,7 +175,7 @@ class Dispatcher:
         known = self._live.values() if looked else (self._filling, *self._rows)
         over: list[tuple[int, Over]] = []
         for one in known:
-            if one is not None and (why := _why_over(one, now)) is not None:
+            if one is not None and (why := why_over(one, now)) is not None:
                 over.append((one.number, why))
         waiting = itertools.chain((one.item for one in self._queue), arrived)
         orders = self._loras.look(waiting) if looked else ()
@@ -343,7 +343,7 @@ class Dispatcher:
                 end = "stop"
             elif sequence.received >= sequence.limit:
                 end = "length"
-            news.append(News(sequence, token, _logprob(chosen, i, token, sequence.params.logprobs), end))
+            news.append(News(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
             if end is not None:
                 self._leave(sequence)
         self._writer.put(news)
@@ -412,20 +412,3 @@ class Dispatcher:
         with contextlib.suppress(IndexError):
             while True:
                 self._end(self._arrived.popleft(), error)
-
-
-def _why_over(sequence: Sequence, now: float) -> Over | None:
-    """Why a sequence has to end, if it has to."""
-    if sequence.ended:
-        return "done"
-    if sequence.cancelled:
-        return "abort"
-    return "late" if sequence.deadline is not None and now >= sequence.deadline else None
-
-
-def _logprob(chosen: Chosen, i: int, token: int, asked: int | None) -> TokenLogprob | None:
-    if asked is None or chosen.report is None:
-        return None
-    own, values, ids = chosen.report
-    top = tuple((int(ids[i, n]), float(values[i, n])) for n in range(min(asked, ids.shape[1])))
-    return TokenLogprob(token, float(own[i]), top)

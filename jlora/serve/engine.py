@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -19,7 +18,8 @@ from jlora.serve.generation import Answer
 from jlora.serve.lookups import Lookups, Resolve
 from jlora.serve.loras import Loras
 from jlora.serve.loras_in_step import LorasInStep
-from jlora.serve.options import EngineOptions
+from jlora.serve.model import context_of
+from jlora.serve.options import EngineOptions, check_options
 from jlora.serve.peers import peers_of
 from jlora.serve.request import (
     EngineBusyError,
@@ -73,11 +73,11 @@ class Engine:
         options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
         resolve: Resolve | None = None,
     ):
-        _check(options)
+        check_options(options)
         self.options = options
         self._manager = manager
         self._tokenizer = tokenizer
-        longest = _context(model)
+        longest = context_of(model)
         self._longest = options.max_model_len or longest
         if self._longest > longest:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
@@ -377,62 +377,4 @@ class Engine:
         """Counts since the start, and what is under way now."""
         with self._changed:
             under_way = tuple(self._open)
-        running = [one for one in under_way if one.row >= 0]
-        waiting = [one for one in under_way if one.row < 0]
-        names = [
-            one.lora
-            for one in waiting
-            if one.lora is not None
-            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
-            and (one.request is not None or self._manager.level(one.lora) is not None)
-        ]
-        used = sum(min(one.filled + one.received, self._longest) for one in running)
-        counts = self._counts
-        with counts.lock:
-            counts.sort_out()
-            return EngineStats(
-                running=len(running),
-                waiting=len(waiting),
-                running_by_lora=Counter(one.lora for one in running if one.lora is not None),
-                waiting_by_lora=Counter(names),
-                cache_usage=min(1.0, used / (self.options.max_num_seqs * self._longest)),
-                prompt_tokens=counts.prompt_tokens,
-                generated_tokens=counts.generated_tokens,
-                finished=dict(counts.finished),
-                failed_steps=counts.failed_steps,
-                by_lora=dict(counts.by_lora),
-                by_unloaded=counts.unloaded,
-                time_to_first_token=counts.first_token.read(),
-                time_per_output_token=counts.per_token.read(),
-                request_seconds=counts.whole.read(),
-                queue_seconds=counts.queued.read(),
-                adapter_wait_seconds=counts.absent.read(),
-            )
-
-
-def _check(options: EngineOptions) -> None:
-    for name, least in (
-        ("max_num_seqs", 1),
-        ("max_model_len", 2),
-        ("max_num_batched_tokens", 1),
-        ("max_waiting", 1),
-        ("max_wait_ratio", 1),
-    ):
-        value = getattr(options, name)
-        if name == "max_model_len" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise LoRAUsageError(f"EngineOptions.{name} must be an integer of at least {least}, got {value!r}")
-    timeout: object = options.request_timeout
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-        raise LoRAUsageError(f"EngineOptions.request_timeout must be seconds above 0 or None, got {timeout!r}")
-
-
-def _context(model: Any) -> int:
-    try:
-        return int(model.config.max_position_embeddings)
-    except AttributeError:
-        raise LoRAUsageError(
-            f"{type(model).__name__} has no config with vocab_size, max_position_embeddings and eos_token_ids; see "
-            "jlora.serve.ServableModel"
-        ) from None
+        return self._counts.stats(under_way, self.options.max_num_seqs, self._longest)

@@ -46,7 +46,8 @@ class Loras:
         self._infos = manager.list_adapters()  # of those that are there, or were added here, as they were then
         self._pinned = {name for name, info in self._infos.items() if info.pinned}
         self._held: dict[tuple[str, int], Held] = {}
-        self._loads: dict[str, Future[bool]] = {}
+        self._ended = 0  # how often the last sequence with an adapter has ended
+        self._loads: dict[str, tuple[Future[bool], int]] = {}  # and how often it had when the load began
         self._not_before: dict[str, float] = {}
 
     # --- any thread ---------------------------------------------------------------------------------------------
@@ -165,8 +166,7 @@ class Loras:
     def _note_pin(self, name: str) -> None:
         """As the manager has it now: another thread may have unpinned or unloaded it meanwhile."""
         with self._lock:
-            info = self._manager.list_adapters().get(name)
-            if info is not None and info.pinned:
+            if self._manager.pinned(name):
                 self._pinned.add(name)
             else:
                 self._pinned.discard(name)
@@ -182,8 +182,8 @@ class Loras:
         for name in tuple(self._going):
             if self._waiting[name] or self._coming[name]:
                 continue
-            if (load := self._loads.get(name)) is not None:  # or it would come back
-                load.cancel()
+            if (begun := self._loads.get(name)) is not None:  # or it would come back
+                begun[0].cancel()
             try:
                 self._manager.remove_adapter(name, timeout=0)
             except AdapterInUseError:  # a batch of somebody else; asked for again
@@ -231,7 +231,7 @@ class Loras:
             with self._lock:
                 self._let_go()
         orders: list[Order] = []
-        for name, load in tuple(self._loads.items()):
+        for name, (load, ended) in tuple(self._loads.items()):
             if not load.done():
                 if not self._waiting[name]:  # those that asked for it have left: it may hang, and others need its place
                     del self._loads[name]
@@ -241,7 +241,7 @@ class Loras:
             if self._lookups is not None:
                 self._lookups.forget(name)
             error = None if load.cancelled() else load.exception()
-            if isinstance(error, NoFreeSlotError) and self._held:
+            if isinstance(error, NoFreeSlotError) and (self._held or self._ended > ended):
                 self.later(name)
             elif error is not None:
                 orders.append(Order("fail", name, error=as_error(name, error)))
@@ -254,7 +254,7 @@ class Loras:
             except Exception as error:  # as where there is no thread for it
                 orders.append(Order("fail", name, error=as_error(name, error)))
                 continue
-            self._loads[name] = load
+            self._loads[name] = load, self._ended
             load.add_done_callback(lambda _: self._wake())
         return tuple(orders)
 
@@ -289,7 +289,7 @@ class Loras:
             yield name, request
 
     def later(self, name: str) -> None:
-        """There was no room for it, and running sequences will make some."""
+        """There was no room for it, and running sequences will make some, or have made it since."""
         self._not_before[name] = time.monotonic() + _PAUSE
 
     def carry_out(self, orders: Iterable[Order]) -> dict[str, LoRAError]:
@@ -334,6 +334,7 @@ class Loras:
         held.users -= 1
         if not held.users:
             self._held.pop((held.handle.name, held.handle.generation), None)
+            self._ended += 1
             held.handle.close()
 
 

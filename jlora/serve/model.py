@@ -1,4 +1,4 @@
-"""What a model brings to be served, and which axes of its cache are sequences and positions."""
+"""What a model brings to be served: its sizes, its steps, and which axes of its cache are sequences and positions."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -59,6 +59,17 @@ class ServableModel(Protocol):
         `reads_what_is_live` set knows it from the positions of decode steps, which are compiled for one extent then.
         """
         ...
+
+
+def context_of(model: Any) -> int:
+    """The most positions that a sequence of the model may have. Raises `LoRAUsageError` where it does not say."""
+    try:
+        return int(model.config.max_position_embeddings)
+    except AttributeError:
+        raise LoRAUsageError(
+            f"{type(model).__name__} has no config with vocab_size, max_position_embeddings and eos_token_ids; see "
+            "jlora.serve.ServableModel"
+        ) from None
 
 
 def cache_axes(model: ServableModel) -> list[tuple[int, int]]:

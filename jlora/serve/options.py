@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jlora.errors import LoRAUsageError
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -23,3 +25,22 @@ class EngineOptions:
     max_waiting: int = 1024
     max_wait_ratio: int = 64
     request_timeout: float | None = None
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raises `LoRAUsageError` where one is out of range."""
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_model_len", 2),
+        ("max_num_batched_tokens", 1),
+        ("max_waiting", 1),
+        ("max_wait_ratio", 1),
+    ):
+        value = getattr(options, name)
+        if name == "max_model_len" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise LoRAUsageError(f"EngineOptions.{name} must be an integer of at least {least}, got {value!r}")
+    timeout: object = options.request_timeout
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise LoRAUsageError(f"EngineOptions.request_timeout must be seconds above 0 or None, got {timeout!r}")

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import jax
 
 from jlora._compat import coordination, coordinator_host
-from jlora.errors import LoRAError, LoRAUsageError
+from jlora.errors import LoRAError, LoRAUsageError, error_of
 from jlora.manager.processes import processes_of
 from jlora.serve.request import EngineClosedError
-from jlora.serve.turn import Turn, error_of, read, written
+from jlora.serve.turn import Turn, read, written
 
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from jlora.adapters.peft_config import CONFIG_FILE
+from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.resolve import REPO_ID, resolve
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError

@@ -28,7 +28,7 @@ import jlora
 from jlora.errors import LoRAUsageError
 from jlora.models.sampling import HOTTEST, Sampling, choose, likeliest
 from jlora.serve.model import ServableModel, cache_axes, row_of, with_row
-from jlora.serve.request import MAX_LOGPROBS, SamplingParams
+from jlora.serve.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
 _LEAST_CHUNK = 32
@@ -59,6 +59,14 @@ class Chosen(NamedTuple):
     def read(self) -> "Chosen":
         """The same as NumPy arrays, once they are computed."""
         return jax.tree.map(np.asarray, self)
+
+    def logprob(self, i: int, token: int, asked: int | None) -> TokenLogprob | None:
+        """Of the token that was chosen as number `i`, with the `asked` likeliest; once it has been read."""
+        if asked is None or self.report is None:
+            return None
+        own, values, ids = self.report
+        top = tuple((int(ids[i, n]), float(values[i, n])) for n in range(min(asked, ids.shape[1])))
+        return TokenLogprob(token, float(own[i]), top)
 
 
 class How(NamedTuple):

@@ -8,9 +8,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import jlora.errors
 from jlora.config import LoRARequest
-from jlora.errors import LoRAError
+from jlora.errors import LoRAError, error_of
 from jlora.serve.generation import Answer
 from jlora.serve.request import SamplingParams
 from jlora.serve.sequence import Sequence
@@ -60,6 +59,15 @@ class Turn:
 
 _NOTHING = Turn()
 _OF_STEPS = ("temperature", "top_p", "top_k", "logprobs")  # what steps need of `SamplingParams`
+
+
+def why_over(sequence: Sequence, now: float) -> Over | None:
+    """Why a sequence has to end, if it has to."""
+    if sequence.ended:
+        return "done"
+    if sequence.cancelled:
+        return "abort"
+    return "late" if sequence.deadline is not None and now >= sequence.deadline else None
 
 
 def written(turn: Turn) -> bytes:
@@ -125,11 +133,3 @@ def _of_order(one: Order) -> dict[str, Any]:
 def _order(said: dict[str, Any]) -> Order:
     request = said["request"] and LoRARequest(**said["request"])
     return Order(said["kind"], said["name"], said["number"], request, said["error"] and error_of(*said["error"]))
-
-
-def error_of(name: str, message: str) -> LoRAError:
-    """The error of another process, by its class where that is one of `jlora.errors`."""
-    cls: Any = getattr(jlora.errors, name, None)
-    if isinstance(cls, type) and issubclass(cls, LoRAError):
-        return cls(message)
-    return LoRAError(f"{name}: {message}")

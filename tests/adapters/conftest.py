@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jlora.adapters.config_file import read_config
+
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
 V = "model.layers.1.self_attn.v_proj"
+BASE = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 
 def lora_tensors(ranks, prefix=PREFIX, dtype=np.float32, k=6, n=5):
@@ -35,3 +38,16 @@ def folder_of(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(text, or fields beside `BASE`) -> what is read of a configuration; `drop` leaves fields out."""
+
+    def parse(text=None, *, drop=(), **fields):
+        file = tmp_path / "adapter_config.json"
+        config = {key: value for key, value in (BASE | fields).items() if key not in drop}
+        file.write_bytes(text if isinstance(text, bytes) else (json.dumps(config) if text is None else text).encode())
+        return read_config(file, "sql")
+
+    return parse

@@ -266,7 +266,7 @@ def test_other_methods(tmp_path, config):
 
 def test_every_field_of_this_peft_is_decided(tmp_path):
     """The configuration PEFT writes by default loads, and each of its fields is named in the source."""
-    from jlora.adapters import peft_config as ours
+    from jlora.adapters import config_file as ours
 
     fields = set(peft.LoraConfig().to_dict()) | {"runtime_config"}
     assert fields <= ours._SERVED | ours._WITHOUT_EFFECT | set(ours._REFUSED)

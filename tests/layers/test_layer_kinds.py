@@ -9,7 +9,7 @@ from flax import nnx
 
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.discover import _describe, register_layer
+from jlora.layers.discover import register_layer
 from jlora.layers.scope import use
 from jlora.layers.specs import LinearSpec
 from tests.layers.merging import (
@@ -225,15 +225,6 @@ def test_multi_head_attention():
         *(Target(f"attn.{name}", 6, 8, f"attn.{name}.kernel", into(6, 2, 4)) for name in ("query", "key", "value")),
     ]
     check_against_merged(Model(), targets, normal(3, 4, 6))
-
-
-@pytest.fixture
-def registered():
-    """Classes registered inside a test are forgotten after it."""
-    before = dict(_describe)
-    yield
-    _describe.clear()
-    _describe.update(before)
 
 
 @pytest.mark.parametrize("pytree", [True, False])

@@ -9,7 +9,7 @@ from flax import nnx
 import jlora
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.discover import _describe, register_layer
+from jlora.layers.discover import register_layer
 from jlora.layers.scope import use
 from tests.layers.merging import (
     Target,
@@ -27,15 +27,7 @@ from tests.layers.merging import (
 )
 
 optimised = pytest.mark.optimised
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    """Classes registered inside a test are forgotten after it."""
-    before = dict(_describe)
-    yield
-    _describe.clear()
-    _describe.update(before)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 class Holder(nnx.Module):

@@ -14,7 +14,7 @@ import pytest
 
 import jlora
 from jlora.adapters.adapter import read_adapter
-from jlora.manager import host
+from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
 
 
@@ -58,7 +58,7 @@ def until(true: Callable[[], bool], seconds=30.0):
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Iterator[Store]:
     made = Store(tmp_path)
-    monkeypatch.setattr(host, "read_adapter", made.read_adapter)
+    monkeypatch.setattr(stage, "read_adapter", made.read_adapter)
     yield made
     made.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))

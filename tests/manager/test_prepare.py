@@ -14,6 +14,7 @@ import pytest
 
 import jlora
 import jlora.layers.batch
+from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, same
 
 
@@ -232,6 +233,56 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
         threading.Timer(0.1, batch.close).start()
         in_time(lambda: m.prepare([b, c, None], timeout=20)).close()
     assert set(m.slot_names) == {"b", "c"}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    world = make_world(max_loras=1, max_cpu_loras=1)
+    m, taken = world.manager, deque[jlora.LoRABatch]()
+    make_adapter("b").save_pretrained(tmp_path / "b")
+    b, admit = jlora.LoRARequest("b", str(tmp_path / "b"), load_inplace=replaced), m._host.admit
+
+    def after_another(content: Any, *args: Any) -> bool:
+        if content.name == "b" and not taken:
+            taken.append(m.prepare(["a", None, None]))
+        return admit(content, *args)
+
+    monkeypatch.setattr(m._host, "admit", after_another)
+    m.add_adapter(make_adapter("a"))
+    with pytest.raises(jlora.NoFreeSlotError, match="host cache of 1 adapters is full"):
+        in_time(lambda: m.prepare([b, None, None]))
+    taken.pop().close()
+    threading.Timer(0.2, lambda: taken[0].close()).start()
+    with in_time(lambda: m.prepare([b, None, None], timeout=20)) as batch:
+        world.check(world.logits(batch), [make_adapter("b"), None, None])
+    assert len(taken) == 1
+
+
+def test_who_waits_for_a_slot_loads_in_order_of_arrival(tmp_path: Path) -> None:
+    """Else what one has loaded would be evicted by another, who has no slot for it yet."""
+    world = make_world(max_loras=1, max_cpu_loras=1)
+    m, came = world.manager, deque[str]()
+    m.add_adapter(make_adapter("a"))
+    for name in "bcde":
+        make_adapter(name).save_pretrained(tmp_path / name)
+
+    def serve(name: str) -> None:
+        with m.prepare([jlora.LoRARequest(name, str(tmp_path / name)), None, None], timeout=20):
+            came.append(name)
+
+    with m.prepare(["a", None, None]):
+        threads = [threading.Thread(target=serve, args=(name,)) for name in "bcde"]
+        for count, thread in enumerate(threads):
+            thread.start()
+            until(lambda count=count: len(m._batches._queue) > count)
+        with pytest.raises(jlora.NoFreeSlotError, match="other batches wait for slots"):
+            m.prepare([jlora.LoRARequest("e", str(tmp_path / "e")), None, None])
+    for thread in threads:
+        thread.join(20)
+    assert list(came) == list("bcde")
+    assert m.stats().host_loads == 5
 
 
 def test_a_load_does_not_evict_what_the_same_batch_asks_for(tmp_path: Path) -> None:

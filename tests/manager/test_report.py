@@ -133,3 +133,17 @@ def test_the_log_tells_loads_writes_and_evictions_with_names_escaped(tmp_path, c
     assert "slot 0: filled 'layers.1.o_proj'" in debug
     assert "slot 0: cleared 'layers.0.o_proj'" in debug
     assert len(debug) == 2 + 2 * 2
+
+
+def test_it_tells_of_one_adapter_whether_it_is_pinned():
+    manager = make_world(max_loras=2, max_cpu_loras=2).manager
+    for name in ("a", "b"):
+        manager.add_adapter(make_adapter(name))
+    manager.pin_adapter("a")
+    assert [manager.pinned(name) for name in ("a", "b", "nobody")] == [True, False, False]
+    assert {name: info.pinned for name, info in manager.list_adapters().items()} == {"a": True, "b": False}
+    manager.unpin_adapter("a")
+    manager.pin_adapter("b")
+    manager.remove_adapter("b")
+    assert not manager.pinned("a")
+    assert not manager.pinned("b")

@@ -1,6 +1,7 @@
 """Lowering for an accelerator that this machine lacks, and what a GPU's compiler says of its kernels."""
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -10,11 +11,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
 
+def for_h200() -> AbstractContextManager[None]:
+    """What is lowered for CUDA inside is for an H200."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200))
+
+
 def lowered_text(run, args, platform: str) -> str:
     """The lowered program of `run(*args)` for "cpu", "cuda" or "tpu"."""
     if platform != "cuda":
         return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200)):
+    with for_h200():
         return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import api, triton
+from jlora.pallas import api, triton, triton_product
 from jlora.pallas.gpus import GPU, current_gpu, platform
 from jlora.pallas.tables import too_large
+from jlora.pallas.tiles import GPUTiles, ProductTiles
 from tests import oracle
 from tests.pallas.lowering import shared_memory
+from tests.pallas.test_triton_product import expected, of_weights, poisoned
 from tests.pallas.test_xla import close, problem
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
@@ -81,6 +83,43 @@ def test_vmap():
 
     for got, one_base, one_x in zip(jax.jit(jax.vmap(run))(bases, xs), bases, xs, strict=True):
         close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
+
+
+PRODUCTS = [  # rows, K, slices, R, groups, tile_m, tiles
+    (1, 4096, (4096,), 16, 2, None, ProductTiles(32, 128, 8, 4, 4, GPUTiles(block_k=128, split_k=8, block_r=16))),
+    (7, 1000, (333, 20), 24, 3, None, ProductTiles(64, 64, 3, 4, 3, GPUTiles(block_k=64, split_k=2, block_r=32))),
+    (19, 129, (65, 1, 33), 8, 5, 16, ProductTiles(16, 16, 1, 2, 1, GPUTiles(block_k=16, block_r=16, block_n=16))),
+    (33, 70, (19,), 40, 2, 5, ProductTiles(16, 32, 5, 4, 2, GPUTiles(block_k=32, split_k=3, block_n=32))),
+    (64, 4096, (4096, 1024, 1024), 16, 64, None, ProductTiles(64, 128, 4, 4, 3, GPUTiles(split_k=16, block_r=16))),
+    (128, 4096, (1024, 512), 64, 2, None, ProductTiles(64, 64, 8, 8, 4, GPUTiles(block_k=64, split_k=4))),
+    (128, 640, (320, 64), 200, 3, 32, ProductTiles(128, 64, 1, 8, 2, GPUTiles(block_k=64, split_k=2, block_n=64))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "tiles"), PRODUCTS)
+def test_products(rows, k, sizes, rank, groups, tile_m, tiles, dtype):
+    """A base product made with its LoRA: the oracle's values, the same bits again and in any order of the rows."""
+    x, w, a, b, ids, ranks = of_weights(rows, rows, k, sizes, rank, groups, dtype=dtype)
+    w, a = w * jnp.asarray(k**-0.5, dtype), a * jnp.asarray(k**-0.5, dtype)
+    dirty = poisoned(a, b, ranks, sizes)
+
+    @jax.jit
+    def run(x, ids):
+        plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m, backend="triton")
+        return triton_product.linear_lora(x, w, *dirty, plan, slice_sizes=sizes, ranks=ranks, tiles=tiles)
+
+    got = np.asarray(run(x, ids), np.float64)
+    want = expected(x, w, a, b, ids, sizes)
+    assert np.linalg.norm(got - want) <= {"bfloat16": 5e-3, "float16": 1e-3}[dtype] * np.linalg.norm(want)
+    np.testing.assert_array_equal(np.asarray(run(x, ids), np.float64), got)
+    order = np.random.default_rng(rows).permutation(rows)
+    np.testing.assert_array_equal(np.asarray(run(x[order], ids[order]), np.float64), got[order])
+    untouched = np.asarray((ids < 0) | (ids >= groups))
+    alone = np.asarray(run(x, jnp.full_like(ids, groups)), np.float64)
+    np.testing.assert_array_equal(alone[untouched], got[untouched])
+    base = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert np.linalg.norm(alone - base) <= {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(base)
 
 
 SMALL = GPU("of_99_kb", 99 << 10, 89)

@@ -1,7 +1,7 @@
 """Tuned tables: which is taken for a kind of GPU, and what a malformed one says."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 
 import pytest
@@ -10,12 +10,13 @@ from benchmarks import tune
 from jlora.errors import LoRAError
 from jlora.pallas import gpus
 from jlora.pallas.gpus import GPU, H200
-from jlora.pallas.tables import Key, gpu_tiles, read_table, tuned_tables
-from jlora.pallas.tiles import GPUTiles, rule_of_thumb
+from jlora.pallas.tables import Key, entry_of, gpu_tiles, product_tiles, read_table, tuned_tables
+from jlora.pallas.tiles import GPUTiles, ProductTiles, rule_of_thumb
 from tests.pallas.test_tiles import problem
 
 SHAPE = {"op": "add_lora", "dtype": "bfloat16", "rows": 64, "k": 320, "n": 640, "rank": 16}
 MINE = GPUTiles(block_k=32, block_n=16)
+TOGETHER = ProductTiles(32, 64, 4, 4, 3, lora=MINE)
 PROBLEM = problem("bfloat16", 64, 16, 320, 640, 1, 16)
 
 
@@ -27,6 +28,11 @@ def folder(tmp_path, monkeypatch):
 
 def entry(**change):
     return {**SHAPE, **asdict(MINE), **change}
+
+
+def product(**change):
+    """An entry of `linear_lora`."""
+    return {**entry_of(Key("linear_lora", *list(SHAPE.values())[1:]), TOGETHER), **change}
 
 
 def write(path, *entries):
@@ -44,6 +50,52 @@ def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(f
     assert gpu_tiles(shape, H200) == GPUTiles(**{n: v for n, v in packaged.items() if n not in SHAPE})
     write(folder / "nvidia_h200.json", entry(**sizes))
     assert gpu_tiles(shape, H200) == MINE
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, 1), ({"rank": 1}, 1), ({"rank": 17}, 2), ({"rank": 64}, 2), ({"rank": 65}, 0), ({"rows": 33}, 1),
+        ({"rows": 32}, 0), ({"rows": 65}, 0), ({"k": 321}, 0), ({"n": 320}, 0), ({"dtype": "float16"}, 0),
+    ],
+)  # fmt: skip
+def test_products_are_made_with_their_lora_where_a_table_says_so(folder, change, found):
+    """The entry of this rank, or of the next larger one; rows are rounded up; no rule stands in for a table."""
+    wide = replace(TOGETHER, product_split_k=2, lora=replace(MINE, block_r=16))
+    write(folder / "nvidia_h200.json", product(rank=64, product_split_k=2, block_r=16), entry(), product())
+    asked = replace(PROBLEM, **change)
+    assert product_tiles(asked, H200) == (None, TOGETHER, wide)[found]
+    assert product_tiles(asked, GPU("nvidia_l4", 99 << 10, 89)) is None
+    assert gpu_tiles(PROBLEM, H200) == MINE
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "change", "fits"),
+    [
+        (16, {}, True),
+        (16, {"product_block_n": 256, "product_stages": 4}, False),  # (64 + 256) * 64 * 2 * 4
+        (16, {"product_block_n": 256, "product_stages": 3}, True),
+        (16, {"product_stages": 8, "block_k": 512}, False),  # of the shrink: (16 + 16) * 512 * 2 * 8
+        (16, {"product_stages": 8, "block_k": 128}, True),
+        (64, {"product_stages": 8, "block_k": 128}, False),  # (64 + 16) * 128 * 2 * 8
+        (16, {"block_n": 2048}, False),  # of the sum
+    ],
+)
+def test_products_fit_the_shared_memory_or_are_made_apart(folder, tile_m, change, fits):
+    small = GPU("nvidia_h200", 128 << 10, 90)
+    write(folder / "nvidia_h200.json", product(**{"product_block_n": 16, "product_stages": 2, **change}))
+    assert (product_tiles(replace(PROBLEM, tile_m=tile_m), small) is not None) == fits
+
+
+def test_entries_of_products_are_written_as_they_are_read(folder):
+    wide = replace(TOGETHER, product_stages=7, lora=replace(MINE, chunks=99))
+    table = {Key(*SHAPE.values()): MINE, Key("linear_lora", "float16", 8, 320, 640, 16): wide}
+    table[Key("linear_lora", *list(SHAPE.values())[1:])] = TOGETHER
+    tune.write_table(folder / "nvidia_h200.json", table)
+    assert read_table(folder / "nvidia_h200.json") == table
+    assert product_tiles(PROBLEM, H200) == TOGETHER
+    assert product_tiles(replace(PROBLEM, dtype="float16", rows=5, rank=2), H200) == wide
+    assert len(json.loads((folder / "nvidia_h200.json").read_text())) == 3
 
 
 def test_a_file_that_changed_is_read_again(folder):
@@ -89,20 +141,36 @@ def test_the_nearest_kind_is_taken(folder):
         ([entry(), entry(rows=128, spare=1)], "entry 1.*'spare'"),
         ([{k: v for k, v in entry().items() if k != "warps"}], "entry 0.*exactly the fields"),
         ([entry(), entry()], "entry 1.*occurs before"),
-        ([entry(op="add")], "op must be 'add_lora' or 'add_lora_experts', got 'add'"),
+        ([entry(op="add")], r"op must be one of \('add_lora', 'add_lora_experts', 'linear_lora'\), got 'add'"),
         ([entry(dtype="int8")], "dtype must be"),
         ([entry(rows=48)], "rows must be a power of two, got 48"),
         ([entry(rank="16")], "rank must be a positive int, got '16'"),
         ([entry(k=True)], "k must be a positive int, got True"),
         ([entry(block_k=48)], r"GPUTiles.block_k must be a power of two, got 48"),
         ([entry(stages=0)], r"GPUTiles.stages must be a positive int, got 0"),
+        ([entry(op="linear_lora")], r"entry 0.*exactly the fields .*'product_block_k', .* got \['ahead'"),
+        ([{k: v for k, v in product().items() if k != "product_warps"}], "entry 0.*exactly the fields"),
+        ([{k: v for k, v in product().items() if k != "block_r"}], "entry 0.*exactly the fields"),
+        ([product(op="add_lora")], "entry 0.*exactly the fields .* got .*'product_block_k'"),
+        ([entry(), product(op="add_lora_experts")], "entry 1.*exactly the fields .* got .*'product_block_k'"),
+        ([product(lora={})], "entry 0.*exactly the fields .* got .*'lora'"),
+        ([product(), product()], "entry 1.*occurs before: Key.op='linear_lora'"),
+        ([product(rows=48)], "rows must be a power of two, got 48"),
+        ([product(dtype="int8")], "dtype must be"),
+        ([product(product_block_n=48)], r"ProductTiles.product_block_n must be a power of two, got 48"),
+        ([product(product_block_k=8)], r"ProductTiles: product_block_n, product_block_k must be at least 16"),
+        ([product(product_split_k=0)], r"ProductTiles.product_split_k must be a positive int, got 0"),
+        ([product(product_stages=-2)], r"ProductTiles.product_stages must be a positive int, got -2"),
+        ([product(product_warps=3)], r"ProductTiles.product_warps must be a power of two, got 3"),
+        ([product(block_k=48)], r"GPUTiles.block_k must be a power of two, got 48"),
     ],
 )
 def test_a_malformed_table_names_its_file_and_entry(folder, text, message):
     path = folder / "nvidia_l4.json"
     path.write_text(text if isinstance(text, str) else json.dumps(text), errors="surrogateescape")
-    with pytest.raises(LoRAError, match=rf"nvidia_l4\.json: .*{message}"):
-        gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89))
+    for look_up in (gpu_tiles, product_tiles):
+        with pytest.raises(LoRAError, match=rf"nvidia_l4\.json: .*{message}"):
+            look_up(PROBLEM, GPU("nvidia_l4", 99 << 10, 89))
 
 
 def test_a_folder_that_is_not_there_is_an_error(monkeypatch, tmp_path):

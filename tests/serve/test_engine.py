@@ -512,6 +512,25 @@ def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(wo
     assert manager.level(name) is None
 
 
+def test_a_load_that_found_no_room_waits_for_it_or_fails(world, monkeypatch):
+    """What took the room may have ended before anybody hears that there was none."""
+    loras, loads = Loras(world.manager, lambda: None), []
+    waiting = [SimpleNamespace(lora="late", request=request_of("late", "swap"))]
+    monkeypatch.setattr(world.manager, "prefetch", lambda request: loads.append(Future()) or loads[-1])
+    monkeypatch.setattr("jlora.serve.loras._PAUSE", 0.0)
+    held, batch = loras.begin("sort")
+    batch.close()
+    assert loras.look(waiting) == ()
+    loads[0].set_exception(jlora.NoFreeSlotError("full"))
+    assert loras.look(waiting) == ()  # tried again, while it is held
+    loads[1].set_exception(jlora.NoFreeSlotError("full"))
+    loras.end(held)
+    assert loras.look(waiting) == ()  # and once more, for it has ended meanwhile
+    loads[2].set_exception(jlora.NoFreeSlotError("full"))
+    (order,) = loras.look(waiting)  # nobody can make room
+    assert (order.kind, order.name, len(loads)) == ("fail", "late", 3)
+
+
 def test_stats_tell_of_loads_swaps_and_waits(world):
     """Of adapters that were evicted and come back, too."""
     for name in ("0", "1", "2", "3"):
@@ -550,6 +569,15 @@ def test_pinned_adapters_stay_in_their_slot(world):
     assert not world.engine.list_loras()["swap"].pinned
     with pytest.raises(jlora.AdapterNotFoundError):
         world.engine.pin_lora("nobody")
+
+
+def test_to_pin_one_adapter_not_all_are_listed(world, monkeypatch):
+    loras = Loras(world.manager, lambda: None)
+    monkeypatch.setattr(world.manager, "list_adapters", lambda: pytest.fail("all adapters were listed"))
+    loras.pin("sort")
+    assert loras.slots().running == {"sort"}
+    loras.unpin("sort")
+    assert loras.slots().running == set()
 
 
 def test_what_is_unloaded_while_it_is_pinned_takes_no_slot(world, monkeypatch):

@@ -1,0 +1,299 @@
+"""`adapter_config.json` read strictly: every field of PEFT is either served, without effect at inference, or refused.
+
+The decisions follow the source of PEFT 0.21 (`peft/tuners/lora/config.py`, `layer.py`, `tuners_utils.py`). A field that
+this version does not know is let through only while it is null, false, or an empty list, object or string, which is how
+PEFT writes a feature that is off; anything else could change the result and is refused by name.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jlora.adapters.expert_fields import EXPERT_FIELDS, expert_fields
+from jlora.adapters.files import StableFile
+from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
+from jlora.adapters.pattern_table import PatternTable, pattern_table
+from jlora.adapters.patterns import Pattern, compile_pattern
+from jlora.adapters.peft_config import PeftConfig
+from jlora.adapters.strict_json import Json, parse_object
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+
+CONFIG_FILE = "adapter_config.json"
+
+T = TypeVar("T")
+
+# The longest that is read. A hundred thousand rank patterns are about 6 MB.
+_MAX_BYTES = 32 << 20
+
+# Fields that say how the adapter was trained or started; they do not enter PEFT's forward pass. The four *_config of
+# the starting values are read by PEFT only when `init_lora_weights` names them, and stay behind after a conversion.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "lora_dropout",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+        "revision",
+        "runtime_config",
+        "megatron_core",
+        "qalora_group_size",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "loftq_config",
+    )
+)
+
+# Fields that change the forward pass, and the values at which PEFT leaves it alone. Where PEFT asks "is it None?", an
+# empty object already switches the feature on, so it is not listed as off.
+_OFF_FALSE = (None, False)
+_OFF_EMPTY: tuple[Any, ...] = (None, False, [], {})
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "use_dora": ("DoRA", _OFF_FALSE),
+    "lora_bias": ("a bias on lora_B", _OFF_FALSE),
+    "use_qalora": ("QALoRA", _OFF_FALSE),
+    "bias": ("trained biases", (None, "none")),
+    "modules_to_save": ("fully trained modules", _OFF_EMPTY),
+    "layer_replication": ("replicated layers", _OFF_EMPTY),
+    "alora_invocation_tokens": ("activated LoRA (aLoRA)", _OFF_FALSE),
+    "trainable_token_indices": ("trained token embeddings", _OFF_FALSE),
+    "kasa_config": ("KaSA", _OFF_FALSE),
+    "velora_config": ("VeLoRA", _OFF_FALSE),
+    "monteclora_config": ("MonteCLoRA", _OFF_FALSE),
+    "arrow_config": ("Arrow routing", _OFF_FALSE),
+    "use_bdlora": ("block-diagonal LoRA (BD-LoRA)", _OFF_FALSE),
+    "megatron_config": ("LoRA on Megatron's parallel layers", _OFF_FALSE),
+}
+
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def read_config(file: Path, adapter: str) -> PeftConfig:
+    """Reads and checks an `adapter_config.json`.
+
+    Args:
+      file: the file.
+      adapter: the adapter's name, for messages.
+
+    Raises:
+      AdapterFormatError: not readable, not a JSON object, a name given twice, or a value of the wrong type or range.
+      AdapterMismatchError: a PEFT feature that is not served, or a field that is not known; the message names it.
+    """
+    where = f"adapter {shown(adapter)}: {shown_path(file)}"
+    with StableFile(file, where) as opened:
+        if opened.size > _MAX_BYTES:
+            raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
+        text = opened.read(0, opened.size)
+    return _parse(parse_object(text, where), where)
+
+
+def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
+    peft_type = raw.get("peft_type")
+    if not isinstance(peft_type, str):
+        raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {kind_of(peft_type)}")
+    if peft_type != "LORA":
+        raise AdapterMismatchError(f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served")
+    _refuse_unserved(raw, where)
+    _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
+    experts = expert_fields(raw, where)
+    targets, layers, layers_pattern = _targets(raw, bool(experts.target_parameters), where)
+    unchecked: list[str] = []
+    # Every module counts as targeted, and none as left out, where an expression cannot be asked.
+    if targets is not None:
+        targets = _or_unchecked(targets, "target_modules", compile_pattern(".*", where), unchecked, where)
+    excluded = _or_unchecked(raw.get("exclude_modules") or [], "exclude_modules", frozenset(), unchecked, where)
+    return PeftConfig(
+        r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
+        lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
+        use_rslora=_typed(raw, "use_rslora", bool, False, where),
+        rank_patterns=_patterns(raw, "rank_pattern", int, _rank, where),
+        alpha_patterns=_patterns(raw, "alpha_pattern", float, _number, where),
+        target_modules=targets,
+        exclude_modules=excluded,
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+        fan_in_fan_out=_typed(raw, "fan_in_fan_out", bool, False, where),
+        base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
+        task_type=_typed(raw, "task_type", str, None, where),
+        ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
+        experts=experts,
+        unchecked=tuple(unchecked),
+        peft_fields={name: value for name, value in raw.items() if name in PEFT_FIELDS},
+    )
+
+
+def _or_unchecked(
+    value: Json, name: str, instead: frozenset[str] | Pattern, unchecked: list[str], where: str
+) -> frozenset[str] | Pattern:
+    """Names or a regular expression; `instead`, and a line in `unchecked`, for an expression that RE2 cannot take."""
+    try:
+        return _names_or_pattern(value, f"{where}: field {name!r}")
+    except AdapterMismatchError as error:
+        unchecked.append(str(error).removeprefix(f"{where}: "))
+        return instead
+
+
+# What a load keeps and a save writes beside what an `Adapter` has attributes for.
+PEFT_FIELDS = _WITHOUT_EFFECT | {"init_lora_weights", "ensure_weight_tying"}
+
+_SERVED = frozenset(
+    (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+        "base_model_name_or_path",
+        "task_type",
+        "init_lora_weights",
+        "ensure_weight_tying",
+        *EXPERT_FIELDS,
+    )
+)
+
+
+def _refuse_unserved(raw: Mapping[str, Json], where: str) -> None:
+    for name, value in raw.items():
+        if name in _SERVED or name in _WITHOUT_EFFECT:
+            continue
+        at = f"{where}: field {shown(name)} is {shown_value(value)}"
+        if name in _REFUSED:
+            feature, off = _REFUSED[name]
+            if not any(type(value) is type(o) and value == o for o in off):
+                raise AdapterMismatchError(
+                    f"{at}: {feature} is not served; expected {off[-1]!r}. "
+                    "Train the adapter without it, or merge it into a base model of its own"
+                )
+        elif not (value is None or value is False or value in ("", [], {})):
+            raise AdapterMismatchError(
+                f"{at}, and this version of jlora does not know the field; only "
+                "null, false or empty would be safe to pass over. If it does not matter at inference, remove it"
+            )
+
+
+def _refuse_base_changing_init(init: Json, where: str) -> None:
+    where = f"{where}: field 'init_lora_weights'"
+    if init is None or isinstance(init, bool):
+        return
+    if not isinstance(init, str):
+        raise AdapterFormatError(f"{where} must be a boolean or a string, found {kind_of(init)}")
+    if init.lower() in _HARMLESS_INITS:
+        return
+    if init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterMismatchError(
+            f"{where} is {shown(init)}, which changes the base weights, so the adapter does not fit the base model as "
+            "published. Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), "
+            "which turns it into a plain LoRA (LoftQ has no such conversion)"
+        )
+    raise AdapterMismatchError(
+        f"{where} is {shown(init)}, which is not known; expected a boolean or one of {', '.join(_HARMLESS_INITS)}"
+    )
+
+
+def _targets(
+    raw: Mapping[str, Json], parameters: bool, where: str
+) -> tuple[Json, frozenset[int] | None, tuple[str, ...]]:
+    """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
+    targets = raw.get("target_modules")
+    if targets is None and parameters:
+        targets = []
+    layers = raw.get("layers_to_transform")
+    layers_pattern = raw.get("layers_pattern")
+    if targets is None:
+        raise AdapterMismatchError(
+            f"{where}: field 'target_modules' is missing or null: PEFT would choose by the model's architecture. "
+            'Write the names, such as ["q_proj", "v_proj"]'
+        )
+    if isinstance(targets, str):
+        for name, value in (("layers_to_transform", layers), ("layers_pattern", layers_pattern)):
+            if value is not None:
+                raise AdapterFormatError(f"{where}: field {name!r} cannot be used when 'target_modules' is a string")
+        if targets.lower() == "all-linear":
+            return None, None, ()
+    if layers_pattern and layers is None:
+        raise AdapterFormatError(f"{where}: field 'layers_pattern' is given without 'layers_to_transform'")
+    return (
+        targets,
+        _layers(layers, f"{where}: field 'layers_to_transform'"),
+        _layers_pattern(layers_pattern, f"{where}: field 'layers_pattern'"),
+    )
+
+
+def _layers(value: Json, where: str) -> frozenset[int] | None:
+    if value is None or value == []:
+        return None
+    values: list[Any] = value if isinstance(value, list) else [value]
+    for v in values:
+        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
+            raise AdapterFormatError(f"{where} must be layer indices, found {shown_value(value)}")
+    return frozenset(values)
+
+
+def _layers_pattern(value: Json, where: str) -> tuple[str, ...]:
+    values: list[Any] = value if isinstance(value, list) else [value] if value else []
+    for v in values:
+        if not isinstance(v, str):
+            raise AdapterFormatError(f"{where} must be a name or a list of names, found {shown_value(value)}")
+        if not v.replace("_", "").isalnum():
+            raise AdapterMismatchError(f'{where} is {shown_value(value)}; only plain names such as "layers" are served')
+    return tuple(values)
+
+
+def _patterns(
+    raw: Mapping[str, Json], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
+) -> PatternTable[T]:
+    value = raw.get(name)
+    where = f"{where}: field {name!r}"
+    if value is not None and not isinstance(value, dict):
+        raise AdapterFormatError(f"{where} must be an object of names and numbers, found {kind_of(value)}")
+    numbers = list((value or {}).values())
+    # There may be very many: their types and extremes tell whether all of them pass, and each is looked at if not.
+    if not (
+        set(map(type, numbers)) <= {int, kind} and _passes(check, min(numbers, default=1), max(numbers, default=1))
+    ):
+        for key, number in (value or {}).items():
+            check(number, f"{where}, key {shown(key)}")
+    return pattern_table(dict(zip(value or {}, map(kind, numbers), strict=True)), where)
+
+
+def _passes(check: Callable[[Any, str], object], *numbers: Any) -> bool:
+    try:
+        for number in numbers:
+            check(number, "")
+    except AdapterFormatError:
+        return False
+    return True
+
+
+def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:
+    if isinstance(value, str):
+        return compile_pattern(value, where)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise AdapterFormatError(f"{where} must be a list of names or a regular expression, found {shown_value(value)}")
+    return frozenset(value)
+
+
+def _rank(value: Json, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AdapterFormatError(f"{where} must be a positive integer, found {shown_value(value)}")
+    return value
+
+
+def _number(value: Json, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
+        raise AdapterFormatError(f"{where} must be a finite number, found {shown_value(value)}")
+    return float(value)
+
+
+def _typed(raw: Mapping[str, Json], name: str, kind: type, default: Any, where: str) -> Any:
+    value = raw.get(name, default)
+    if not isinstance(value, kind) and not (value is None and default is None):
+        raise AdapterFormatError(f"{where}: field {name!r} must be {kind.__name__}, found {shown_value(value)}")
+    return value

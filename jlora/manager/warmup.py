@@ -1,0 +1,67 @@
+"""Before traffic: the programs that write slots are compiled, and a step for one batch shape."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jlora.layers.batch import Lease, LoRABatch, make_batch
+from jlora.layers.wrapped import WrappedModel
+from jlora.manager.batches import Asked
+from jlora.manager.blocks import Block, Chunk, pack
+from jlora.manager.content import Content
+from jlora.manager.fit import rank_vector
+from jlora.manager.leases import Leases
+from jlora.manager.locks import Lock
+from jlora.manager.slots import Slots
+
+
+def warm_up(
+    step: Callable[[LoRABatch], Any] | None,
+    asked: Asked,
+    prepare: Callable[[], LoRABatch],
+    wrapped: WrappedModel,
+    slots: Slots,
+    leases: Leases,
+    locks: tuple[Lock, Lock],
+) -> None:
+    """See `LoRAManager.warmup`; `asked` is the shape of a batch, and `prepare` makes one of the base model alone."""
+    dispatch, books = locks
+    pool = slots.pool
+    pool.compile()
+    none = len(pool.table)
+    with dispatch(), books():
+        wrapped.check()
+        slots.sweep()
+        slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)
+        blank = Content("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
+        lease = Lease([blank], (0,) * len(asked.names), threading.get_ident())
+        leases.add(lease)
+        if slot < none:
+            slots.write(slot, blank)
+    try:
+        if step is not None:
+            rows = None if asked.counts is None else np.full(asked.rows, slot, np.int32)
+            of_sequences = np.full(len(asked.names), slot, np.int32)
+            batch = make_batch(of_sequences, rows, wrapped.tracking, lease, length=asked.length)
+            jax.block_until_ready(step(batch))
+            with prepare() as base_only:
+                jax.block_until_ready(step(base_only))
+    finally:
+        lease.close()
+
+
+def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
+    """A block of zeros for every chunk that each slot has: those of experts would be gigabytes."""
+    rows = {
+        row: (
+            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
+            np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
+        )
+        for chunk in chunks
+        if chunk.spec.experts is None and chunk.spec.whole
+        for row in chunk.rows
+    }
+    return pack(chunks, rows)

@@ -1,0 +1,190 @@
+"""A base product of few rows and its LoRA, made together on NVIDIA; see `triton`, whose rules hold here too.
+
+A decode step's products are bound by reading the kernel, at 36 to 65% of the bandwidth in XLA's own; and beside them
+LoRA's launches are chains of loads that wait for each other. So the product is made here, and in programs beside it
+the shrinks, which need nothing of it. What is left of LoRA is the second launch: where K is split, it adds up the
+product's parts, and the delta with them.
+
+    launch 1   | x @ w, columns 0.., part 0 | columns 0.., part 1 | ... | shrink units | shrink units | ...
+    launch 2   | out = part 0 + part 1 + ... + delta          or, of a product in one part, the expand of `add_lora`
+"""
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
+
+from jlora.pallas.plan import Plan
+from jlora.pallas.tiles import GPUTiles, ProductTiles, matrix_rows, rank_block
+from jlora.pallas.triton import column_chunks, expand_parts, shrink_kernel, shrink_programs, sum_parts
+from jlora.pallas.triton_parts import (
+    WAIT_FOR_RANK,
+    both,
+    compiler_params,
+    dot,
+    find_chunk,
+    find_tile,
+    h_dtype,
+    load,
+    scalar,
+    share_out,
+    store,
+)
+
+MAX_ROWS = 128  # all of them are one block of a matrix unit, which holds their sums in registers
+
+
+def linear_lora(
+    x: Float[jax.Array, "M K"],
+    w: Float[jax.Array, "K N"],
+    a: Float[jax.Array, "G n R K"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    ranks: Int[jax.Array, "G n"],
+    *,
+    slice_sizes: tuple[int, ...],
+    tiles: ProductTiles,
+    interpret: bool = False,
+) -> Float[jax.Array, "M N"]:
+    """See `jlora.ops.linear_lora`; M is at most `MAX_ROWS`, and all operands are of one dtype, of two bytes."""
+    parts, h = _product(x, w, a, plan, ranks, tiles, h_dtype(x, a, b), interpret)
+    if tiles.product_split_k == 1:
+        return expand_parts(parts[0], x, a, h, b, plan, ranks, slice_sizes, tiles.lora, interpret=interpret)
+    return _sum(parts, h, b, plan, ranks, slice_sizes, tiles.lora, interpret)
+
+
+# Traced and lowered once for all layers of a model whose operands are alike, as the kernels of `triton` are.
+@partial(jax.jit, static_argnames=("tiles", "dtype", "interpret"))
+def _product(x, w, a, plan: Plan, ranks, tiles: ProductTiles, dtype, interpret: bool):
+    """Parts of x @ w [split_k, M, N], in float32 where there are several; partial sums of the shrink as `triton`'s."""
+    groups, n, rank, k = a.shape
+    lora, parts = tiles.lora, tiles.product_split_k
+    count = pl.cdiv(w.shape[1], tiles.product_block_n) * parts
+    return pl.pallas_call(
+        partial(_product_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles, count=count),
+        grid=(count + shrink_programs(plan, n * rank, lora),),
+        out_shape=[
+            jax.ShapeDtypeStruct((parts, plan.num_rows, w.shape[1]), x.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((lora.split_k, plan.num_rows, n * rank), dtype),
+        ],
+        compiler_params=compiler_params(tiles.product_warps, tiles.product_stages),
+        interpret=interpret,
+        name="lora_product",
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, x, a.reshape(groups, n * rank, k), w)
+
+
+@partial(jax.jit, static_argnames=("slice_sizes", "tiles", "interpret"))
+def _sum(parts, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, interpret: bool):
+    """The sum of the product's parts, and of the delta of h [split_k, M, n * R]."""
+    # Sorted, the rows without a group come last. How many others there are is found once for all layers.
+    grouped = jnp.sum(plan.row_slot < plan.num_tiles * plan.tile_m, dtype=jnp.int32)
+    filled = jnp.stack([plan.tiles_used[0], grouped])
+    tiles_at_most = plan.num_tiles + pl.cdiv(plan.num_rows, plan.tile_m)
+    units = tiles_at_most * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)
+    return pl.pallas_call(
+        partial(_sum_kernel, tile_m=plan.tile_m, slice_sizes=slice_sizes, tiles=tiles),
+        grid=(min(tiles.programs, units),),
+        out_shape=jax.ShapeDtypeStruct(parts.shape[1:], b.dtype),
+        compiler_params=compiler_params(tiles.warps, tiles.stages),
+        interpret=interpret,
+        name="lora_product_sum",
+    )(filled, plan.tile_group, plan.tile_rows, ranks, plan.row_order, h, b, parts)
+
+
+def _product_kernel(
+    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, w_ref, parts_ref, h_ref, *, rank: int, tile_m: int,
+    tiles: ProductTiles, count: int,
+):  # fmt: skip
+    """The first `count` programs make a block of columns of a part of the product each, all others the shrink."""
+    program, others = pl.program_id(0), pl.num_programs(0) - count
+
+    @pl.when(program < count)
+    def _():
+        _block_of_product(program, x_ref, w_ref, parts_ref, tiles)
+
+    @pl.when(program >= count)
+    def _():
+        refs = used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, h_ref
+        shrink_kernel(*refs, rank=rank, tile_m=tile_m, tiles=tiles.lora, among=(program - count, others))
+
+
+def _block_of_product(program, x_ref, w_ref, parts_ref, tiles: ProductTiles):
+    """parts[part, all rows, block of columns] = x[:, part of K] @ w[part of K, block of columns]"""
+    (rows, k_size), n = x_ref.shape, w_ref.shape[1]
+    block_n, block_k, parts = tiles.product_block_n, tiles.product_block_k, tiles.product_split_k
+    blocks = pl.cdiv(n, block_n)
+    part, block = program // blocks, program % blocks
+    steps = pl.cdiv(pl.cdiv(k_size, block_k), parts)
+    row = jnp.arange(matrix_rows(rows), dtype=jnp.int32)[:, None]
+    col = (block * block_n + jnp.arange(block_n, dtype=jnp.int32))[None, :]
+    live, inside = row < rows, col < n
+
+    def step(j, total):
+        k = (part * steps + j) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+        within = None if parts * steps * block_k == k_size else k < k_size
+        x = load(x_ref, (row, k[None, :]), both(live, None if within is None else within[None, :]))
+        w = load(w_ref, (k[:, None], col), both(inside, None if within is None else within[:, None]))
+        return total + dot(x, w, x.dtype, 0)
+
+    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((row.shape[0], block_n), jnp.float32))
+    store(parts_ref, (part, row, col), total, live & inside)
+
+
+def _sum_kernel(
+    filled_ref, group_ref, rows_ref, ranks_ref, order_ref, h_ref, b_ref, parts_ref, out_ref, *, tile_m: int,
+    slice_sizes, tiles: GPUTiles,
+):  # fmt: skip
+    """out[rows of a tile, chunk of columns] = sum of parts + h @ b[group], column block by column block
+
+    units: as of the expand; after the tiles in use, rows without a group make up more, which have no delta. filled: how
+    many tiles are in use, and how many rows they have.
+    """
+    rank, block_n, all_rows = b_ref.shape[1], tiles.block_n, out_ref.shape[0]
+    place = jnp.arange(matrix_rows(tile_m), dtype=jnp.int32)
+    used, grouped = filled_ref[0], filled_ref[1]
+    everywhere = used + (all_rows - grouped + tile_m - 1) // tile_m
+    counts = column_chunks(slice_sizes, block_n, everywhere, tiles.chunks)
+    per_tile = sum(counts[1:], counts[0])
+
+    def unit(u, carry):
+        tile = u // per_tile
+        has_group = tile < used
+        group, rows = find_tile(jnp.minimum(tile, group_ref.shape[0] - 1), group_ref, rows_ref, tile_m)
+        position = grouped + (tile - used) * tile_m + place
+        left = (position < all_rows) & (place < tile_m)
+        rows = jnp.where(has_group, rows, load(order_ref, (position,), left & (tile >= used), other=2**30))
+        live = (rows < all_rows)[:, None]
+        i, first, stride, begin, end = find_chunk(u % per_tile, counts, slice_sizes)
+        steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
+        true_rank = jnp.where(has_group, scalar(ranks_ref, group, i), jnp.int32(0))
+        read = jnp.where(has_group, jnp.int32(rank), jnp.int32(0)) if rank <= WAIT_FOR_RANK else true_rank
+        blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
+        h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
+
+        def column_block(j, carry):
+            col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
+            inside = (col < end)[None, :]
+            some = [_few_parts(parts_ref, p, rows, col, live & inside) for p in range(0, parts_ref.shape[0], 4)]
+            total = reduce(jnp.add, some)
+            delta = jnp.zeros(total.shape, jnp.float32)
+            for r, h_block in zip(blocks, h, strict=True):
+                b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
+                delta += dot(h_block, b, b.dtype, 0)
+            store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total + delta, total), live & inside)
+            return carry
+
+        jax.lax.fori_loop(0, steps, column_block, jnp.int32(0))
+        return carry
+
+    share_out(everywhere * per_tile, unit, jnp.int32(0))
+
+
+def _few_parts(parts_ref, first: int, rows, col, mask):
+    """The sum of up to four parts of the product from `first` on, in one step: else each is rearranged by itself, to
+    lie as a product of the matrix unit does."""
+    count = min(4, parts_ref.shape[0] - first)
+    part = first + jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+    index = part[:, None, None], rows[None, :, None], col[None, None, :]
+    return jnp.sum(load(parts_ref, index, (part < first + count)[:, None, None] & mask[None]), axis=0)

@@ -13,7 +13,6 @@ that a layer's time goes to.
 
 import argparse
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from jax.sharding import NamedSharding
 
 import jlora
 from benchmarks.roofline import BANDWIDTH
-from benchmarks.timing import kernel_us, machine
+from benchmarks.timing import kernel_us, kind_of, machine
 from jlora.layers import batch as batches
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.config import MoEConfig
@@ -183,7 +182,7 @@ def profile(call, *args, layers: int) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name, us in kernel_us(call, *args).items():
-        kind = re.sub(r"([._]\d+)+$", "", name)
+        kind = kind_of(name)
         found[kind] = found.get(kind, 0.0) + us / layers
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

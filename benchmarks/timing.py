@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,11 @@ def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float,
     return statistics.median(times), max(times) - min(times)
 
 
+def kind_of(kernel: str) -> str:
+    """A kernel's name without the number that XLA gives it among those of one kind."""
+    return re.sub(r"([._]\d+)+$", "", kernel)
+
+
 def kernel_us(run, *args) -> dict[str, float]:
     """Microseconds that one call of a compiled function spends in each kind of GPU kernel, from the profiler.
 
@@ -112,7 +118,7 @@ def kernel_us(run, *args) -> dict[str, float]:
     for _ in range(10):
         measured = profiler.Cupti().measure(run, aggregate=False)(*args)[1]
         records = cast(list[tuple[str, float]], measured or [])  # (kernel, milliseconds)
-        count = collections.Counter(name for name, _ in records)
+        count = collections.Counter(kind_of(name).rstrip("_") for name, _ in records)
         if records and sum(count[name] for name in _FIRST) == sum(count[name] for name in _SECOND):
             break
     else:

@@ -247,6 +247,7 @@ class Engine:
                 )
             name, request, unknown = (None, None, False) if lora is None else self._loras.wanted(lora)
             answer = Answer(len(tokens), lambda: self._cancel(sequence))
+            arrived = time.monotonic()
             sequence = Sequence(
                 prompt=tokens,
                 params=params,
@@ -256,9 +257,10 @@ class Engine:
                 lora=name,
                 request=request,
                 absent=name is not None and self._manager.level(name) != "slot",
-                deadline=None if seconds is None else time.monotonic() + seconds,
+                deadline=None if seconds is None else arrived + seconds,
                 answer=answer,
                 decoding=decoding,
+                arrived=arrived,
             )
             if unknown:
                 self._look_up(sequence)

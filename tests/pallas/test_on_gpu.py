@@ -134,7 +134,7 @@ def test_the_rule_for_99_kb_compiles_and_takes_no_more(rows, k, sizes, rank, gro
     plan = api.make_plan(jnp.zeros(rows, jnp.int32), num_groups=groups)
     shapes = (rows, sum(sizes)), (rows, k), (groups, len(sizes), rank, k), (groups, rank, sum(sizes))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    reason = too_large(triton._sizes(rows, *arrays[1:], len(sizes), 16), SMALL)
+    reason = too_large(triton.sizes_of(rows, *arrays[1:], len(sizes), 16), SMALL)
     assert (reason is not None) == (rank == 512 and rows >= 32 and dtype != "bfloat16")
     if reason is None:
         run = jax.jit(partial(triton.add_lora, plan=plan, slice_sizes=sizes, ranks=None, gpu=SMALL))

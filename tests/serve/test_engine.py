@@ -283,6 +283,15 @@ def test_cancel_ends_a_request_that_runs_and_one_that_waits(world):
     assert running[1].result().finish_reason == "length"
 
 
+def test_a_request_is_late_when_its_time_has_passed_since_it_came(world, monkeypatch):
+    """To the bit: else, where a thread stalls between two readings of the clock, it is told of another time."""
+    submitted, submit = [], world.engine._dispatcher.submit
+    monkeypatch.setattr(world.engine._dispatcher, "submit", lambda one: (submitted.append(one), submit(one)))
+    assert world.engine.submit(WORD, GREEDY, timeout=60.0).result(60).finish_reason == "stop"
+    (sequence,) = submitted
+    assert sequence.deadline == sequence.arrived + 60.0
+
+
 def test_a_late_request_ends_with_the_error_and_others_go_on(world):
     with world.paused() as go:
         late = [world.engine.submit(WORD, LONG, timeout=0.2) for _ in range(2)]

@@ -9,16 +9,18 @@ import pytest
 from benchmarks.moe_specs import MODELS
 from benchmarks.specs import PROJECTIONS
 from jlora.errors import LoRAError
-from jlora.pallas import tables, triton
+from jlora.pallas import tables, triton, triton_product
 from jlora.pallas.gpus import GPU, H200
 from jlora.pallas.tables import gpu_tiles, tuned_tables
 from jlora.pallas.tiles import (
     GPUProblem,
     GPUTiles,
     ItemSizes,
+    ProductTiles,
     expand_shared_bytes,
     fitted,
     plan_tile_m,
+    product_shared_bytes,
     rows_bucket,
     rule_of_thumb,
     shrink_shared_bytes,
@@ -70,14 +72,20 @@ def test_every_entry_of_the_packaged_table_fits():
     table = h200_table()
     assert len(table) > 0
     slices = {("add_lora", p.k, p.n): len(p.slices) for p in PROJECTIONS.values()}
+    slices |= {("linear_lora", p.k, p.n): len(p.slices) for p in PROJECTIONS.values()}
     slices |= {("add_lora_experts", e.hidden, 2 * e.intermediate): 2 for e in MODELS.values()}
     slices |= {("add_lora_experts", e.intermediate, e.hidden): 1 for e in MODELS.values()}
     for (op, dtype, rows, k, n, rank), tiles in table.items():
         assert rank <= triton.MAX_RANK
+        # Few rows fill tiles of 64, too, if there are few slots.
+        p = problem(dtype, rows, 64, k, n, slices[op, k, n], rank)
+        if isinstance(tiles, ProductTiles):
+            assert op == "linear_lora"
+            assert rows <= triton_product.MAX_ROWS
+            assert (tiles.product_split_k - 1) * tiles.product_block_k < k
+            assert product_shared_bytes(tiles, p) <= H200.shared_memory
+            tiles = tiles.lora
         assert (tiles.split_k - 1) * tiles.block_k < k  # no part is empty
-        p = problem(
-            dtype, rows, 64, k, n, slices[op, k, n], rank
-        )  # few rows fill such tiles, too, if there are few slots
         assert shrink_shared_bytes(tiles, p) <= H200.shared_memory
         assert expand_shared_bytes(tiles, p) <= H200.shared_memory
 

@@ -104,12 +104,15 @@ class Search:
         ids = next(iter(self.mixes.values()))
         return jax.jit(run, donate_argnums=0 if donate else ()), (self.x, self.layers, ids, self.ranks)
 
+    def fitting(self, candidates: list[ProductTiles]) -> list[ProductTiles]:
+        return [tiles for tiles in candidates if product_shared_bytes(tiles, self.problem) <= self.shared_memory]
+
     def kernel_times(
         self, candidates: list[ProductTiles], mixes: slice = slice(None)
     ) -> dict[ProductTiles, tuple[float, float]]:
         """Microseconds a layer of the two launches, as geometric means over these of the mixes."""
         found = {}
-        candidates = [tiles for tiles in candidates if product_shared_bytes(tiles, self.problem) <= self.shared_memory]
+        candidates = self.fitting(candidates)
         jobs = [self.job(self.together(tiles), donate=False) for tiles in candidates]
         for tiles, run in zip(candidates, compile_all(jobs), strict=True):
             if isinstance(run, Exception):  # asks for too much shared memory, say
@@ -173,7 +176,6 @@ class Search:
 
     def best(self, ends: list[ProductTiles]) -> tuple[ProductTiles, dict[str, dict[int, float]], float]:
         """The fastest of these tiles by the wall, microseconds of each way, the error."""
-        ends = [tiles for tiles in ends if product_shared_bytes(tiles, self.problem) <= self.shared_memory]
         errors = {tiles: self.check(tiles) for tiles in ends}
         walls = self.walls({"base": self.base, "apart": self.apart} | {tiles: self.together(tiles) for tiles in ends})
         tiles = min(ends, key=lambda tiles: _mean(list(walls[tiles].values())))
@@ -203,11 +205,11 @@ def main():
     for rows in args.rows:
         for rank in args.ranks:
             for projection in projections:
-                search = Search(projection, rank, rows)
                 tried = [tiles for key, tiles in table.items() if _alike(key, projection, rank)] if args.tried else None
                 if tried == []:
                     continue
-                tiles, walls, error = search.best(search.finalists() if tried is None else tried)
+                search = Search(projection, rank, rows)
+                tiles, walls, error = search.best(search.finalists() if tried is None else search.fitting(tried))
                 gain = _mean(list(walls["apart"].values())) / _mean(list(walls["together"].values()))
                 key = Key("linear_lora", "bfloat16", rows_bucket(rows), projection.k, projection.n, rank)
                 table.pop(key, None)

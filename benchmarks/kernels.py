@@ -153,7 +153,7 @@ class Shape:
             raise AssertionError(f"{self.name}, {adapters} adapters, {mix}: relative error {error:.2e}")
         return error
 
-    def measure(self, adapters: int, mix: str, calls: int) -> dict:
+    def measure(self, adapters: int, mix: str, calls: int, profile: bool) -> dict:
         """All the figures of one row."""
         error = self.check(adapters, mix)
         ids, ranks = self.batch(adapters, mix)
@@ -167,7 +167,7 @@ class Shape:
             "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,
             "spread_us": spread / count, "of_floor": floor / wall * count, "error": error,
         }  # fmt: skip
-        if mix == "distinct":  # the profiler takes longer than all the rest
+        if profile:  # it takes longer than all the rest
             kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
             row["shrink_us"] = kernels.get("lora_shrink", 0.0) / count
             row["expand_us"] = kernels.get("lora_expand", 0.0) / count
@@ -237,6 +237,7 @@ def main():
     parser.add_argument("--layers", type=int, default=128, help="as many as a step of Llama-3-8B has projections")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--wall", action="store_true", help="without the profiler's times of single kernels")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     file = Path(__file__).with_name("peers_h200.json")
@@ -253,7 +254,8 @@ def main():
         for shape in shapes.values():
             shape.compiled([next(programs) for _ in shape.jobs])
         for tokens, adapters, mix in here:
-            row = shapes[tokens].measure(adapters, mix, calls=3 if tokens > 256 else 30)
+            profile = mix == "distinct" and not args.wall
+            row = shapes[tokens].measure(adapters, mix, calls=3 if tokens > 256 else 30, profile=profile)
             peer = peers.get((name, rank, tokens, adapters), {}) if mix == "distinct" else {}
             row |= {key: peer.get(key) for key in PEERS}
             rows.append(row)

@@ -1,5 +1,6 @@
 """Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen in."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -101,8 +102,12 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
         return jax.device_put(array)
     if device is None:
         device = cast("Device", jax.local_devices()[0])
-    shape = jax.core.ShapedArray(array.shape, array.dtype)
-    return _batched_device_put(shape, SingleDeviceSharding(device), [array], [device], committed=False)
+    return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _placing(shape: tuple[int, ...], dtype: np.dtype, device: Device) -> tuple[Any, SingleDeviceSharding]:
+    return jax.core.ShapedArray(shape, dtype), SingleDeviceSharding(device)
 
 
 def without_graphs(platform: str) -> dict[str, Any] | None:

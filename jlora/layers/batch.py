@@ -111,7 +111,8 @@ class Lease:
     ):
         self.adapters = tuple(adapters)
         self.generations = generations
-        self.touched = _NOTHING.union(*(adapter.sites for adapter in adapters))
+        different = {adapter.sites for adapter in adapters}  # mostly one: equal ones are the same object
+        self.touched = different.pop() if len(different) == 1 else _NOTHING.union(*different)
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()

@@ -1,5 +1,6 @@
 """One generation of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,6 +16,13 @@ from jlora.layers.site import Site
 from jlora.manager.blocks import Block
 
 _SAMPLE = 64  # values of each array
+
+
+@functools.lru_cache(maxsize=64)
+def _one_of(sites: frozenset[Site]) -> frozenset[Site]:
+    """The first of equal sets: most adapters of a deployment bring weights for the same sites, and there may be ten
+    thousand of them."""
+    return sites
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Content:
     slots: range = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sites = frozenset(placement.site for placement in self.placements)
+        self.sites = _one_of(frozenset(placement.site for placement in self.placements))
         of_sites = {site.spec.slots for site in self.sites}
         self.slots = range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 

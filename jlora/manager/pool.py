@@ -99,6 +99,7 @@ class Pool:
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
+        self._spent: list[tuple[jax.Array, ...]] = []  # what writes of contents that were moved ahead consumed
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, ...], jax.Array] = {}
@@ -234,6 +235,7 @@ class Pool:
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
         ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
+        spent: list[tuple[jax.Array, ...]] = []
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
@@ -241,7 +243,7 @@ class Pool:
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = tuple((*block.held, self._where(slot, block)) for block in blocks)
-                self._run(slot, self._job(blocks), (operands,), donate)
+                spent.append(self._run(slot, self._job(blocks), (operands,), donate))
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready(self._last())
@@ -251,7 +253,10 @@ class Pool:
             self._run(slot, self._job(()), (*ranks, self._index(slot, 0, 0, 0)), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
-        content.ahead = None
+        if content.ahead is not None:
+            # Hundreds of objects, whose end takes a fifth of the time of all this: the next load sees to that.
+            self._spent += spent
+            content.ahead = None
         # The blocks are kept until the write is over: to let go of what is in use takes longer.
         self._in_flight.extend(ready)
 
@@ -270,10 +275,15 @@ class Pool:
         full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
         if full and self._in_flight:
             jax.block_until_ready(self._last())
-        self.let_go()
+        self._let_blocks_go()
         return waves
 
     def let_go(self) -> None:
+        """Give back the memory of what writes left behind; for a thread that no step waits for."""
+        self._spent.clear()
+        self._let_blocks_go()
+
+    def _let_blocks_go(self) -> None:
         """Give back the memory of blocks that were written, if they are."""
         if self._in_flight and _is_done(self._last()):
             self._in_flight.clear()
@@ -311,8 +321,9 @@ class Pool:
             places += self._of_factors(sites)
         return tuple(key), (*places, len(self._variables) - 1)
 
-    def _run(self, slot: int, job: "_Job", operands: tuple[Any, ...], donate: bool) -> None:
-        """Run one program on some of the arrays, which writes a slot, and give its results to the model's variables."""
+    def _run(self, slot: int, job: "_Job", operands: tuple[Any, ...], donate: bool) -> tuple[jax.Array, ...]:
+        """Run one program on some of the arrays, which writes a slot, and give its results to the model's variables.
+        Returns what it consumed."""
         arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
@@ -324,6 +335,7 @@ class Pool:
         self.writes[slot] += 1
         self._unsynced.discard(job)
         self._written = job.variables[0]
+        return arrays
 
     def _last(self) -> jax.Array:
         return raw_value(self._written)

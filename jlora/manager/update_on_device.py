@@ -251,7 +251,7 @@ def _row(
         a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
         b = jnp.zeros((size, spec.out_features), spec.dtype)
     else:
-        a, b = map(jnp.asarray, old)
+        a, b = jnp.asarray(old[0]), jnp.asarray(old[1])
     of_a: list[tuple[int, jax.Array]] = []  # along the slices of A: where each begins, and what lies there
     of_b: list[tuple[int, jax.Array]] = []  # and along the columns of B
     for part in parts:

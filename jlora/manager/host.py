@@ -334,6 +334,7 @@ class Host:
                 with self._books():
                     content.blocks = blocks
                     content.on_host = True
+                    self._slots.pool.let_go()
             finally:
                 content.copying = False
 

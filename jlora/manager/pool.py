@@ -99,7 +99,7 @@ class Pool:
         self._unsynced: set[_Job] = set()
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
-        self._spent: list[tuple[jax.Array, ...]] = []  # what writes of contents that were moved ahead consumed
+        self._spent: list[tuple[jax.Array, ...]] = []  # what writes consumed: see `let_go`
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, ...], jax.Array] = {}
@@ -253,8 +253,9 @@ class Pool:
             self._run(slot, self._job(()), (*ranks, self._index(slot, 0, 0, 0)), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
-        if content.ahead is not None:
-            # Hundreds of objects, whose end takes a fifth of the time of all this: the next load sees to that.
+        if content.ahead is not None or not content.on_host:
+            # Hundreds of objects, whose end takes a fifth of the time of all this: a thread that loads sees to that, or
+            # the one that copies an update back.
             self._spent += spent
             content.ahead = None
         # The blocks are kept until the write is over: to let go of what is in use takes longer.

@@ -169,7 +169,7 @@ def _auto_axes() -> Generator[None, None, None]:
 
 def _off_explicit(arrays: list[Any]) -> list[Any]:
     """The arrays, on Auto axes where they lie on a mesh: nothing moves."""
-    if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in arrays):
+    if NamedSharding not in {type(array.sharding) for array in arrays if isinstance(array, jax.Array)}:
         return arrays
     return list(map(_placed, arrays))
 

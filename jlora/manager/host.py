@@ -334,9 +334,10 @@ class Host:
                 with self._books():
                     content.blocks = blocks
                     content.on_host = True
-                    self._slots.pool.let_go()
             finally:
                 content.copying = False
+                with self._books():
+                    self._slots.pool.let_go()
 
     # --- letting go -------------------------------------------------------------------------------------------------
 

@@ -394,6 +394,26 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
     world.check(world.serve(["a", None, None]), [new, None, None])
 
 
+@pytest.mark.parametrize("fail", [False, True])
+def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, monkeypatch, fail):
+    world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
+    world.manager.prepare(["a", None, None]).close()
+
+    def fails(blocks):
+        raise MemoryError("no room on the host")
+
+    if fail:
+        monkeypatch.setattr(host, "to_host", fails)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    before = [weakref.ref(array) for _, array in world.slots() if array.ndim > 2]
+    updated_on_device(world, "a", 3)
+    end = time.monotonic() + 30
+    while any(array() is not None for array in before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(array() is not None for array in before)
+    assert world.manager._registry.contents["a"].on_host != fail
+
+
 def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
     """All of the new content is on the host, and nobody waits for it to be copied."""
     manager = world.manager

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -508,6 +509,20 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch
     with batch:
         world.check(world.logits(batch), [make_adapter("a"), None, None])
     assert content.ahead is None  # the device keeps one copy, in the slot
+
+
+def test_what_the_write_of_a_prefetched_adapter_consumed_ends_with_the_next_load(world, store):
+    """Not in the thread that steps; and it is no more than one write's."""
+    m = world.manager
+    gone = []
+    for name in "abc":
+        m.prefetch(store.request(name)).result(30)
+        assert not any(array() is not None for array in gone)
+        before = [weakref.ref(array) for _, array in world.slots() if array.ndim > 2]
+        m.prepare([name, None, None]).close()
+        gone = [array for array in before if array() is None or array().is_deleted()]
+        assert gone
+        assert all(array() is not None for array in gone)
 
 
 def test_what_lies_ahead_is_bounded(store):

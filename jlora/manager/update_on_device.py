@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jlora._compat import without_graphs
@@ -169,7 +168,7 @@ def _auto_axes() -> Generator[None, None, None]:
 
 def _off_explicit(arrays: list[Any]) -> list[Any]:
     """The arrays, on Auto axes where they lie on a mesh: nothing moves."""
-    if NamedSharding not in {type(array.sharding) for array in arrays if isinstance(array, jax.Array)}:
+    if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in arrays):
         return arrays
     return list(map(_placed, arrays))
 
@@ -212,12 +211,22 @@ def _assemble(
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.groups:
-        step = rank_step(spec)
-        pairs = [
-            _row(spec, starts[-1] + step, None if whole else next(kept), parts, feed, scale) for whole, parts in rows
-        ]
-        stacked_a, stacked_b = (jnp.stack(halves) for halves in zip(*pairs, strict=True))
+        size = starts[-1] + rank_step(spec)
+        all_a: list[jax.Array] = []
+        all_b: list[jax.Array] = []
+        for whole, parts in rows:
+            if whole:
+                a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
+                b = jnp.zeros((size, spec.out_features), spec.dtype)
+            else:
+                a, b = (jnp.asarray(factor) for factor in next(kept))
+            for part in parts:
+                a, b = _fill(spec, part, a, b, feed, next(scale))
+            all_a.append(a)
+            all_b.append(b)
+        stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
+        step = rank_step(spec)
         stacked_a, stacked_b = _stored(stacked_a, spec.in_blocks), _stored(stacked_b, spec.out_blocks)
         made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
     return made, finite
@@ -234,44 +243,18 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
     return jnp.concatenate(parts, axis=-1)
 
 
-def _row(
-    spec: SlotSpec,
-    size: int,
-    old: tuple[Any, Any] | None,
-    parts: Sequence[_Part],
-    feed: Iterator[jax.Array],
-    scale: Iterator[jax.Array],
+def _fill(
+    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A [n, size, K] and B [size, N] of one row, from the new halves of its modules and what it had before.
-
-    Put side by side, which XLA makes one kernel of for many rows; to write one after the other into a row takes one
-    each.
-    """
-    if old is None:
-        a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
-        b = jnp.zeros((size, spec.out_features), spec.dtype)
-    else:
-        a, b = jnp.asarray(old[0]), jnp.asarray(old[1])
-    of_a: list[tuple[int, jax.Array]] = []  # along the slices of A: where each begins, and what lies there
-    of_b: list[tuple[int, jax.Array]] = []  # and along the columns of B
-    for part in parts:
-        factor = next(scale)
-        if part.has_a:
-            new = (next(feed).astype(jnp.float32) * 2.0**part.shift).astype(spec.dtype)
-            ranks = jnp.pad(new, ((0, size - part.rank), (0, 0)))
-            of_a.append((part.first, jnp.broadcast_to(ranks, (part.count, *ranks.shape))))
-        if part.has_b:
-            new = (next(feed).T.astype(jnp.float32) * factor * 2.0**-part.shift).astype(spec.dtype)
-            of_b.append((sum(spec.out_sizes[: part.first]), jnp.pad(new, ((0, size - part.rank), (0, 0)))))
-    return _laid(a, of_a, 0), _laid(b, of_b, 1)
-
-
-def _laid(whole: jax.Array, parts: Sequence[tuple[int, jax.Array]], axis: int) -> jax.Array:
-    """`whole` with parts in the place of what is there along an axis; they do not overlap."""
-    pieces: list[jax.Array] = []
-    at = 0
-    for start, part in sorted(parts, key=lambda pair: pair[0]):
-        pieces += [lax.slice_in_dim(whole, at, start, axis=axis), part]
-        at = start + part.shape[axis]
-    pieces.append(lax.slice_in_dim(whole, at, whole.shape[axis], axis=axis))
-    return jnp.concatenate([piece for piece in pieces if piece.size] or [whole], axis)
+    """One module's halves in the factors of its row."""
+    start = sum(spec.out_sizes[: part.first])
+    stop = start + sum(spec.out_sizes[part.first : part.first + part.count])
+    if part.has_a:
+        new = (next(feed).astype(jnp.float32) * 2.0**part.shift).astype(spec.dtype)
+        rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: part.rank].set(new)
+        a = a.at[part.first : part.first + part.count].set(rows[None])
+    if part.has_b:
+        new = (next(feed).T.astype(jnp.float32) * scale * 2.0**-part.shift).astype(spec.dtype)
+        columns = jnp.zeros((b.shape[0], stop - start), spec.dtype).at[: part.rank].set(new)
+        b = b.at[:, start:stop].set(columns)
+    return a, b

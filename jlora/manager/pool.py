@@ -235,7 +235,9 @@ class Pool:
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
         ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
-        spent: list[tuple[jax.Array, ...]] = []
+        # Hundreds of objects, whose end takes 0.2 ms: a thread that loads sees to that, or the one that copies an
+        # update back, where there is one.
+        spent = self._spent if content.ahead is not None or content.copying else []
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
@@ -253,11 +255,7 @@ class Pool:
             self._run(slot, self._job(()), (*ranks, self._index(slot, 0, 0, 0)), donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
-        if content.ahead is not None or not content.on_host:
-            # Hundreds of objects, whose end takes 0.2 ms: a thread that loads sees to that, or the one that copies an
-            # update back.
-            self._spent += spent
-            content.ahead = None
+        content.ahead = None
         # The blocks are kept until the write is over: to let go of what is in use takes longer.
         self._in_flight.extend(ready)
 

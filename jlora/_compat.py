@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import flax.nnx.nn.dtypes
@@ -109,6 +110,35 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
 def _placing(shape: tuple[int, ...], dtype: np.dtype, device: Device) -> tuple[Any, SingleDeviceSharding]:
     """What `to_device` says of an array: to say it anew takes more than half as long as to move it."""
     return jax.core.ShapedArray(shape, dtype), SingleDeviceSharding(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A compiled program of flat arguments and results, without what `Compiled` does about it for each array at every
+    call: it describes all arguments anew and looks that description up. Both steps are C, where no interrupt comes.
+
+    The caller sees to it that every argument has the shape, the dtype and the place that the program was compiled for.
+
+    Attributes:
+      start: takes the list of arguments; gives what is to become of the results.
+      results: takes that; gives the list of results.
+    """
+
+    start: Callable[[list[jax.Array]], Any]
+    results: Callable[[Any], list[jax.Array]]
+
+
+def launch_of(compiled: jax.stages.Compiled) -> Launch:
+    """How to launch a program that was lowered with `keep_unused=True`.
+
+    `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.11.2.
+    """
+    call: Any = cast("Any", compiled)._executable.unsafe_call
+    plain = not (call.has_unordered_effects or call.ordered_effects or call.has_host_callbacks or call.mut)
+    if not plain or cast("Any", compiled)._params.const_args or len(call.kept_var_idx) != len(call.in_handler.in_shardings):
+        raise NotImplementedError(f"{call.name} has effects, constants or arguments that are not used")
+    handlers = call.out_handler.handlers
+    return Launch(call.xla_executable.execute_sharded, operator.methodcaller("consume_with_handlers", handlers))
 
 
 def without_graphs(platform: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jlora._compat import Device, is_ready, raw_value, set_raw_value
+from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block, Chunk, cut
 from jlora.manager.content import Content
@@ -45,7 +45,7 @@ class _Job:
 
     places: tuple[int, ...]
     variables: tuple[nnx.Variable[jax.Array], ...]
-    program: Callable[..., Any]
+    program: Launch
 
 
 class Pool:
@@ -104,7 +104,7 @@ class Pool:
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = Lock()
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
         """The arrays that the model has now: A, B and ranks of every site, and the stamps."""
@@ -244,15 +244,15 @@ class Pool:
         self.table[slot] = content
         for wave in itertools.count():
             for blocks in self._together(ready):
-                operands = tuple((*block.held, self._where(slot, block)) for block in blocks)
-                spent.append(self._run(slot, self._job(blocks), (operands,), donate))
+                operands = [operand for block in blocks for operand in (*block.held, self._where(slot, block))]
+                spent.append(self._run(slot, self._job(blocks), operands, donate))
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready(self._last())
             ready = blocks = operands = ()  # lets go of this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(slot, self._job(()), (*ranks, self._index(slot, 0, 0, 0)), donate)
+            self._run(slot, self._job(()), [*ranks, self._index(slot, 0, 0, 0)], donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
@@ -320,7 +320,7 @@ class Pool:
             places += self._of_factors(sites)
         return tuple(key), (*places, len(self._variables) - 1)
 
-    def _run(self, slot: int, job: "_Job", operands: tuple[Any, ...], donate: bool) -> tuple[jax.Array, ...]:
+    def _run(self, slot: int, job: "_Job", operands: Sequence[jax.Array], donate: bool) -> tuple[jax.Array, ...]:
         """Run one program on some of the arrays, which writes a slot, and give its results to the model's variables.
         Returns what it consumed."""
         arrays = tuple(map(raw_value, job.variables))
@@ -328,7 +328,8 @@ class Pool:
             arrays = tuple(map(jnp.copy, arrays))
         self._unsynced.add(job)
         # One call from the program to the variables: an interrupt comes before it or after it, never in between.
-        results = itertools.chain.from_iterable(itertools.starmap(job.program, ((arrays, *operands),)))
+        started = map(job.program.start, ([*arrays, *operands],))
+        results = itertools.chain.from_iterable(map(job.program.results, started))
         _exhaust(map(set_raw_value, job.variables, results))
         _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
         self.writes[slot] += 1
@@ -393,7 +394,7 @@ class Pool:
         """Rows of a chunk among which those of every site are."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key, lie: tuple[Where, ...]) -> Callable[..., Any]:
+    def _program(self, key: Key, lie: tuple[Where, ...]) -> Launch:
         found = self._programs.get((key, lie))
         if found is not None:
             return found

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jlora._compat import Device, without_graphs
+from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
 from jlora.layers.writes import takes_kernels, write_block, write_ranks
 from jlora.manager.blocks import rank_step
@@ -22,8 +22,8 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @lru_cache(maxsize=256)
-def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ((*blocks, [slot, row, rank, shard]), ..))`: the arrays (donated) with blocks written; the stamps
+def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Launch:
+    """`write(*arrays, *(*blocks, [slot, row, rank, shard]), ..)`: the arrays (donated) with blocks written; the stamps
     count one more write of the slot.
 
     Args:
@@ -78,8 +78,8 @@ def _write_part(
 
 
 @lru_cache(maxsize=32)
-def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Callable[..., Any]:
-    """`write(arrays, ranks, [slot, 0, 0, 0])`: the ranks of every site (donated) written, and the stamps as above."""
+def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Launch:
+    """`write(*arrays, ranks, [slot, 0, 0, 0])`: the ranks of every site (donated) written, and the stamps as above."""
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0])
@@ -111,7 +111,7 @@ def _compile(
     lie: Sequence[Where],
     arrays: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Any],
-) -> Callable[..., Any]:
+) -> Launch:
     """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option.
 
     On a mesh each shard writes what it has of the operands: nothing is gathered.
@@ -121,6 +121,7 @@ def _compile(
         kept, *given = jax.tree.map(_spec_of, (donated, *operands))
         write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
     devices = {where for where in lie if isinstance(where, Device)}
-    jitted = jax.jit(write, donate_argnums=0, out_shardings=tuple(array.sharding for array in donated))
+    lying = tuple(array.sharding for array in donated)
+    jitted = jax.jit(write, donate_argnums=0, keep_unused=True, out_shardings=lying)
     with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
-        return jitted.lower(donated, *operands).compile(without_graphs(a_device(lie[0]).platform))
+        return launch_of(jitted.lower(donated, *operands).compile(without_graphs(a_device(lie[0]).platform)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
 from jlora.manager.content import Placement
 from jlora.manager.pool import Pool
+
+_sharding = operator.attrgetter("sharding")
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,11 @@ def _auto_axes() -> Generator[None, None, None]:
 
 def _off_explicit(arrays: list[Any]) -> list[Any]:
     """The arrays, on Auto axes where they lie on a mesh: nothing moves."""
-    if not any(isinstance(getattr(array, "sharding", None), NamedSharding) for array in arrays):
-        return arrays
-    return list(map(_placed, arrays))
+    try:
+        kinds = set(map(type, map(_sharding, arrays)))
+    except AttributeError:  # there are arrays on the host among them
+        kinds = {NamedSharding}
+    return list(map(_placed, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
 
 
 def _placed(array: Any) -> Any:

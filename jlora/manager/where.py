@@ -64,7 +64,7 @@ def lies(array: Any, where: Where) -> bool:
     """Whether an array of a block lies where the programs take it from."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False
-    return isinstance(where, Device) or array.sharding == where
+    return array.devices() == {where} if isinstance(where, Device) else array.sharding == where
 
 
 def pinned(where: Where) -> Sharding:

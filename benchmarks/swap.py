@@ -4,7 +4,8 @@
 
 Adapters of rank 16 on all seven modules of the Llama-3-8B shape (84 MB in bf16), on two models: the reference decoder
 (128 merged projections) and 224 separate ones. Times are medians in milliseconds: `host` until the call returns, `all`
-until the slot arrays are there. Beside them, plain copies of as many bytes.
+until the slot arrays are there. Beside them, plain copies of as many bytes, and the launch of a program that changes
+nothing of as many arrays.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 import jlora
 from benchmarks.decode_step import CONTEXT, llama_3_8b
 from benchmarks.timing import machine
+from jlora._compat import launch_of
 from jlora.manager import programs
 from jlora.models import Decoder, DecoderConfig
 
@@ -180,6 +182,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
         return lambda: manager.prepare([request.name])
 
     figures["prefetched"] = swaps(prefetched, 5 * len(requests))
+    figures["as many donated arrays unchanged, prefetched"] = unchanged(manager, prefetched, 2 * len(requests))
     check(manager, requests[4].name, made[4])
     start = time.perf_counter()
     fresh = jlora.LoRARequest("fresh", str(folder / made[0].name))
@@ -205,6 +208,24 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
     figures["compilations"] = manager.stats().compilations
     assert manager.stats().compilations == before == 1
     return figures
+
+
+def unchanged(manager: jlora.LoRAManager, before: Callable[[int], object], count: int) -> dict[str, float]:
+    """Launches of a program that gives back as many donated arrays as a swap writes, under the same conditions: what of
+    a swap no writing of slots can save."""
+    arrays = [jnp.zeros(16, jnp.bfloat16) for site in manager._pool.sites for _ in site.spec.factors]
+    same = jax.jit(lambda *arrays: (*arrays[:-1], arrays[-1] + 1), donate_argnums=range(len(arrays)), keep_unused=True)
+    launch = launch_of(same.lower(*arrays).compile())
+    times: list[tuple[float, float]] = []
+    for i in range(count):
+        before(i)
+        jax.block_until_ready(arrays)
+        start = time.perf_counter()
+        arrays = launch.results(launch.start(arrays))
+        host = time.perf_counter()
+        jax.block_until_ready(arrays)
+        times.append(((host - start) * 1e3, (time.perf_counter() - start) * 1e3))
+    return median(times[2:])
 
 
 def plain_copies(nbytes: int) -> dict[str, float]:

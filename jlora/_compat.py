@@ -134,8 +134,9 @@ def launch_of(compiled: jax.stages.Compiled) -> Launch:
     `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.11.2.
     """
     call: Any = cast("Any", compiled)._executable.unsafe_call
-    plain = not (call.has_unordered_effects or call.ordered_effects or call.has_host_callbacks or call.mut)
-    if not plain or cast("Any", compiled)._params.const_args or len(call.kept_var_idx) != len(call.in_handler.in_shardings):
+    effects = call.has_unordered_effects or call.ordered_effects or call.has_host_callbacks or call.mut
+    constants = cast("Any", compiled)._params.const_args
+    if effects or constants or len(call.kept_var_idx) < compiled.in_tree.num_leaves:
         raise NotImplementedError(f"{call.name} has effects, constants or arguments that are not used")
     handlers = call.out_handler.handlers
     return Launch(call.xla_executable.execute_sharded, operator.methodcaller("consume_with_handlers", handlers))

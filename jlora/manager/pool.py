@@ -226,10 +226,6 @@ class Pool:
           donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
         """
         self.compile()
-        with within(jax.disable_jit(False)):  # compiled programs refuse to run in a context of that
-            self._write(slot, content, donate, only)
-
-    def _write(self, slot: int, content: Content, donate: bool, only: Sequence[Block] | None) -> None:
         waves = self._waves(only or content.ahead or content.blocks)
         # Most adapters of a deployment have the same ranks: then the slot has them already.
         held = None if slot in self.dirty else self._ranks[slot]

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora._compat import set_raw_value
-from tests.manager.tiny import MAX_RANK, Model, World, make_adapter
+from tests.manager.tiny import MAX_RANK, Model, World, make_adapter, make_world
 
 OTHER = 3  # of the eight virtual devices
 
@@ -58,6 +58,22 @@ def test_updates_from_anywhere(far, where):
     far.manager.update_adapter("a", arrays)
     far.check(far.serve(["a", None, "a"]), [found := jlora.Adapter(name="a", modules=modules), None, found])
     assert devices(far) == {jax.devices()[OTHER]}
+
+
+def test_updates_from_another_device_where_nobody_chose_one():
+    world = make_world()
+    world.manager.add_adapter(make_adapter("a", rank=2, modules=["layers.0.q_proj"]))
+    world.serve(["a", None, None])
+    new = make_adapter("a", 1, rank=2, modules=["layers.0.q_proj"])
+    ((name, lora),) = new.modules.items()
+    arrays = {
+        f"{name}.lora_{half}.weight": jax.device_put(x, jax.devices()[OTHER])
+        for half, x in zip("AB", (lora.a, lora.b), strict=True)
+    }
+    world.manager.update_adapter("a", arrays)
+    world.check(world.serve(["a", None, "a"]), [new, None, new])
+    assert devices(world) == {jax.devices()[0]}
+    assert not any(array.committed for _, array in world.slots())
 
 
 def test_a_lost_array_is_made_anew_beside_the_others(far):

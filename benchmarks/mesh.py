@@ -12,10 +12,12 @@ rounds in which all variants take turns, in milliseconds; on one device, on the 
 difference over the largest logit; rows of the base model show what rounding alone does.
 
 The swap: activating an adapter of rank 16 that the host cache holds, beside one `device_put` of the same staged
-buffers with the same shardings.
+buffers with the same shardings. Memory: what each device of this process holds after the steps, where it tells, beside
+what the arrays that steps are given come to there. `benchmarks/mesh_of_a_host.py` runs all of this for a host's meshes.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -32,7 +34,9 @@ import jlora
 from benchmarks import swap
 from benchmarks.decode_step import CONTEXT, MODELS, decode, fill_slots, flat_step, make_batch, prefill, timed
 from benchmarks.timing import machine, write_rows
+from jlora.adapters import ExpertsLoRA
 from jlora.models import Decoder, DecoderConfig
+from jlora.models.config import MoEConfig
 from jlora.models.expert_parallel import spread_over
 
 PROJECTIONS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -50,8 +54,28 @@ def llama_3_70b(layers: int) -> DecoderConfig:
     )
 
 
-SHAPES = {name: (shape, layers, slots) for name, (shape, layers, slots) in MODELS.items()}
-SHAPES["llama-3-70b"] = (llama_3_70b, 80, 8)
+def tiny(layers: int) -> DecoderConfig:
+    """For a try without accelerators: it splits over eight devices as Llama-3 does."""
+    return DecoderConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
+    )
+
+
+def tiny_experts(layers: int) -> DecoderConfig:
+    """The same with sixteen experts."""
+    moe = MoEConfig(num_experts=16, experts_per_token=2, intermediate_size=32, layers=(True,) * layers)
+    return dataclasses.replace(tiny(layers), moe=moe)
+
+
+# model -> its shape by the number of layers, all of its layers or as many as there is room for on one device
+SHAPES = {name: (shape, layers) for name, (shape, layers, _) in MODELS.items()}
+SHAPES |= {"llama-3-70b": (llama_3_70b, 80), "tiny": (tiny, 2), "tiny-experts": (tiny_experts, 2)}
 
 
 def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None, *, fully: bool) -> dict[str, Any]:
@@ -84,18 +108,36 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
     runs = {name: flat_step(model, step)[0] for name, (step, _, _) in inputs.items()}
     found: dict[str, Any] = {"calls": made}
     if args.check and not fully:
-        for adapter in swap.adapters(config, args.rank, "model.", 2):
+        for adapter in adapters(config, args.rank, 2):
             manager.add_adapter(adapter)
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
             found["logits"] = logits_of((runs["prefill"], leaves_of(model), *inputs["prefill"][1], batch))
     fill_slots(manager, args.rank)
+    manager._pool._known = manager._pool.arrays()  # lets the empty slots go
     for name, (_, given, sequences) in inputs.items():
-        adapters = min(args.adapters, sequences)
-        made[name] = (runs[name], leaves_of(model), *given, make_batch(manager, sequences, adapters))
+        batch = make_batch(manager, sequences, min(args.adapters, sequences))
+        made[name] = (runs[name], leaves_of(model), *given, batch)
     slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
-    device = jax.local_devices()[0]
-    nbytes = sum(s.data.nbytes for a in slots for s in a.addressable_shards if s.device == device)
-    return found | {"slot_bytes_of_a_device": nbytes}
+    return found | {"slot_bytes_of_a_device": bytes_of_a_device(slots)[jax.local_devices()[0]]}
+
+
+def bytes_of_a_device(tree: Any) -> dict[Any, int]:
+    """Of the different arrays of a tree, by device of this process."""
+    found = dict.fromkeys(jax.local_devices(), 0)
+    for array in {id(array): array for array in jax.tree.leaves(tree) if isinstance(array, jax.Array)}.values():
+        for shard in array.addressable_shards:
+            found[shard.device] += shard.data.nbytes
+    return found
+
+
+def memory(calls: dict[str, Any]) -> dict[str, Any]:
+    """Bytes on each device of this process: of what the calls are given, and what the device says that it holds."""
+    arguments = bytes_of_a_device([args for _, *args in calls.values()])
+    said = [device.memory_stats() or {} for device in arguments]
+    keys = ("bytes_in_use", "peak_bytes_in_use")
+    return {"step": "memory", "argument_bytes": [*arguments.values()]} | {
+        key: [stats[key] for stats in said] for key in keys if all(key in stats for stats in said)
+    }
 
 
 def leaves_of(model: Decoder) -> list[jax.Array]:
@@ -113,9 +155,39 @@ def logits_of(call: tuple[Any, ...]) -> np.ndarray:
     return np.asarray((out[0] if isinstance(out, tuple) else out).astype(jnp.float32))
 
 
+def adapters(config: DecoderConfig, rank: int, count: int) -> list[jlora.Adapter]:
+    """Different adapters on all projections, those of experts too."""
+    if config.moe is None:
+        return swap.adapters(config, rank, "model.", count)
+    moe = config.moe
+    values = np.random.default_rng(2).standard_normal(1 << 20, np.float32).astype(jnp.bfloat16) * 0.02
+    attention = {name: shape for name, shape in swap.shapes(config).items() if name[0] in "qkvo"}
+    experts = {
+        "gate_up_proj": (config.hidden_size, 2 * moe.intermediate_size),
+        "down_proj": (moe.intermediate_size, config.hidden_size),
+    }
+    made: list[jlora.Adapter] = []
+    for i in range(count):
+
+        def some(*shape: int, first: int = i) -> np.ndarray:
+            return np.resize(values[first:], shape)  # the same again and again, from another place on for each adapter
+
+        modules: dict[str, Any] = {}
+        for layer in range(config.num_hidden_layers):
+            at = f"model.layers.{layer}"
+            for name, (k, n) in attention.items():
+                lora = jlora.ModuleLoRA(a=some(rank, k), b=some(n, rank), alpha=2.0 * rank, scaling=2.0)
+                modules[f"{at}.self_attn.{name}"] = lora
+            for name, (k, n) in experts.items():
+                a, b = some(moe.num_experts, rank, k), some(moe.num_experts, n, rank)
+                modules[f"{at}.mlp.experts.{name}"] = ExpertsLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0)
+        made.append(jlora.Adapter(name=f"adapter{i}", modules=modules))
+    return made
+
+
 def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
     """Milliseconds of an activation on the mesh, and of a `device_put` of the same buffers."""
-    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh)
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh, dispatch=args.dispatch)
     manager = jlora.LoRAManager(
         model,
         jlora.LoRAConfig(
@@ -124,7 +196,7 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
     )
     manager.warmup()
     names = []
-    for adapter in swap.adapters(config, args.rank, "model.", 6):
+    for adapter in adapters(config, args.rank, 6):
         manager.add_adapter(adapter)
         names.append(adapter.name)
     contents = [manager._registry.contents[name] for name in names]
@@ -168,7 +240,7 @@ def main() -> None:
     parser.add_argument("--swap", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare logits, with adapters that were loaded")
     args = parser.parse_args()
-    shape, layers, _ = SHAPES[args.model]
+    shape, layers = SHAPES[args.model]
     args.layers = args.layers or layers
     config = shape(args.layers)
     sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in args.mesh)}
@@ -218,6 +290,7 @@ def main() -> None:
             row = {"step": step, "variant": variant, "base_ms": base, "ms": ms, "overhead": ms / base - 1}
             row["us_of_a_layer"] = (ms - base) * 1e3 / args.layers
             keep(row)
+    keep(memory(calls))
     if len(logits) == 2:
         want, got = logits["one device"], logits["mesh"]
         rows_of_base = [1, 4, 7]

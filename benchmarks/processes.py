@@ -40,7 +40,7 @@ LENGTH = 128
 
 def work(args: argparse.Namespace) -> None:
     """What each process does."""
-    shape, _, _ = SHAPES[args.model]
+    shape, _ = SHAPES[args.model]
     config = shape(args.layers)
     mesh = jax.make_mesh((args.devices,), ("tensor",), axis_types=(AxisType.Auto,))
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh)

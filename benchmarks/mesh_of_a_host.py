@@ -1,0 +1,63 @@
+"""What adapters cost on all meshes of one host: every run of `mesh` and `processes` for four or eight devices.
+
+    python -m benchmarks.mesh_of_a_host --devices 8 --out FOLDER [--only NAME ..] [--tiny]
+
+Llama-3-70B whole, split over "tensor"; Qwen3-30B-A3B whole over "expert" and over both, with both dispatches; the 8B
+shape over "data" and "tensor", its logits beside those of one device; one process with all devices beside as many with
+one each. A process for each run, one after the other, and a JSON file of each in the folder. One that fails is named in
+the end, and its code is this program's; the others run all the same. `--tiny` runs them on small shapes, on virtual
+devices of the CPU too.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+MODELS = {False: ("llama-3-70b", "qwen3-30b-a3b", "llama-3-8b"), True: ("tiny", "tiny-experts", "tiny")}
+LAYERS = {"llama-3-70b": 80, "qwen3-30b-a3b": 48, "llama-3-8b": 32, "tiny": 2, "tiny-experts": 2}
+
+
+def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
+    """Name -> module and arguments of each run."""
+    large, experts, small = MODELS[tiny]
+    half = devices // 2
+
+    def mesh(model: str, *arguments: str) -> list[str]:
+        few = ["--batch", "16", "--adapters", "4", "--rounds", "2"] if tiny else []
+        return ["benchmarks.mesh", "--model", model, "--layers", str(LAYERS[model]), *few, "--mesh", *arguments]
+
+    alone = ["--no-single", "--no-fully", "--swap"]
+    found = {"70b_tensor": mesh(large, f"tensor={devices}", *alone)}
+    for dispatch in ("all_gather", "all_to_all"):
+        how = [*alone, "--dispatch", dispatch]
+        found[f"experts_expert_{dispatch}"] = mesh(experts, f"expert={devices}", *how)
+        found[f"experts_expert_tensor_{dispatch}"] = mesh(experts, f"expert={half}", "tensor=2", *how)
+    found["8b_data_tensor"] = mesh(small, "data=2", f"tensor={half}", "--check", "--swap")
+    processes = ["benchmarks.processes", "--devices", str(devices), "--model", small]
+    return found | {"8b_processes": [*processes, "--layers", str(min(8, LAYERS[small]))]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--devices", type=int, choices=[4, 8], required=True)
+    parser.add_argument("--only", nargs="+", help="names of runs; all of them are printed as they start")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    wanted = runs(args.devices, tiny=args.tiny)
+    if unknown := set(args.only or ()) - wanted.keys():
+        parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(wanted)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, int] = {}
+    for name in args.only or wanted:
+        out = args.out / f"{name}_x{args.devices}.json"
+        print(f"{name}: {' '.join(wanted[name])}", flush=True)
+        if code := subprocess.run([sys.executable, "-m", *wanted[name], "--out", str(out)]).returncode:
+            failed[name] = code
+    if failed:
+        sys.exit(f"failed: {failed}")
+
+
+if __name__ == "__main__":
+    main()

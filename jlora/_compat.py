@@ -1,13 +1,15 @@
 """Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen in."""
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import flax.nnx.nn.dtypes
 import jax
+import jax._src.config
 import jax._src.core
 import jax._src.distributed
 import jax._src.interpreters.pxla
@@ -92,6 +94,17 @@ def default_device() -> Any:
 _batched_device_put = cast("Callable[..., jax.Array]", jax._src.interpreters.pxla.batched_device_put)
 
 
+@contextlib.contextmanager
+def asked_for() -> Generator[None, None, None]:
+    """Transfers in here are asked for, as those of `jax.device_put` and `jax.device_get` are: `jax.transfer_guard`,
+    which a serving loop may have set to "disallow", lets them through.
+
+    What those two functions enter, undocumented: JAX 0.10.0 to 0.11.2.
+    """
+    with jax._src.config.explicit_device_put_scope(), jax._src.config.explicit_device_get_scope():
+        yield
+
+
 def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
     """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.11.2.
 
@@ -103,7 +116,8 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
         return jax.device_put(array)
     if device is None:
         device = cast("Device", jax.local_devices()[0])
-    return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
+    with asked_for():
+        return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ import jax
 import jax.core
 from flax import nnx
 
-from jlora._compat import Device, is_committed
+from jlora._compat import Device, asked_for, is_committed
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.discover import Found
@@ -119,7 +119,8 @@ def _allocate(
         if make is allocate:  # others have shapes alone, maybe for devices that are not there
             check_room(sites, device)
             make = functools.partial(allocate, device=device)
-        arrays = [(site, make(site)) for site in sites]
+        with asked_for():
+            arrays = [(site, make(site)) for site in sites]
         jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

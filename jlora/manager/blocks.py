@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -248,7 +249,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
     for block in blocks:
         rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
         if any(row in wanted for row in rows):
-            a, b = np.asarray(block.a), np.asarray(block.b)
+            a, b = jax.device_get((block.a, block.b))
             for i, row in enumerate(rows):
                 if row in wanted:
                     parts.setdefault(row, []).append((block.start, a[i], b[i]))

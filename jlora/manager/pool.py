@@ -116,7 +116,8 @@ class Pool:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if lies(array, target) else np.asarray(array) for array, target in zip(arrays, targets, strict=True)
+            array if lies(array, target) else jax.device_get(array)
+            for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(pinned, targets)))
         jax.block_until_ready(moved)

@@ -109,7 +109,7 @@ def updated(
 
 def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """The blocks with every array in host memory."""
-    return tuple(replace(block, a=np.asarray(block.a), b=np.asarray(block.b)) for block in blocks)
+    return tuple(replace(block, a=jax.device_get(block.a), b=jax.device_get(block.b)) for block in blocks)
 
 
 @functools.lru_cache(maxsize=8)  # a training loop comes with the same names every time

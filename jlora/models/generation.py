@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jlora._compat import asked_for
 from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
@@ -26,6 +27,7 @@ from jlora.models.partition import ONE_DEVICE, Partition
 from jlora.models.sampling import COLDEST, HOTTEST, Sampling, choose, likeliest
 
 
+@asked_for()
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -100,7 +102,7 @@ def generate(
         capacity=_bucket(limit),
         ranked=top_k is not None or top_p is not None,
     )
-    rows, counts = np.asarray(out), np.asarray(counts)
+    rows, counts = jax.device_get((out, counts))
     return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
 
 

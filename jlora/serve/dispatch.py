@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jlora._compat import asked_for
 from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
@@ -114,8 +115,9 @@ class Dispatcher:
 
     def _work(self) -> None:
         try:
-            while self._turn():
-                pass
+            with asked_for():  # what this thread moves, it means to
+                while self._turn():
+                    pass
         except BaseException as error:
             if self._stop and not self._peers.leads:
                 self.failure = EngineClosedError("this process has left the others")

@@ -46,10 +46,10 @@ def _parts(array: Any, sharding: Sharding) -> dict[Any, Any]:
 def own_values(array: jax.Array) -> tuple[np.ndarray, np.ndarray | None]:
     """The values of an array, and which of them this process has; None for all."""
     if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array), None
+        return jax.device_get(array), None
     values, known = np.zeros(array.shape, array.dtype), np.zeros(array.shape, bool)
     for shard in array.addressable_shards:
-        values[shard.index], known[shard.index] = np.asarray(shard.data), True
+        values[shard.index], known[shard.index] = jax.device_get(shard.data), True
     return values, known
 
 
@@ -57,4 +57,4 @@ def whole(array: Any) -> np.ndarray:
     """All values of an array, brought together from all processes where they must be."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
+    return np.asarray(jax.device_get(array))

@@ -101,6 +101,23 @@ def answers(world, requests, params=GREEDY, gap=0.0):
     return [generation.result(60) for generation in generations]
 
 
+def test_transfers_that_the_process_forbids_by_default_are_meant(world):
+    """The guard that people set to find their own; what is loaded meanwhile, too."""
+    requests = [Request(name, WORD) for name in (None, *ADAPTERS)]
+    before = answers(world, requests)
+    world.engine.remove_lora("sort")
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        world.engine.add_lora(request_of("sort"))
+        found = answers(world, requests)
+        sampled = world.engine.submit(WORD, SamplingParams(temperature=1, max_tokens=4), lora="sort").result(60)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+    assert [one.tokens for one in found] == [one.tokens for one in before]
+    assert sampled.tokens
+
+
+
 def test_answers_are_those_of_generate_for_four_adapters_and_the_base(world, oracle):
     requests = demo_requests(DENSE)[:24]
     assert {request.adapter for request in requests} == {None, *ADAPTERS}

@@ -1,0 +1,100 @@
+"""A serving loop under `jax.transfer_guard("disallow")`, by which people find transfers that they did not mean: what jlora
+moves is meant."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jlora
+from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter
+
+
+@contextlib.contextmanager
+def everywhere():
+    """In every thread, those that load too."""
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
+@pytest.fixture(params=["here", "everywhere"])
+def world(request) -> Iterator[World]:
+    """Its model is made before the guard, under which Flax makes none."""
+    model = Model()
+    tokens = jax.device_put(np.arange(12, dtype=np.int32).reshape(3, 4))
+    with jax.transfer_guard("disallow") if request.param == "here" else everywhere():
+        config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=MAX_RANK)
+        yield World(model, jlora.LoRAManager(model, config), tokens)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):  # it was on
+            jnp.ones(3) + np.ones(3)
+
+
+def halves(adapter: jlora.Adapter, put) -> dict[str, object]:
+    """PEFT tensor names -> what `put` makes of their arrays."""
+    found = {}
+    for name, lora in adapter.modules.items():
+        of = ("lora_embedding_A", "lora_embedding_B") if name == "embed" else ("lora_A.weight", "lora_B.weight")
+        found.update({f"{name}.{half}": put(array) for half, array in zip(of, (lora.a, lora.b), strict=True)})
+    return found
+
+
+def served(world: World, adapters: list[jlora.Adapter | None]) -> None:
+    with world.manager.prepare([None if one is None else one.name for one in adapters]) as batch:
+        logits = world.logits(batch)
+    with jax.transfer_guard("allow"):  # the oracle's own
+        world.check(logits, adapters)
+
+
+def test_swaps_loads_and_what_was_lost(world, tmp_path):
+    a, b, c, d = (make_adapter(name, rank=2, modules=list(MODULES)) for name in "abcd")
+    world.manager.add_adapter(a)
+    world.manager.add_adapter(b)
+    served(world, [a, None, b])
+    served(world, [b, a, None])
+    for one in (c, d):
+        one.save_pretrained(tmp_path / one.name)
+    world.manager.add_adapter(jlora.LoRARequest("c", str(tmp_path / "c")))
+    world.manager.prefetch(jlora.LoRARequest("d", str(tmp_path / "d"))).result(60)
+    served(world, [d, None, c])
+    world.model.layers[0].qkv_proj.jlora_a.get_value().delete()
+    served(world, [c, d, None])
+    world.manager.prepare(["c", None, None], token_counts=[2, 0, 3]).close()
+
+
+@pytest.mark.parametrize("how", ["device", "host", "both", "one half"])
+def test_updates(world, how):
+    old, new = (make_adapter("a", version, rank=2, modules=list(MODULES)) for version in range(2))
+    world.manager.add_adapter(old)
+    served(world, [old, None, old])
+    arrays = halves(new, np.asarray if how == "host" else jax.device_put)
+    if how == "both":
+        arrays |= {name: jax.device_get(array) for name, array in list(arrays.items())[::3]}
+    if how == "one half":
+        arrays = {name: array for name, array in arrays.items() if "lora_A" in name or "embedding_A" in name}
+        mixed = {name: dataclasses.replace(lora, b=old.modules[name].b) for name, lora in new.modules.items()}
+        new = jlora.Adapter(name="a", modules=mixed)
+    world.manager.update_adapter("a", arrays)
+    served(world, [new, None, new])
+    while not world.manager._registry.contents["a"].on_host:  # copied back, by another thread
+        threading.Event().wait(0.01)
+    found = world.manager.export_adapter("a")
+    for name, lora in new.modules.items():
+        np.testing.assert_array_equal(found.modules[name].a, lora.a)
+
+
+def test_what_is_saved_is_restored(world, tmp_path):
+    a = make_adapter("a")
+    world.manager.add_adapter(a)
+    world.manager.save(tmp_path / "state")
+    world.manager.unwrap()
+    again = World(world.model, jlora.LoRAManager(world.model, world.manager.config), world.tokens)
+    again.manager.restore(tmp_path / "state")
+    served(again, [a, None, a])

@@ -1,5 +1,5 @@
-"""A serving loop under `jax.transfer_guard("disallow")`, by which people find the transfers that they did not mean: those
-of jlora are meant."""
+"""A serving loop under `jax.transfer_guard("disallow")`, by which people find transfers that they did not mean: what
+jlora transfers is meant."""
 
 import contextlib
 import dataclasses

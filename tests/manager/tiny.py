@@ -118,7 +118,7 @@ class World:
         self.forward = forward
 
     def logits(self, batch: jlora.LoRABatch) -> np.ndarray:
-        return np.asarray(self.forward(self.model, self.tokens, batch))
+        return jax.device_get(self.forward(self.model, self.tokens, batch))
 
     def serve(self, names) -> np.ndarray:
         """Logits [B, L, V] of one batch."""

@@ -117,7 +117,6 @@ def test_transfers_that_the_process_forbids_by_default_are_meant(world):
     assert sampled.tokens
 
 
-
 def test_answers_are_those_of_generate_for_four_adapters_and_the_base(world, oracle):
     requests = demo_requests(DENSE)[:24]
     assert {request.adapter for request in requests} == {None, *ADAPTERS}

@@ -117,6 +117,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     lora.add_argument("--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host; as many as slots")
     lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
     lora.add_argument("--fully-sharded-loras", action="store_true")
+    lora.add_argument("--bitwise-base", action="store_true", help="without an adapter, the bits of the model alone")
     lora.add_argument("--lora-root", type=_text, metavar="DIR", help="requests may load adapters from below it")
     lora.add_argument(
         "--lora-hub-repos", nargs="+", default=[], type=_text, metavar="REPO",

@@ -82,6 +82,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_cpu_loras=args.max_cpu_loras,
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
         fully_sharded=args.fully_sharded_loras,
+        bitwise_base=args.bitwise_base,
     )
     plan = budget(
         config,

@@ -125,13 +125,15 @@ def test_flags_reach_the_server(monkeypatch, tmp_path):
     monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")
     options = (
         f"--request-timeout 7 --max-waiting 5 --drain-timeout 9 --max-num-seqs 2 --max-model-len 32 --max-cpu-loras 3 "
-        f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/*"
+        f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/* "
+        "--bitwise-base"
     )
     found = served(monkeypatch, *options.split())
     service, given = found.service, found.service.engine.options
     assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 2, 32)
     assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
     assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
+    assert service.manager.config.bitwise_base
     assert (service.adapters.places.root, service.adapters.places.repos) == (tmp_path, ("a/b", "c/*"))
     assert {name: known.path for name, known in service.adapters.known().items()} == {"mine": SORT}
     # Keys of the environment, which no list of processes shows.

@@ -134,10 +134,12 @@ class Launch:
     The caller sees to it that every argument has the shape, the dtype and the place that the program was compiled for.
 
     Attributes:
+      compiled: the program.
       start: takes the list of arguments; gives what is to become of the results.
       results: takes that; gives the list of results.
     """
 
+    compiled: jax.stages.Compiled
     start: Callable[[list[jax.Array]], Any]
     results: Callable[[Any], list[jax.Array]]
 
@@ -153,7 +155,9 @@ def launch_of(compiled: jax.stages.Compiled) -> Launch:
     if effects or constants or len(call.kept_var_idx) < compiled.in_tree.num_leaves:
         raise NotImplementedError(f"{call.name} has effects, constants or arguments that are not used")
     handlers = call.out_handler.handlers
-    return Launch(call.xla_executable.execute_sharded, operator.methodcaller("consume_with_handlers", handlers))
+    return Launch(
+        compiled, call.xla_executable.execute_sharded, operator.methodcaller("consume_with_handlers", handlers)
+    )
 
 
 def without_graphs(platform: str) -> dict[str, Any] | None:

@@ -172,7 +172,7 @@ def test_no_slot_array_is_whole_on_a_device(fully):
     written = manager._pool._programs
     assert len(written) > 3
     for program in written.values():
-        assert not collectives(program.as_text())
+        assert not collectives(program.compiled.as_text())
 
 
 def test_blocks_go_to_the_shards():

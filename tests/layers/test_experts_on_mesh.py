@@ -167,7 +167,7 @@ def test_slot_writes_need_no_collective():
     programs = served.manager._pool._programs.values()
     assert len(programs) > 3
     for program in programs:
-        assert not collectives(program)
+        assert not collectives(program.compiled)
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -118,11 +118,11 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
         batch = make_batch(manager, sequences, min(args.adapters, sequences))
         made[name] = (runs[name], leaves_of(model), *given, batch)
     slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
-    return found | {"slot_bytes_of_a_device": bytes_of_a_device(slots)[jax.local_devices()[0]]}
+    return found | {"slot_bytes_of_a_device": bytes_by_device(slots)[jax.local_devices()[0]]}
 
 
-def bytes_of_a_device(tree: Any) -> dict[Any, int]:
-    """Of the different arrays of a tree, by device of this process."""
+def bytes_by_device(tree: Any) -> dict[Any, int]:
+    """What the different arrays of a tree come to on each device of this process."""
     found = dict.fromkeys(jax.local_devices(), 0)
     for array in {id(array): array for array in jax.tree.leaves(tree) if isinstance(array, jax.Array)}.values():
         for shard in array.addressable_shards:
@@ -132,7 +132,7 @@ def bytes_of_a_device(tree: Any) -> dict[Any, int]:
 
 def memory(calls: dict[str, Any]) -> dict[str, Any]:
     """Bytes on each device of this process: of what the calls are given, and what the device says that it holds."""
-    arguments = bytes_of_a_device([args for _, *args in calls.values()])
+    arguments = bytes_by_device([args for _, *args in calls.values()])
     said = [device.memory_stats() or {} for device in arguments]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {"step": "memory", "argument_bytes": [*arguments.values()]} | {

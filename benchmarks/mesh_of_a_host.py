@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 MODELS = {False: ("llama-3-70b", "qwen3-30b-a3b", "llama-3-8b"), True: ("tiny", "tiny-experts", "tiny")}
-LAYERS = {"llama-3-70b": 80, "qwen3-30b-a3b": 48, "llama-3-8b": 32, "tiny": 2, "tiny-experts": 2}
 
 
 def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
@@ -25,17 +24,22 @@ def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
 
     def mesh(model: str, *arguments: str) -> list[str]:
         few = ["--batch", "16", "--adapters", "4", "--rounds", "2"] if tiny else []
-        return ["benchmarks.mesh", "--model", model, "--layers", str(LAYERS[model]), *few, "--mesh", *arguments]
+        return ["benchmarks.mesh", "--model", model, *few, "--mesh", *arguments]
 
     alone = ["--no-single", "--no-fully", "--swap"]
     found = {"70b_tensor": mesh(large, f"tensor={devices}", *alone)}
     for dispatch in ("all_gather", "all_to_all"):
-        how = [*alone, "--dispatch", dispatch]
+        how = [
+            *alone,
+            "--dispatch",
+            dispatch,
+            "--layers",
+            "2" if tiny else "48",
+        ]  # all, not what one device has room for
         found[f"experts_expert_{dispatch}"] = mesh(experts, f"expert={devices}", *how)
         found[f"experts_expert_tensor_{dispatch}"] = mesh(experts, f"expert={half}", "tensor=2", *how)
     found["8b_data_tensor"] = mesh(small, "data=2", f"tensor={half}", "--check", "--swap")
-    processes = ["benchmarks.processes", "--devices", str(devices), "--model", small]
-    return found | {"8b_processes": [*processes, "--layers", str(min(8, LAYERS[small]))]}
+    return found | {"8b_processes": ["benchmarks.processes", "--devices", str(devices), "--model", small]}
 
 
 def main() -> None:

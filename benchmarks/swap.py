@@ -212,7 +212,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
 
 def unchanged(manager: jlora.LoRAManager, before: Callable[[int], object], count: int) -> dict[str, float]:
     """Launches of a program that gives back as many donated arrays as a swap writes, under the same conditions: what of
-    a swap no writing of slots can save."""
+    a swap is JAX's own. No step reads these arrays in between, as it reads slots, so that they may lie colder."""
     arrays = [jnp.zeros(16, jnp.bfloat16) for site in manager._pool.sites for _ in site.spec.factors]
     same = jax.jit(lambda *arrays: (*arrays[:-1], arrays[-1] + 1), donate_argnums=range(len(arrays)), keep_unused=True)
     launch = launch_of(same.lower(*arrays).compile())

@@ -116,7 +116,7 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
         return jax.device_put(array)
     if device is None:
         device = cast("Device", jax.local_devices()[0])
-    with asked_for():
+    with jax._src.config.explicit_device_put_scope():  # half of `asked_for`: each new batch comes by
         return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
 
 
@@ -148,6 +148,9 @@ def launch_of(compiled: jax.stages.Compiled) -> Launch:
     """How to launch a program that was lowered with `keep_unused=True`.
 
     `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.11.2.
+
+    Raises:
+      NotImplementedError: it has effects, constants or arguments that are not used, which `Compiled` sees to.
     """
     call: Any = cast("Any", compiled)._executable.unsafe_call
     effects = call.has_unordered_effects or call.ordered_effects or call.has_host_callbacks or call.mut

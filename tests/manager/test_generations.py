@@ -14,7 +14,7 @@ import pytest
 
 import jlora
 from jlora.manager import host
-from tests.manager.tiny import MODULES, make_adapter, make_world
+from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
 
 
@@ -342,11 +342,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
     """The weights of another version put under a name from device arrays; the scaling stays."""
     old, new = (make_adapter(name, version, rank=2, modules=list(MODULES)).modules for version in (0, seed))
     new = jlora.Adapter(name=name, modules={m: dataclasses.replace(old[m], a=new[m].a, b=new[m].b) for m in old})
-    arrays = {}
-    for module, lora in new.modules.items():
-        halves = ("lora_embedding_A", "lora_embedding_B") if module == "embed" else ("lora_A.weight", "lora_B.weight")
-        arrays.update({f"{module}.{half}": jnp.asarray(a) for half, a in zip(halves, (lora.a, lora.b), strict=True)})
-    world.manager.update_adapter(name, arrays)
+    world.manager.update_adapter(name, tensors(new, jnp.asarray))
     return new
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jlora
-from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter
+from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter, tensors
 
 
 @contextlib.contextmanager
@@ -35,15 +35,6 @@ def world(request) -> Iterator[World]:
         yield World(model, jlora.LoRAManager(model, config), tokens)
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):  # it was on
             jnp.ones(3) + np.ones(3)
-
-
-def halves(adapter: jlora.Adapter, put) -> dict[str, object]:
-    """PEFT tensor names -> what `put` makes of their arrays."""
-    found = {}
-    for name, lora in adapter.modules.items():
-        of = ("lora_embedding_A", "lora_embedding_B") if name == "embed" else ("lora_A.weight", "lora_B.weight")
-        found.update({f"{name}.{half}": put(array) for half, array in zip(of, (lora.a, lora.b), strict=True)})
-    return found
 
 
 def served(world: World, adapters: list[jlora.Adapter | None]) -> None:
@@ -74,7 +65,7 @@ def test_updates(world, how):
     old, new = (make_adapter("a", version, rank=2, modules=list(MODULES)) for version in range(2))
     world.manager.add_adapter(old)
     served(world, [old, None, old])
-    arrays = halves(new, np.asarray if how == "host" else jax.device_put)
+    arrays = tensors(new, np.asarray if how == "host" else jax.device_put)
     if how == "both":
         arrays |= {name: jax.device_get(array) for name, array in list(arrays.items())[::3]}
     if how == "one half":

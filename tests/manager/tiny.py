@@ -99,6 +99,15 @@ def make_adapter(name: str, version: int = 0, *, rank: int | None = None, module
     return jlora.Adapter(name=name, modules={m: lora(str(m), rank, rng) for m in modules}, **fields)
 
 
+def tensors(adapter: jlora.Adapter, put) -> dict[str, object]:
+    """What `update_adapter` takes: PEFT tensor names -> what `put` makes of their arrays."""
+    found = {}
+    for name, lora in adapter.modules.items():
+        halves = ("lora_embedding_A", "lora_embedding_B") if name == "embed" else ("lora_A.weight", "lora_B.weight")
+        found.update({f"{name}.{half}": put(array) for half, array in zip(halves, (lora.a, lora.b), strict=True)})
+    return found
+
+
 @dataclass
 class World:
     """A served model and the user's one jitted step."""

@@ -26,16 +26,11 @@ def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
         few = ["--batch", "16", "--adapters", "4", "--rounds", "2"] if tiny else []
         return ["benchmarks.mesh", "--model", model, *few, "--mesh", *arguments]
 
+    whole = "2" if tiny else "48"  # by default as many as one device has room for
     alone = ["--no-single", "--no-fully", "--swap"]
     found = {"70b_tensor": mesh(large, f"tensor={devices}", *alone)}
     for dispatch in ("all_gather", "all_to_all"):
-        how = [
-            *alone,
-            "--dispatch",
-            dispatch,
-            "--layers",
-            "2" if tiny else "48",
-        ]  # all, not what one device has room for
+        how = [*alone, "--layers", whole, "--dispatch", dispatch]
         found[f"experts_expert_{dispatch}"] = mesh(experts, f"expert={devices}", *how)
         found[f"experts_expert_tensor_{dispatch}"] = mesh(experts, f"expert={half}", "tensor=2", *how)
     found["8b_data_tensor"] = mesh(small, "data=2", f"tensor={half}", "--check", "--swap")

@@ -8,7 +8,8 @@ WORKERS ?= logical --maxprocesses=8 --dist worksteal
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve test test-mesh test-slow test-browser parity aot-gpu lint format clean same-python
+.PHONY: demo serve test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format clean \
+  same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -22,6 +23,13 @@ serve: .venv/.serve
 
 test: .venv/.test
 	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS)
+
+# On the accelerator of this machine. One process at a time may use a TPU.
+test-gpu: .venv/.gpu
+	@$(BIN)/python -m pytest -m device -n $(WORKERS)
+
+test-tpu: .venv/.tpu
+	@$(BIN)/python -m pytest -m device
 
 test-mesh: .venv/.test
 	@$(BIN)/python -m pytest -m "mesh and not slow" -n $(WORKERS)
@@ -39,6 +47,21 @@ test-browser: .venv/.test
 parity: .venv/.parity
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m parity -n $(WORKERS)
 
+# The demo and the tests that use most of JAX and Flax, with the newest JAX of those in pyproject.toml: it needs Python
+# 3.12, and pip finds an older one for 3.11. Left out where there is no Python 3.12.
+NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
+  if "$$python" -c 'import ensurepip' 2>/dev/null; then echo "$$python"; break; fi; done)
+NEWEST_TESTS := test_compat.py $(addprefix layers/test_,batch.py explicit_mesh.py layer_kinds.py scope.py sharded.py transforms.py) \
+  $(addprefix pallas/test_,api.py gpus.py mosaic_tpu.py triton.py xla.py) \
+  $(addprefix manager/test_,lru.py mesh.py pool.py prepare.py transfers.py) serve/test_engine.py
+test-newest:
+	@python="$(NEWEST_PYTHON)"; if [ -n "$$python" ]; then \
+	  $(MAKE) --no-print-directory NEWEST_PYTHON="$$python" .venv-newest/.test && \
+	  .venv-newest/bin/python -c 'import sys, flax, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__, "Flax", flax.__version__)' && \
+	  .venv-newest/bin/jlora demo && \
+	  .venv-newest/bin/python -m pytest -m "not slow and not mesh" -n $(WORKERS) $(addprefix tests/,$(NEWEST_TESTS)); \
+	else echo "Left out: the newest JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions"; fi
+
 # Compiles the GPU kernels for an H200 on a machine without one: FLAGS="--ranks 16 --tokens 64" for some of them.
 aot-gpu: .venv/.cuda
 	@JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.venv/cuda:. $(BIN)/python -m benchmarks.aot_gpu $(FLAGS)
@@ -53,7 +76,7 @@ format: .venv/.test
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-newest
 
 # A .venv is kept whatever `python3` has become, but not where make is given another Python.
 same-python:
@@ -86,6 +109,17 @@ endif
 	@echo "Installing jlora and the tests' requirements into .venv (a minute or two, once)"
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch $@ .venv/.demo .venv/.serve
+
+.venv/.gpu .venv/.tpu: .venv/.%: pyproject.toml | .venv/.created
+	@echo "Installing jlora, the tests' requirements and JAX for this accelerator into .venv (a few minutes, once)"
+	@$(PIP_INSTALL) -e '.[test,$(subst gpu,cuda,$*)]'
+	@touch $@ .venv/.test .venv/.serve .venv/.demo
+
+.venv-newest/.test: pyproject.toml
+	@echo "Installing jlora, the newest JAX and the tests' requirements into .venv-newest (a minute or two, once)"
+	@$(NEWEST_PYTHON) -m venv --clear .venv-newest
+	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -e '.[test]'
+	@touch $@
 
 # torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings
 # gigabytes of CUDA libraries. Elsewhere, and on a mirror without that page, pip takes the wheel it has.

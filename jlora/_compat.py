@@ -23,16 +23,16 @@ from jax.sharding import SingleDeviceSharding
 raw_value: Callable[[Any], jax.Array] = nnx.Variable._raw_value.__get__  # pyright: ignore
 set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set__  # pyright: ignore
 
-# jax 0.10, 0.11: whether somebody chose the devices of an array; a computation may move it elsewhere if not.
+# jax 0.10 to 0.12: whether somebody chose the devices of an array; a computation may move it elsewhere if not.
 is_committed: Callable[[jax.Array], bool] = operator.attrgetter("_committed")
 
-# jax 0.10, 0.11: whether the computation that makes an array is done; documented, but not in the type's annotations.
+# jax 0.10 to 0.12: whether the computation that makes an array is done; documented, but not in the type's annotations.
 is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
 
 # flax 0.12.8 to 0.12.12: how its layers bring inputs and parameters to one dtype, unless the user gives another way.
 promote_dtype = cast("Callable[..., Any]", flax.nnx.nn.dtypes.promote_dtype)
 
-# jax 0.10, 0.11: False while any transformation (jit, grad, vmap, ...) runs the calling code.
+# jax 0.10 to 0.12: False while any transformation (jit, grad, vmap, ...) runs the calling code.
 trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean
 
 
@@ -69,7 +69,7 @@ else:
 def coordination() -> Coordination | None:
     """The service through which the processes of `jax.distributed.initialize` find each other; None without that.
 
-    No public name leads to it: JAX 0.10.0 to 0.11.2.
+    No public name leads to it: JAX 0.10.0 to 0.12.0.
     """
     return cast("Coordination | None", jax._src.distributed.global_state.client)
 
@@ -77,7 +77,7 @@ def coordination() -> Coordination | None:
 def coordinator_host() -> str:
     """Name or address of process 0 of `jax.distributed.initialize`, as it was given or found.
 
-    No public name leads to it: JAX 0.10.0 to 0.11.2.
+    No public name leads to it: JAX 0.10.0 to 0.12.0.
     """
     address = jax._src.distributed.global_state.coordinator_address
     return (address or "").rpartition(":")[0].strip("[]")
@@ -86,7 +86,7 @@ def coordinator_host() -> str:
 def default_device() -> Any:
     """What `jax.default_device(...)` set: a device, the name of a platform, or None.
 
-    The setting is documented, its attribute of `jax.config` is not: JAX 0.10.0 to 0.11.2.
+    The setting is documented, its attribute of `jax.config` is not: JAX 0.10.0 to 0.12.0.
     """
     return getattr(jax.config, "jax_default_device", None)
 
@@ -99,14 +99,14 @@ def asked_for() -> Generator[None, None, None]:
     """Transfers in here are asked for, as those of `jax.device_put` and `jax.device_get` are: `jax.transfer_guard`,
     which a serving loop may have set to "disallow", lets them through.
 
-    What those two functions enter, undocumented: JAX 0.10.0 to 0.11.2.
+    What those two functions enter, undocumented: JAX 0.10.0 to 0.12.0.
     """
     with jax._src.config.explicit_device_put_scope(), jax._src.config.explicit_device_get_scope():
         yield
 
 
 def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
-    """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.11.2.
+    """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.12.0.
 
     On `device`, or the default one; a computation may move it elsewhere.
     """
@@ -147,7 +147,7 @@ class Launch:
 def launch_of(compiled: jax.stages.Compiled) -> Launch:
     """How to launch a program that was lowered with `keep_unused=True`.
 
-    `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.11.2.
+    `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.12.0.
 
     Raises:
       NotImplementedError: it has effects, constants or arguments that are not used, which `Compiled` sees to.
@@ -167,7 +167,7 @@ def without_graphs(platform: str) -> dict[str, Any] | None:
     """Options of `jax.jit` and `Lowered.compile` for a program whose arrays are never the same.
 
     XLA makes CUDA graphs of such programs, too, and to tell a graph of other addresses takes the host longer than to
-    launch its kernels. Flags of XLA are undocumented: jaxlib 0.10.2 and 0.11.2.
+    launch its kernels. Flags of XLA are undocumented: jaxlib 0.10.2 to 0.12.0.
     """
     return {"xla_gpu_graph_min_graph_size": 2**31 - 1} if platform in ("gpu", "cuda") else None
 
@@ -175,8 +175,8 @@ def without_graphs(platform: str) -> dict[str, Any] | None:
 def abstract_device() -> tuple[str, str] | None:
     """(platform, device kind) that a program is being lowered for under `use_abstract_mesh`, or None.
 
-    `AbstractMesh.abstract_device`, undocumented: JAX 0.10.0 to 0.11.2. JAX 0.11 lowers Triton kernels for the GPU that
-    it names where the machine has none; 0.10 takes compute capability 9.0 there and does not ask.
+    `AbstractMesh.abstract_device`, undocumented: JAX 0.10.0 to 0.12.0. From 0.11 on, JAX lowers Triton kernels for the
+    GPU that it names where the machine has none; 0.10 takes compute capability 9.0 there and does not ask.
     """
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return None if device is None else (device.platform, device.device_kind)

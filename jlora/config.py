@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -13,11 +13,19 @@ from jlora.errors import LoRAUsageError
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _dtype_name(dtype: DType) -> str | None:
+def slot_dtype(dtype: object) -> str | None:
+    """The name of `dtype` where slot arrays may have it, else None."""
     try:
-        return np.dtype(dtype).name
+        name = None if dtype is None else np.dtype(cast("Any", dtype)).name
     except TypeError:
         return None
+    return name if name in _SLOT_DTYPES else None
+
+
+def check_slot_dtype(name: str, dtype: DType | None) -> None:
+    """Raise `LoRAUsageError` where the option `name` is no dtype of slot arrays, and not None."""
+    if dtype is not None and slot_dtype(dtype) is None:
+        raise LoRAUsageError(f"{name} must be None or one of {_SLOT_DTYPES}, got {dtype!r}")
 
 
 def _positive(value: object) -> bool:
@@ -41,7 +49,9 @@ class LoRAConfig:
         (`ExpertsLoRA` with one A of gate and up, one B of down) takes one of these, and no other. 0: its shared factors
         are expanded when it is staged, and it takes one of `max_expert_loras`.
       max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
-      dtype: dtype of the slot arrays, bfloat16, float16 or float32; None means the base layer's own parameter dtype.
+      dtype: dtype of the slot arrays, bfloat16, float16 or float32. None: for each layer that of its spec, else of the
+        layer (its `dtype` attribute), else of its parameter if that is a float of at least 16 bits; where none of these
+        says it, the layer takes no adapter.
       target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
         matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
@@ -145,8 +155,7 @@ class LoRAConfig:
             raise LoRAUsageError(f"LoRAConfig.process_timeout must be seconds, got {timeout!r}")
         if not isinstance(self.bitwise_base, bool):
             raise LoRAUsageError(f"LoRAConfig.bitwise_base must be a bool, got {self.bitwise_base!r}")
-        if self.dtype is not None and _dtype_name(self.dtype) not in _SLOT_DTYPES:
-            raise LoRAUsageError(f"LoRAConfig.dtype must be None or one of {_SLOT_DTYPES}, got {self.dtype!r}")
+        check_slot_dtype("LoRAConfig.dtype", self.dtype)
         if self.backend not in get_args(Backend):
             raise LoRAUsageError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")
 

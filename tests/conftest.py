@@ -5,18 +5,21 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# As the user set them; `-m device` goes back to these.
+GIVEN = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")}
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# Most of a test's time is XLA's, on programs that run for a millisecond: it leaves most optimisations out. `make
-# test-slow` and `make parity` set 0, and so compile as users do.
+# Compiling takes most of a test's time, and the programs run for a millisecond. `make test-slow` and `make parity`
+# set 0 and compile as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -59,16 +62,68 @@ if importlib.util.find_spec("beartype"):
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"  # `make test-slow` runs all of hypothesis' tests again
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if QUICK else 50)
-settings.load_profile("ci")
+
+def on_device(config: pytest.Config) -> bool:
+    """Whether the tests run on an accelerator: `-m device`, or an expression that selects this mark."""
+    return re.search(r"(?<!not )\bdevice\b", config.getoption("markexpr")) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the platform, before the first array is made.
+
+    Raises:
+      pytest.UsageError: device tests are selected, and JAX finds no accelerator.
+    """
+    if on_device(config):
+        for name, value in GIVEN.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes that tests start share it
+        jax.config.update("jax_platforms", GIVEN["JAX_PLATFORMS"])
+        jax.config.update("jax_disable_most_optimizations", False)
+        # The expected values are float64, and accelerators would round the operands of float32 products.
+        jax.config.update("jax_default_matmul_precision", "highest")
+        if jax.default_backend() == "cpu":
+            raise pytest.UsageError("`-m device` runs tests on an accelerator, and JAX finds none here")
+    # `make test-slow` runs all of hypothesis' tests again.
+    quick = jax.config.read("jax_disable_most_optimizations") or on_device(config)
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if quick else 50)
+    settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On an accelerator, deselect the tests of other platforms and those that need more devices; see `pyproject.toml`.
+
+    The slow part of a matrix is left out, unless the expression names it.
+    """
+    if not on_device(config):
+        return
+    here, devices = jax.default_backend(), jax.device_count()
+    slow = "slow" in config.getoption("markexpr")
+
+    def runs(item: pytest.Item) -> bool:
+        marks = [*item.iter_markers("device")]
+        fits = all(here in (mark.args or (here,)) and devices >= mark.kwargs.get("devices", 1) for mark in marks)
+        return fits and (slow or item.get_closest_marker("slow") is None)
+
+    chosen = [item for item in items if runs(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = chosen
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where parity is left out, so is the import of PyTorch and transformers, which takes seconds in every worker."""
-    if collection_path.suffix != ".py" or "not parity" not in config.getoption("markexpr"):
+    """Leave modules out that the mark expression deselects whole, and so what they import.
+
+    Where parity is left out, that is PyTorch and transformers; on an accelerator, what its machine may lack.
+    """
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    return 'importorskip("torch")' in collection_path.read_text("utf-8") or None
+    if on_device(config):
+        return "pytest.mark.device" not in collection_path.read_text("utf-8") or None
+    if "not parity" in config.getoption("markexpr"):
+        return 'importorskip("torch")' in collection_path.read_text("utf-8") or None
+    return None
 
 
 def pytest_collection_finish() -> None:
@@ -111,9 +166,9 @@ def as_users_compile() -> Iterator[None]:
 
 
 @pytest.fixture
-def quickly_compiled() -> Iterator[None]:
+def quickly_compiled(pytestconfig: pytest.Config) -> Iterator[None]:
     """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
-    yield from _optimisations_left_out(True)
+    yield from _optimisations_left_out(not on_device(pytestconfig))
 
 
 @pytest.fixture

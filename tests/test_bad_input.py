@@ -316,7 +316,7 @@ DAMAGED = {
     "other names": (
         lambda folder: (
             rewrite(lambda t: t.update({k.replace(Q, "transformer.h.0.attn.q_proj"): t.pop(k) for k in (A, B)}))(folder)
-        ), MISMATCH, "no module 'transformer.h.0.attn.q_proj'", "name_map",
+        ), MISMATCH, "transformer.h.0.attn.q_proj: the model has no module", "name_map",
     ),
     "other vocabulary": (
         lambda folder: (

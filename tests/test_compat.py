@@ -1,11 +1,11 @@
-"""Private names of JAX do what jlora takes them for."""
+"""Private names of JAX do what jlora takes them for, in every version that it supports."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora._compat import launch_of
+from jlora._compat import launch_of, without_graphs
 
 
 def compiled(function, *args, **options):
@@ -38,3 +38,10 @@ def test_what_a_launch_leaves_out_is_refused():
         launch_of(compiled(effect, x))
     with pytest.raises(NotImplementedError, match="effects, constants or arguments that are not used"):
         launch_of(jax.jit(lambda x, y: x + 1).lower(x, x).compile())
+
+
+def test_xla_knows_the_flag_that_turns_graphs_off():
+    options = without_graphs("gpu")
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    with pytest.raises(RuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={f"{flag}_": value for flag, value in options.items()})(1)

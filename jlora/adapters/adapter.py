@@ -342,7 +342,7 @@ def read_adapter(
 
 def _content(found: Found, files: Sequence[Path]) -> str:
     try:
-        return content_key(found.folder, files)
+        return content_key(files)
     except OSError as error:
         raise AdapterFormatError(
             f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read: "

@@ -5,6 +5,7 @@ this version does not know is let through only while it is null, false, or an em
 PEFT writes a feature that is off; anything else could change the result and is refused by name.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,8 +120,19 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
         experts=experts,
         unchecked=tuple(unchecked),
-        peft_fields={name: value for name, value in raw.items() if name in PEFT_FIELDS},
+        peft_fields={
+            name: _writable(value, f"{where}: field {name!r}") for name, value in raw.items() if name in PEFT_FIELDS
+        },
     )
+
+
+def _writable(value: Json, where: str) -> Json:
+    """Return a value that is kept as it is. 1e999, which Python reads as infinity, could not be written again."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise AdapterFormatError(f"{where} must hold finite numbers, found {shown_value(value)}") from error
+    return value
 
 
 def _or_unchecked(
@@ -231,7 +243,7 @@ def _layers(value: Json, where: str) -> frozenset[int] | None:
         return None
     values: list[Any] = value if isinstance(value, list) else [value]
     for v in values:
-        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
+        if isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 2**31:
             raise AdapterFormatError(f"{where} must be layer indices, found {shown_value(value)}")
     return frozenset(values)
 
@@ -281,8 +293,8 @@ def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:
 
 
 def _rank(value: Json, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdapterFormatError(f"{where} must be a positive integer, found {shown_value(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise AdapterFormatError(f"{where} must be a positive integer below 2**31, found {shown_value(value)}")
     return value
 
 

@@ -1,7 +1,6 @@
 """Files that may change under us: read without a memory map, and refused when they did."""
 
 import os
-import re
 import stat
 import threading
 import time
@@ -14,7 +13,6 @@ from jlora.errors import AdapterFormatError
 
 # Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.
 _TICK_NS = 20_000_000
-_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class StableFile:
@@ -96,34 +94,31 @@ class StableFile:
 
 
 def _signature(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
 
 
-def content_key(folder: Path, files: Sequence[Path]) -> str:
-    """What changes when the content of an adapter's files may have changed; equal for equal content otherwise.
+def content_key(files: Sequence[Path]) -> str:
+    """Return a text that differs whenever the content of an adapter's files may have changed.
 
-    For a file of Hugging Face's cache, the name of its blob, which is the etag of the hub; for any other its size, time
-    of change, inode and device. A file that changed within the last 20 ms is waited for: file systems date changes in
-    ticks, and a second change within one would not show. (On one that counts in whole seconds it still can go unseen.)
+    It holds the size, times of modification and of change, inode and device of each. The time of change cannot be set
+    back, so a rewrite that restores the time of modification shows too. A file that changed within the last 20 ms is
+    waited for: file systems date changes in ticks, and a second change within one would not show. (On one that counts
+    in whole seconds it still can go unseen.)
 
     Args:
-      folder: the adapter's folder.
-      files: the files in it, as `adapter_files` gives them.
+      files: as `adapter_files` gives them.
 
     Raises:
       OSError: a file is gone.
     """
-    return " ".join(_file_key(folder, file) for file in files)
+    return " ".join(map(_file_key, files))
 
 
-def _file_key(folder: Path, file: Path) -> str:
-    target = file.resolve(strict=True)
-    if in_hub_cache(folder, target) and _ETAG.fullmatch(target.name):
-        return f"{file.name}:{target.name}"
-    found = target.stat()
-    if (age := time.time_ns() - found.st_mtime_ns) < _TICK_NS and age >= 0:
+def _file_key(file: Path) -> str:
+    found = file.stat()
+    if (age := time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns)) < _TICK_NS and age >= 0:
         time.sleep((_TICK_NS - age) / 1e9)
-        found = target.stat()
+        found = file.stat()
     return f"{file.name}:" + "-".join(map(str, _signature(found)))
 
 

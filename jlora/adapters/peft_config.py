@@ -122,7 +122,7 @@ class PeftConfig:
                 if pattern in (None, parts[i - 1]) and parts[i].isdecimal():
                     # PEFT takes 01, and the digits of other scripts, for numbers; no model has such a layer.
                     canonical = parts[i].isascii() and (parts[i] == "0" or not parts[i].startswith("0"))
-                    return int(parts[i]) if canonical else None
+                    return int(parts[i]) if canonical and len(parts[i]) < 11 else None
         return None
 
 

@@ -99,10 +99,10 @@ def budget(
     Returns:
       The budget. It may be too large: see `Budget.check`.
     """
-    skeleton = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
-    weights = sum(_on_one_device(leaf.shape, leaf.sharding, leaf.dtype.itemsize) for leaf in _leaves(skeleton))
+    model = skeleton(config, dtype, mesh)
+    weights = sum(_on_one_device(leaf.shape, leaf.sharding, leaf.dtype.itemsize) for leaf in _leaves(model))
     slots = 0
-    for site in survey(skeleton, lora).modules:
+    for site in survey(model, lora).modules:
         spec = site.spec
         itemsize = jax.numpy.dtype(spec.dtype).itemsize
         for j, (shape, sharding) in enumerate(zip(spec.shapes, spec.shardings, strict=True)):
@@ -129,6 +129,11 @@ def budget(
     while count > 1 and memory is not None and sum(of(count).rows.values()) > memory:
         count //= 2
     return of(count)
+
+
+def skeleton(config: DecoderConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Decoder:
+    """A model whose parameters are shapes alone. Raises `ModelError` where the mesh cannot share it evenly."""
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
 
 
 def _leaves(model: nnx.Module) -> list[Any]:

@@ -6,24 +6,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from jlora.cli.text import one_line
+from jlora.cli.text import error_lines, one_line
 from jlora.errors import LoRAError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command in this process. Returns its exit status; an error is one line on stderr.
+    """Runs one command in this process. Returns its exit status; an error is printed on stderr.
 
     Raises:
       BrokenPipeError: the reader of stdout left.
       SystemExit: a wrong argument, status 2 and one line on stderr; or `--help`.
     """
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:  # argparse's own error would name the help of `jlora`, which does not list the command's flags
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
     except BrokenPipeError:
         raise
     except (LoRAError, OSError) as error:
-        return _failed(one_line(error))
+        return _failed(error_lines(error))
     except MemoryError as error:
         return _failed(f"not enough memory: {one_line(error)}")
 
@@ -46,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="a shipped tiny model and its adapters; needs no network")
     demo.add_argument("--moe", action="store_true", help="a mixture of experts with two adapters of its experts")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
 
     generate = commands.add_parser("generate", help="answer prompts, each with its own adapter, in one batch")
     generate.add_argument(
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=_share, metavar="P", help="with a temperature above 0")
     generate.add_argument("--seed", type=_whole(0, 2**31 - 1), default=0)
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, parser=generate)
 
     inspect = commands.add_parser("inspect", help="what is in an adapter, and whether it fits a model")
     inspect.add_argument("adapter", type=_text, metavar="ADAPTER", help="PEFT folder or repo id")
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--skip", type=_text, metavar="REGEX", action="append", default=[],
         help="modules that the model lacks on purpose, passed over as LoRAManager(skip=) does; may be repeated",
     )  # fmt: skip
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=_inspect, parser=inspect)
 
     _serve_arguments(commands.add_parser("serve", help="a model and its adapters over HTTP, as OpenAI's clients ask"))
     return parser
@@ -89,36 +91,53 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     most = 2**31 - 1
     dtypes = ("auto", "float32", "bfloat16", "float16")
     serve.add_argument("model", type=_text, metavar="MODEL", help="Hugging Face checkpoint folder with tokenizer.json")
-    serve.add_argument("--served-model-name", nargs="+", type=_text, metavar="NAME", help="instead of MODEL")
+    serve.add_argument("--served-model-name", nargs="+", type=_text, metavar="NAME", help="(default: MODEL)")
     serve.add_argument("--host", type=_text, default="127.0.0.1", help="an address of this machine; 0.0.0.0 for all")
     serve.add_argument("--port", type=_whole(0, 65535), default=8000, help="0 for any that is free")
 
     model = serve.add_argument_group("model")
     model.add_argument("--dtype", choices=dtypes, default="auto", help="auto: the checkpoint's; on a CPU float32")
-    model.add_argument("--max-model-len", type=_whole(1, most), metavar="N", help="positions; the model's by default")
-    model.add_argument("--max-num-seqs", type=_whole(1, 65536), metavar="N", help="64, or what the memory has room for")
-    model.add_argument("--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N")
-    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), metavar="N")
+    model.add_argument("--max-model-len", type=_whole(1, most), metavar="N", help="positions (default: the model's)")
+    model.add_argument(
+        "--max-num-seqs", type=_whole(1, 65536), metavar="N", help="sequences at a time (default: 64, or what fits)"
+    )
+    model.add_argument(
+        "--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N", help="of a prefill step"
+    )
+    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), metavar="N", help="devices (default: 1)")
     model.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="split experts, not heads, over N")
-    model.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
-    model.add_argument("--chat-template", type=_text, metavar="FILE", help="instead of the model's own")
-    model.add_argument("--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker")
+    model.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of its memory")
+    model.add_argument("--chat-template", type=_text, metavar="FILE", help="(default: the model's own)")
+    model.add_argument(
+        "--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker (default: none)"
+    )
 
     processes = serve.add_argument_group("several processes, with one model; the same flags in each but for the last")
-    processes.add_argument("--coordinator-address", type=_text, metavar="HOST:PORT", help="of process 0, any free port")
-    processes.add_argument("--num-processes", type=_whole(1, 4096), metavar="N")
-    processes.add_argument("--process-id", type=_whole(0, 4095), metavar="I", help="process 0 answers HTTP")
+    processes.add_argument(
+        "--coordinator-address",
+        type=_text,
+        metavar="HOST:PORT",
+        help="of process 0, any free port (default: one process)",
+    )
+    processes.add_argument("--num-processes", type=_whole(1, 4096), metavar="N", help="(default: one)")
+    processes.add_argument(
+        "--process-id", type=_whole(0, 4095), metavar="I", help="process 0 answers HTTP (default: one process)"
+    )
 
     lora = serve.add_argument_group("adapters")
-    lora.add_argument("--enable-lora", action="store_true", help="always the case")
+    lora.add_argument("--enable-lora", action="store_true", help="always on, given or not")
     lora.add_argument("--lora-modules", nargs="+", default=[], type=_text, metavar="NAME=PATH")
     lora.add_argument("--max-loras", type=_whole(1, 65536), default=8, metavar="N", help="slots")
-    lora.add_argument("--max-lora-rank", type=_whole(1, 4096), default=16, metavar="R")
-    lora.add_argument("--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host; as many as slots")
+    lora.add_argument("--max-lora-rank", type=_whole(1, 4096), default=16, metavar="R", help="of any adapter")
+    lora.add_argument(
+        "--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host (default: --max-loras)"
+    )
     lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
-    lora.add_argument("--fully-sharded-loras", action="store_true")
+    lora.add_argument("--fully-sharded-loras", action="store_true", help="split A as well as B")
     lora.add_argument("--bitwise-base", action="store_true", help="without an adapter, the bits of the model alone")
-    lora.add_argument("--lora-root", type=_text, metavar="DIR", help="requests may load adapters from below it")
+    lora.add_argument(
+        "--lora-root", type=_text, metavar="DIR", help="requests may load adapters from below it (default: none)"
+    )
     lora.add_argument(
         "--lora-hub-repos", nargs="+", default=[], type=_text, metavar="REPO",
         help="owner/name or owner/*: requests may load these from the Hugging Face hub",
@@ -129,20 +148,28 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--lora-hub-repos), or your own package.module:function of the name, which returns a LoRARequest or None",
     )  # fmt: skip
 
-    lora.add_argument("--lora-state", type=_text, metavar="DIR", help="keeps the adapters for the next start")
+    lora.add_argument(
+        "--lora-state", type=_text, metavar="DIR", help="keeps the adapters for the next start (default: none)"
+    )
 
     service = serve.add_argument_group("service")
-    service.add_argument("--api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_API_KEY")
-    service.add_argument("--admin-api-key", nargs="+", metavar="KEY", help="or the environment's JLORA_ADMIN_API_KEY")
+    service.add_argument("--api-key", nargs="+", metavar="KEY", help="(default: the environment's JLORA_API_KEY)")
+    service.add_argument(
+        "--admin-api-key", nargs="+", metavar="KEY", help="(default: the environment's JLORA_ADMIN_API_KEY)"
+    )
     service.add_argument(
         "--max-waiting", type=_whole(1, 10**6), default=1024, metavar="N", help="requests in the queue"
     )
-    service.add_argument("--request-timeout", type=_seconds, metavar="SECONDS")
+    service.add_argument("--request-timeout", type=_seconds, metavar="SECONDS", help="(default: no limit)")
     service.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="after a signal")
     service.add_argument(
         "--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning"
     )
-    serve.set_defaults(run=_serve)
+    for action in serve._actions:  # where a default is found later, the help says how
+        if action.option_strings and action.default not in (None, argparse.SUPPRESS):
+            default = "off" if action.default is False else "none" if action.default == [] else "%(default)s"
+            action.help = f"{action.help or ''} (default: {default})".strip()
+    serve.set_defaults(run=_serve, parser=serve)
 
 
 # Each command is imported when it is chosen: `--help` and a wrong argument wait for nothing.

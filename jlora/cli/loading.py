@@ -3,16 +3,18 @@
 import contextlib
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jlora.cli.text import shown, size
+from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jlora.adapters import AdapterShapes
     from jlora.models import Decoder
 
 # The largest that are in use have about 35 MB.
@@ -35,6 +37,41 @@ def load_model(folder: Path, dtype: str, mesh: "Mesh | None" = None) -> "Decoder
 
     with progress(what):
         return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=percent)
+
+
+def check_adapters(requests: Sequence[LoRARequest], skeleton: "Decoder", config: LoRAConfig) -> None:
+    """Check configurations and shapes of adapters against a model; no tensor is read, of them or of the model.
+
+    Args:
+      requests: which adapters; those of the hub are downloaded.
+      skeleton: the model, whose parameters may be shapes alone.
+      config: of its slots.
+
+    Raises:
+      LoRAError: what loading the first that does not fit would raise.
+    """
+    from jlora.adapters import Adapter
+    from jlora.layers.wrap import survey
+    from jlora.manager.fit import check_base_shapes, describe, place
+    from jlora.manager.names import SiteIndex
+
+    if not requests:
+        return
+    index = SiteIndex(survey(skeleton, config), ())
+    for request in requests:
+        where = describe(request.name, request.path)
+
+        def check(shapes: "AdapterShapes", where: str = where) -> None:
+            place(where, shapes.modules, index)
+            check_base_shapes(where, shapes.base_weights, index)
+            raise _Fits
+
+        with contextlib.suppress(_Fits):
+            Adapter.from_pretrained(request.path, name=request.name, check=check)
+
+
+class _Fits(Exception):
+    """Ends the reading of an adapter before its tensors."""
 
 
 def load_tokenizer(file: Path) -> Any:

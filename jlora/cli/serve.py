@@ -9,20 +9,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import load_model, load_tokenizer
-from jlora.cli.text import one_line, shown
+from jlora.cli.loading import check_adapters, load_model, load_tokenizer
+from jlora.cli.text import error_lines, one_line, shown
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 
 if TYPE_CHECKING:
     import jax
 
+    from jlora.cli.budget import Budget
     from jlora.models.config import DecoderConfig
     from jlora.serve.engine import Engine
     from jlora.serve.lookups import Resolve
@@ -43,7 +44,7 @@ def _serve(args: argparse.Namespace) -> int:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
     import jax
 
-    from jlora.cli.budget import budget, stored_dtype
+    from jlora.cli.budget import budget, skeleton, stored_dtype
     from jlora.models.config import read_config
     from jlora.serve.http.lora import Adapters, Places
     from jlora.serve.http.server import address, listen, serve
@@ -54,7 +55,7 @@ def _serve(args: argparse.Namespace) -> int:
     modules = [_module(text) for text in args.lora_modules]
     folder = Path(args.model).expanduser()
     names = tuple(args.served_model_name or [args.model])
-    _check_names(modules, names)
+    _check_names(modules, names, args.model)
     root = None if args.lora_root is None else Path(args.lora_root).expanduser()
     if root is not None and not root.is_dir():
         raise LoRAUsageError(f"--lora-root {root} is not a folder")
@@ -67,7 +68,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = read_config(folder / "config.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
-    mesh = _mesh(args, config)
+    shards, axis = _shards(args, config)
     dtype = args.dtype
     if dtype == "auto":  # a CPU has no arithmetic of 16 bits
         dtype = "float32" if jax.default_backend() == "cpu" else stored_dtype(folder)
@@ -84,26 +85,34 @@ def _serve(args: argparse.Namespace) -> int:
         fully_sharded=args.fully_sharded_loras,
         bitwise_base=args.bitwise_base,
     )
-    plan = budget(
-        config,
-        lora,
-        dtype=dtype,
-        mesh=mesh,
-        sequences=args.max_num_seqs,
-        max_model_len=max_model_len,
-        batched_tokens=args.max_num_batched_tokens,
-        share=args.gpu_memory_utilization,
-    )
+
+    def plan_over(shards: int) -> "Budget":
+        return budget(
+            config,
+            lora,
+            dtype=dtype,
+            mesh=_mesh(shards, axis),
+            sequences=args.max_num_seqs,
+            max_model_len=max_model_len,
+            batched_tokens=args.max_num_batched_tokens,
+            share=args.gpu_memory_utilization,
+        )
+
+    plan = _plan(plan_over, shards)
     plan.check()
+    mesh = _mesh(shards, axis)
+    if args.lora_state is not None and jax.process_count() > 1:
+        raise LoRAUsageError("--lora-state: a model over several processes is not saved yet")
+    state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
+
+    if state is None or not state.saved:  # else what was saved stands, whatever has become of the folders since
+        check_adapters([module for module, _ in modules], skeleton(config, dtype, mesh), lora)
+
     first = jax.process_index() == 0
     try:
         bound = listen(args.host, args.port) if first else None  # before minutes of loading, for it may be taken
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
-
-    if args.lora_state is not None and jax.process_count() > 1:
-        raise LoRAUsageError("--lora-state: a model over several processes is not saved yet")
-    state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
     _log_to_stderr()
     from jlora.manager.manager import LoRAManager
@@ -125,11 +134,11 @@ def _serve(args: argparse.Namespace) -> int:
     engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
     adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names, state)
     adapters.adopt()
-    for request in modules:
+    for request, base in modules:
         if request.name in known:  # what came after the flag stands, and be it that it was unloaded
             logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
         else:
-            adapters.load(request, request.path, None)
+            adapters.load(request, request.path, None, parent=base if base in names else None)
     if bound is None:
         return _follow(engine)
     service = Service(
@@ -178,7 +187,7 @@ def _among_others(args: argparse.Namespace) -> Generator[None, None, None]:
         yield
     except BaseException as error:
         if isinstance(error, LoRAError | OSError):
-            print(f"jlora: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"jlora: error: {error_lines(error)}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
         os._exit(1)
@@ -224,8 +233,9 @@ def _resolver(given: list[str], root: Path | None, repos: list[str]) -> "Resolve
     return in_order(found) if found else None
 
 
-def _module(text: str) -> LoRARequest:
-    """One of `--lora-modules`: NAME=PATH, or vLLM's JSON {"name", "path", "base_model_name"}."""
+def _module(text: str) -> tuple[LoRARequest, str | None]:
+    """One of `--lora-modules`: NAME=PATH, or vLLM's JSON {"name", "path", "base_model_name"}; and that base model."""
+    base: Any = None
     if text.startswith("{"):
         try:
             found: Any = json.loads(text)
@@ -234,21 +244,28 @@ def _module(text: str) -> LoRARequest:
         unknown = sorted(found.keys() - {"name", "path", "base_model_name"})
         if unknown:
             raise LoRAUsageError(f"--lora-modules {text!r:.200}: {unknown[0]!r} is not a field of an adapter")
-        name, path = found.get("name"), found.get("path")
+        name, path, base = found.get("name"), found.get("path"), found.get("base_model_name")
     else:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise LoRAUsageError(f'expected --lora-modules NAME=PATH or {{"name": ..., "path": ...}}, got {text!r:.200}')
     if shown(name) != name:
         raise LoRAUsageError(f"--lora-modules: the name {name!r:.200} has characters that do not print")
-    return LoRARequest(name, path)
+    if base is not None and not isinstance(base, str):
+        raise LoRAUsageError(f"--lora-modules {text!r:.200}: base_model_name must be a string")
+    return LoRARequest(name, path), base or None
 
 
-def _check_names(modules: list[LoRARequest], names: tuple[str, ...]) -> None:
+def _check_names(modules: list[tuple[LoRARequest, str | None]], names: tuple[str, ...], model: str) -> None:
     seen = set(names)
     if len(seen) != len(names):
         raise LoRAUsageError("--served-model-name: the same name is given twice")
-    for request in modules:
+    for request, base in modules:
+        if base not in (None, model, *names):
+            raise LoRAUsageError(
+                f"--lora-modules: {request.name!r} has base_model_name {base!r:.200}, and the model that is served is "
+                + " or ".join(map(repr, names))
+            )
         if request.name in seen:
             raise LoRAUsageError(f"--lora-modules: {request.name!r} is given twice, or is a name of the base model")
         seen.add(request.name)
@@ -264,20 +281,46 @@ def _keys(given: list[str] | None, variable: str) -> list[str]:
     return given
 
 
-def _mesh(args: argparse.Namespace, config: "DecoderConfig") -> "jax.sharding.Mesh | None":
+def _shards(args: argparse.Namespace, config: "DecoderConfig") -> tuple[int, str]:
+    """Over how many devices the model is split, and the axis of a mesh that they are."""
     import jax
 
-    devices, several = jax.devices(), jax.process_count() > 1
-    count: int = args.tensor_parallel_size or (len(devices) if several else 1)
+    devices, several = len(jax.devices()), jax.process_count() > 1
+    count: int = args.tensor_parallel_size or (devices if several else 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
-    if count == 1 and not several:
-        return None
-    if count > len(devices) or (several and count != len(devices)):
+    if count > devices or (several and count != devices):
         whose = f"in {jax.process_count()} processes, and all are used" if several else "in all"
-        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {len(devices)} devices {whose}")
-    axis = "expert" if args.enable_expert_parallel else "tensor"
-    return jax.make_mesh((count,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:count])
+        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices {whose}")
+    return count, "expert" if args.enable_expert_parallel else "tensor"
+
+
+def _mesh(shards: int, axis: str) -> "jax.sharding.Mesh | None":
+    import jax
+
+    if shards == 1 and jax.process_count() == 1:
+        return None
+    return jax.make_mesh((shards,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards])
+
+
+def _plan(plan_over: "Callable[[int], Budget]", shards: int) -> "Budget":
+    """`plan_over(shards)`. Raises `LoRAUsageError`, with the numbers that can be served, where this one cannot."""
+    import jax
+
+    try:
+        return plan_over(shards)
+    except LoRAError as error:
+        others: list[str] = []
+        for count in range(1, len(jax.devices()) + 1):
+            with suppress(LoRAError):
+                plan_over(count)
+                others.append(str(count))
+        if not others:
+            raise
+        raise LoRAUsageError(
+            f"--tensor-parallel-size {shards}: {error}; on this machine the model can be served over "
+            f"{', '.join(others)}"
+        ) from None
 
 
 class _Formatter(logging.Formatter):
@@ -290,7 +333,13 @@ class _Formatter(logging.Formatter):
         return "\n".join([shown(first), *(f"    {shown(line)}" for line in rest)])
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that tokamax has no tuned tiles for a shape: it has rules for these, and a server can do nothing about it."""
+    return not record.getMessage().startswith("Autotuning cache miss")
+
+
 def _log_to_stderr() -> None:
+    logging.getLogger("absl").addFilter(_is_news)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
     for name in ("jlora", "uvicorn"):

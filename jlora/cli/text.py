@@ -23,6 +23,13 @@ def one_line(error: object) -> str:
     return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 4] + " ..."
 
 
+def error_lines(error: object) -> str:
+    """An error's message, cut as `one_line` does; its lines stay lines, and those after the first are indented."""
+    lines = [shown(" ".join(line.split())) for line in str(error).split("\n") if line.strip()]
+    text = "\n  ".join(lines) or type(error).__name__
+    return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 4] + " ..."
+
+
 def size(count: int) -> str:
     """Bytes for people."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):

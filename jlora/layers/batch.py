@@ -32,6 +32,10 @@ _COPY = (
     "what was there. The manager writes the model that it was given, and nothing else: call that one, or make the copy "
     "anew after prepare"
 )
+_JOINED = (
+    "a LoRABatch of {sequences} sequences holds {rows} slots: batches that were put together (jax.tree.map with "
+    "concatenate, stack or repeat) hold the lease of one of them. Prepare one batch of all sequences"
+)
 _ABSENT = (
     "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
     "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
@@ -204,7 +208,8 @@ class LoRABatch:
 
     Also a context manager: the adapters that it names stay in their slots until it closes. Copies (`jax.device_put`,
     `jax.tree.map`, `copy.copy`) hold the same lease: closing one closes all. What comes out of a traced function raises
-    when it is used.
+    when it is used, and so does a batch with more rows than were prepared. Not supported: a batch whose rows are taken
+    from several, by `jnp.where` say; it holds the lease of one of them.
 
     Attributes:
       slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
@@ -269,6 +274,8 @@ class LoRABatch:
             raise LoRAError(_TRACED)
         if not isinstance(self.slots, jax.core.Tracer) and (self.lease is None or self.lease.closed):
             raise LoRAError(_CLOSED)
+        if self.slots.size > self.layout.num_sequences:
+            raise LoRAError(_JOINED.format(sequences=self.layout.num_sequences, rows=self.slots.size))
 
     def __enter__(self) -> "LoRABatch":
         return self
@@ -342,7 +349,7 @@ def check_copy(
 
 
 def _missed(stamps: Array, slots: Array, needed: Array) -> Array:
-    return (stamps.at[slots].get(mode="clip") < needed).any()
+    return ((needed > 0) & (stamps.at[slots].get(mode="clip") != needed)).any()
 
 
 def make_batch(

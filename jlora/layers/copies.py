@@ -61,24 +61,24 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
 
 
 def cast_to_float32(model: nnx.Module) -> None:
-    """Bring a copy's half-precision variables, and the dtypes that its modules compute in, to float32."""
+    """Bring a copy's variables of less than 32 bits, and the dtypes that its modules compute in, to float32."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_value(jax.tree.map(in_float32, node.get_value()))
     for _, module in (("", model), *walk(model)):
         for name, value in vars(module).items():
-            if name in ("dtype", "param_dtype") and _is_half(value):
+            if name in ("dtype", "param_dtype") and _is_short(value):
                 vars(module)[name] = jnp.float32
 
 
 def in_float32(value: Any) -> Any:
-    """The value, in float32 if it is an array of half precision."""
-    return value.astype(jnp.float32) if hasattr(value, "dtype") and _is_half(value.dtype) else value
+    """The value, in float32 if it is an array of floats of less than 32 bits."""
+    return value.astype(jnp.float32) if hasattr(value, "dtype") and _is_short(value.dtype) else value
 
 
-def _is_half(dtype: Any) -> bool:
+def _is_short(dtype: Any) -> bool:
     try:
-        return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     except TypeError:
         return False
 

@@ -1,16 +1,16 @@
 """Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from flax import nnx
 
 from jlora._typing import is_list_or_tuple, is_mapping
-from jlora.errors import LoRAUsageError
+from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
 from jlora.layers.experts import describe_grouped, has_grouped_products
-from jlora.layers.linen import LinenDense, LinenEmbed, describe_dense
+from jlora.layers.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
 from jlora.layers.linen import describe_embed as describe_linen_embed
 from jlora.layers.specs import (
     Describe,
@@ -33,6 +33,8 @@ _describe: dict[type[nnx.Module], Describe] = {
     LinenEmbed: describe_linen_embed,
 }
 _BIASES = ("bias", "b")
+_NO_WEIGHTS = (nnx.Cache, nnx.BatchStat, nnx.Intermediate, nnx.RngState)
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
 
 def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
@@ -65,20 +67,33 @@ class Found:
       spec: what it computes, or why it cannot serve LoRA.
       inferred: set where the spec is a guess.
       reasons: method of an embedding -> why that method serves no LoRA.
+      excluded: whether the configuration leaves it out; then `spec` says so, and nothing else of it was read.
     """
 
     module: nnx.Module
     aliases: tuple[str, ...]
     spec: Spec | str
-    inferred: Inferred | None
-    reasons: Mapping[str, str]
+    inferred: Inferred | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    excluded: bool = False
+
+    @property
+    def candidate(self) -> bool:
+        """Whether LoRA could be expected here: a layer of a known class, or a module with a matrix of its own."""
+        if isinstance(self.module, _NORMS):
+            return False
+        return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
-def discover(model: nnx.Module) -> list[Found]:
+def discover(model: nnx.Module, excluded: Callable[[nnx.Module, tuple[str, ...]], str | None]) -> list[Found]:
     """Every module below `model`, in path order, a shared one once.
 
+    Args:
+      model: any `nnx.Module`.
+      excluded: (module, aliases) -> why the configuration leaves the module out, or None. Such a module is not read.
+
     Raises:
-      LoRAUsageError: the model is itself a layer, so it has no path; a registered spec that its layer contradicts.
+      LoRAUsageError: the model is itself a layer, so it has no path.
     """
     if type(model) in _describe or isinstance(model, nnx.Embed):
         raise LoRAUsageError(
@@ -89,7 +104,12 @@ def discover(model: nnx.Module) -> list[Found]:
     for path, module in walk(model):
         modules[id(module)] = module
         aliases.setdefault(id(module), []).append(path)
-    return [_found(modules[key], tuple(paths)) for key, paths in aliases.items()]
+    found: list[Found] = []
+    for key, paths in aliases.items():
+        module, names = modules[key], tuple(paths)
+        reason = excluded(module, names)
+        found.append(_found(module, names) if reason is None else Found(module, names, reason, excluded=True))
+    return found
 
 
 def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -116,8 +136,18 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
 
 
 def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
-    cls = type(module)
-    base: type[nnx.Module] | None = next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
+    """A module with its spec. Whatever is wrong with one module becomes its reason: the others are served."""
+    try:
+        return _described(module, aliases)
+    except LoRAError as error:
+        return Found(module, aliases, str(error))
+    except Exception as error:  # a layer class may be written in any way
+        return Found(module, aliases, f"{type(module).__name__} cannot be described: {error!r}")
+
+
+def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+    """A module with its spec. Raises LoRAError where a spec does not fit it, and whatever its class raises."""
+    cls, base = type(module), _base_of(type(module))
     reasons: dict[str, str] = {}
     inferred = None
     if base is None and has_grouped_products(module):
@@ -132,27 +162,33 @@ def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
         spec = _guess(module, base)
         inferred = Inferred(f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one")
     if isinstance(spec, EmbedSpec):
-        inferred, (spec, reasons) = None, _kept_methods(spec, cls, base or cls, aliases[0])
+        inferred, (spec, reasons) = None, _kept_methods(spec, cls, base or cls)
     if isinstance(spec, ExpertsSpec):
         for name, product in spec.products.items():
             if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
                 raise LoRAUsageError(
-                    f"{aliases[0]}: {cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what "
-                    "it computes; register the class itself with an ExpertsSpec"
+                    f"{cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what it computes; "
+                    "register the class itself with an ExpertsSpec"
                 )
             if problem := _contradiction(module, product, spec.experts) or _unsliced(name, product, spec):
-                raise LoRAUsageError(f"{aliases[0]} ({cls.__name__}): {name}: {problem}")
+                raise LoRAUsageError(f"{name}: {problem}")
     elif isinstance(spec, LinearSpec | EmbedSpec):
-        problem = _contradiction(module, spec)
-        if problem and inferred is None:
-            raise LoRAUsageError(f"{aliases[0]} ({cls.__name__}): {problem}")
-        spec = problem or spec
+        spec = _contradiction(module, spec) or spec
     elif not isinstance(spec, str):
         raise LoRAUsageError(
-            f"{aliases[0]} ({cls.__name__}): describe must return a LinearSpec, an EmbedSpec, an ExpertsSpec "
-            f"or a string that says why not, got {type(spec).__name__}"
+            f"describe of {cls.__name__} must return a LinearSpec, an EmbedSpec, an ExpertsSpec or a string that says "
+            f"why not, got {type(spec).__name__}"
         )
     return Found(module, aliases, spec, inferred if isinstance(spec, LinearSpec) else None, reasons)
+
+
+def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
+    """The class whose description holds for `cls`: itself or the nearest ancestor that is registered."""
+    return next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
+
+
+def _is_bridged(module: nnx.Module) -> bool:
+    return isinstance(module, nnx.bridge.ToNNX)
 
 
 def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
@@ -169,15 +205,17 @@ def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
 def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     """The spec of a module with one equation and one parameter beside a bias, or why it has none."""
     name = type(module).__name__
-    if isinstance(module, nnx.bridge.ToNNX):
+    if _is_bridged(module):
         return "it is a Linen module: hold it in a jlora.LinenModule instead"
+    if isinstance(module, LinenNode):
+        return "jlora.LinenModule serves the nn.Dense and nn.Embed of a Linen model, and this is another module of it"
     equations = {value for value in vars(module).values() if is_equation(value)}
     own: dict[str, Any] = vars(module)
     params: dict[str, nnx.Param[Any]] = {
         key: value for key, value in own.items() if isinstance(value, nnx.Param) and key not in _BIASES
     }
     if len(equations) != 1 or len(params) != 1:
-        return f"{name} is not a linear or embedding layer that jlora knows (jlora.register_layer)"
+        return f"{name} is not a linear or embedding layer that jlora knows{_how_to_register(module)}"
     equation, (param, kernel) = equations.pop(), *params.items()
     axes = einsum_axes(equation)
     if isinstance(axes, str):
@@ -189,7 +227,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     return einsum_spec(equation, shape, param)
 
 
-def _kept_methods(spec: EmbedSpec, cls: type, base: type, path: str) -> tuple[Spec | str, dict[str, str]]:
+def _kept_methods(spec: EmbedSpec, cls: type, base: type) -> tuple[Spec | str, dict[str, str]]:
     """The spec without the methods that a subclass of the registered class overrides."""
     reasons: dict[str, str] = {}
     for role in ("lookup", "attend"):
@@ -197,7 +235,7 @@ def _kept_methods(spec: EmbedSpec, cls: type, base: type, path: str) -> tuple[Sp
         if name is None:
             continue
         if not callable(getattr(cls, name, None)):
-            raise LoRAUsageError(f"{path}: EmbedSpec.{role} is {name!r}, and {cls.__name__} has no such method")
+            raise LoRAUsageError(f"EmbedSpec.{role} is {name!r}, and {cls.__name__} has no such method")
         if getattr(cls, name) is not getattr(base, name):
             reasons[role] = (
                 f"{cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what it computes "
@@ -219,7 +257,15 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     """What the parameter of a layer says against its spec. With `experts`, it has an axis of them first."""
     param: nnx.Variable[Any] | None = vars(module).get(spec.param)
     if not isinstance(param, nnx.Variable):
-        return f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(_variables(module))}"
+        if param is not None:
+            return (
+                f"its parameter {spec.param!r} is a {type(param).__name__} and no nnx.Variable; if it is quantised, "
+                "make the LoRAManager first and quantise the model that it has wrapped"
+            )
+        held = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+        return (
+            f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(held)}{_how_to_register(module)}"
+        )
     shape: tuple[int, ...] = tuple(param.get_value().shape)
     dtype = param.get_value().dtype
     axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
@@ -243,8 +289,37 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     return None
 
 
-def _variables(module: nnx.Module) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the module's own weights of two axes or more."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Variable) and not isinstance(value, _NO_WEIGHTS):
+            shape = getattr(cast("object", value.get_value()), "shape", ())
+            if is_list_or_tuple(shape) and len(shape) >= 2:
+                found[name] = tuple(shape)
+    return found
+
+
+def _how_to_register(module: nnx.Module) -> str:
+    """The line that says what the class of a module computes, as far as its parameters show it; "" for no matrix."""
+    cls, matrices = type(module), _matrices(module)
+    if not matrices or cls.__module__.startswith("flax."):
+        return ""
+    (name, shape), several = next(iter(matrices.items())), len(matrices) > 1
+    equation = next((key for key, value in vars(module).items() if is_equation(value)), None)
+    if several and all(len(shape) > 2 for shape in matrices.values()):
+        return f"; if {', '.join(matrices)} are of experts, register {cls.__name__} with a jlora.ExpertsSpec"
+    if several:
+        return f"; it holds {', '.join(matrices)}: make each of them a layer of its own"
+    if isinstance(module, nnx.Embed) or "embed" in cls.__name__.lower():
+        spec = f'jlora.EmbedSpec(*layer.{name}.shape, param="{name}")'
+    elif equation is not None:
+        spec = f'jlora.einsum_spec(layer.{equation}, layer.{name}.shape, param="{name}")'
+    elif len(shape) == 2:
+        spec = f'jlora.LinearSpec(*layer.{name}.shape, param="{name}")'
+    else:
+        spec = f'jlora.einsum_spec("<its equation>", layer.{name}.shape, param="{name}")'
+    return f"; say what it computes: jlora.register_layer({cls.__name__}, lambda layer: {spec})"
 
 
 def _product(sizes: Iterator[int]) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jlora._typing import DType
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.specs import LinearSpec, Restore
 
@@ -106,6 +107,7 @@ def einsum_spec(
     *,
     in_index: Sequence[int] | np.ndarray | None = None,
     out_index: Sequence[int] | np.ndarray | None = None,
+    dtype: DType | None = None,
 ) -> LinearSpec:
     """The spec of a layer that computes `einsum(equation, x, kernel)`.
 
@@ -116,6 +118,7 @@ def einsum_spec(
       param: name of the kernel attribute.
       in_index, out_index: as in `LinearSpec`: positions in the flattened in and out axes (in the kernel's order) that
         are a checkpoint's, where heads are padded or shards interleaved.
+      dtype: of the slots, as in `LinearSpec`.
 
     Raises:
       LoRAUsageError: the equation is not a linear layer, or has another number of axes than `shape`.
@@ -137,6 +140,7 @@ def einsum_spec(
         rows=EinsumRows(equation),
         in_index=in_index,
         out_index=out_index,
+        dtype=dtype,
     )
 
 

@@ -17,7 +17,7 @@ from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.scope import enter_site
 from jlora.layers.sharded import Held, add_lookup
 from jlora.layers.site import Site
-from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.specs import EmbedSpec
 from jlora.pallas.api import expand
 from jlora.pallas.plan import Plan
 
@@ -57,7 +57,8 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
         scope = enter_site(site, vars(self)["jlora_tracking"])
         if scope is None:
             return y
-        head: LinearSpec = vars(self)["jlora_spec"].head
+        spec: EmbedSpec = vars(self)["jlora_spec"]
+        head = spec.head
         query = jnp.asarray(first_input(parameters, args, kwargs)[0])
         outputs = head.out_features // parts_of(site)[1]
         if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], outputs):
@@ -65,6 +66,8 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
                 f"{site.path}: {cls.__name__}.{name} must return [..., {outputs}] for {list(query.shape)}, "
                 f"as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
             )
+        if spec.attend_scale != 1:
+            query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, where it becomes the slots' dtype
         return add_delta(self, site, scope, y, query, head)
 
     return attend

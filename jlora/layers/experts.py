@@ -90,7 +90,7 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
     `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows), and in a shard of a mesh
     `rows.origin`, which of the batch's tokens each of those is that the shard has; and `gated` and `interleaved`,
     which say whether "gate_up" holds gate and up, and whether their columns alternate; and `gathers`, the methods that
-    take all tokens [T, K] and pick out `rows.token` themselves.
+    take all tokens [T, K] and pick out `rows.token` themselves; and `alternating`, as an `ExpertsSpec` has it.
     """
     grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
     gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)
@@ -102,8 +102,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
         blocks = own_attribute(layer, "output_blocks") if name == "gate_up" else None
         products[name] = LinearSpec(k, n, param=param, out_index=alternate, out_blocks=blocks)
     names = {} if gated else {"gate_up": EXPERT_NAMES["up"]}
-    gathers = own_attribute(layer, "gathers", ())
-    return ExpertsSpec(experts, products, rows=_grouped_rows, names=names, gathers=gathers)
+    gathers, alternating = own_attribute(layer, "gathers", ()), own_attribute(layer, "alternating", ())
+    return ExpertsSpec(experts, products, rows=_grouped_rows, names=names, gathers=gathers, alternating=alternating)
 
 
 def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:

@@ -12,12 +12,12 @@ MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
 
 @dataclass(frozen=True)
 class Pieces:
-    """The columns of a shard, by output slice.
+    """The columns of a shard, by output slice. Padding counts to the slice beside it: it cuts no piece in two.
 
     Attributes:
       sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
       size: else, of pieces that are of one slice each.
-      table: for each shard the slices of its pieces; the number of slices for padding.
+      table: for each shard the slices of its pieces.
     """
 
     sizes: tuple[int, ...] | None
@@ -29,11 +29,11 @@ class Pieces:
 def pieces_of(held: SlotSpec) -> Pieces:
     sharding = held.sharding
     assert sharding is not None
-    slices = np.full(held.stored_out, held.slices, np.int64)
+    slices = np.full(held.stored_out, -1, np.int64)
     of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
     for features, stored in held.out_runs:
         slices[stored] = of_feature[features]
-    shards = slices.reshape(sharding.size(sharding.b[2]), -1)
+    shards = _filled(slices.reshape(sharding.size(sharding.b[2]), -1))
     if (shards == shards[0]).all():
         starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
         if np.array_equal(shards[0][starts], np.arange(held.slices)):
@@ -44,6 +44,15 @@ def pieces_of(held: SlotSpec) -> Pieces:
     return Pieces(None, size, tuple(tuple(row[::size].tolist()) for row in shards))
 
 
+def _filled(shards: np.ndarray) -> np.ndarray:
+    """Slices with padding, -1, as the slice before it in its shard, else the one after it, else slice 0."""
+    real = shards >= 0
+    columns = np.arange(int(shards.shape[1]), dtype=np.int64)
+    before = np.maximum.accumulate(np.where(real, columns, np.int64(-1)), axis=1)
+    first = real.argmax(axis=1)[:, None]
+    return np.maximum(np.take_along_axis(shards, np.where(before < 0, first, before), axis=1), 0)
+
+
 def too_many_pieces(held: SlotSpec) -> str | None:
     """Why the output slices of a layer cannot be served as its columns are split, or None."""
     pieces = pieces_of(held)
@@ -51,6 +60,6 @@ def too_many_pieces(held: SlotSpec) -> str | None:
         return None
     return (
         f"its outputs, slices of {held.out_sizes}, are split so that a shard's columns are {len(pieces.table[0])} "
-        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or say with out_index "
-        "or out_blocks how each shard has a part of every slice"
+        f"pieces of {pieces.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or order its columns "
+        "so that each shard has a part of every slice, and say so by out_blocks"
     )

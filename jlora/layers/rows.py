@@ -1,18 +1,17 @@
 """Which sequence each row of a layer is. Declared by the batch, or by a `RowMap`; never guessed from divisibility."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
 from jlora._compat import trace_state_clean
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.context import Opened, around, opening
 
 _STALE = (
     "{path}: this RowMap was opened outside `jax.jit` and is read inside it: it would be baked into the compiled "
@@ -110,16 +109,19 @@ class RowMap:
         return length
 
 
-@dataclass(frozen=True)
-class _Opened:
-    row_map: RowMap
-    traced: bool  # while something was traced
+class _OpenRows(Opened):
+    """An open row map.
 
+    Attributes:
+      row_map: None for the rows of the batch.
+      traced: whether something was traced when it was opened.
+    """
 
-_current: contextvars.ContextVar[_Opened | None] = contextvars.ContextVar("jlora_rows", default=None)
-
-# A function traced inside one RowMap must not be reused inside another, or outside.
-_trace_key = jax.make_user_context(None)
+    def __init__(self, row_map: RowMap | None):
+        self.row_map = row_map
+        self.traced = not trace_state_clean()
+        # Eager calls may share what JAX has compiled, as in `jlora.use`.
+        super().__init__("jlora.rows", "batch" if row_map is None else row_map.trace_key if self.traced else "eager")
 
 
 @contextlib.contextmanager
@@ -137,21 +139,14 @@ def rows(row_map: RowMap | None) -> Generator[None, None, None]:
     """
     if row_map is not None and not isinstance(row_map, RowMap):
         raise LoRAUsageError(f"jlora.rows takes a RowMap or None, got {type(row_map).__name__}")
-    traced = not trace_state_clean()
-    token = _current.set(None if row_map is None else _Opened(row_map, traced))
-    # Eager calls may share what JAX has compiled, as in `jlora.use`.
-    key = None if row_map is None else row_map.trace_key if traced else "eager"
-    try:
-        with _trace_key(key):
-            yield
-    finally:
-        _current.reset(token)
+    with opening(_OpenRows(row_map)):
+        yield
 
 
 def current_rows(path: str, staged: Callable[[], bool]) -> RowMap | None:
     """The open map. Raises `LoRAError` where the code that asks is `staged` and the map was opened outside."""
-    opened = _current.get()
-    if opened is None:
+    opened = next((each for each in around() if isinstance(each, _OpenRows)), None)
+    if opened is None or opened.row_map is None:
         return None
     if not opened.traced and staged():
         raise LoRAError(_STALE.format(path=path))

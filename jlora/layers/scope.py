@@ -1,7 +1,6 @@
 """`with jlora.use(batch)`: which adapter every row of the traced forward takes."""
 
 import contextlib
-import contextvars
 import functools
 import math
 from collections.abc import Generator
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
+from jlora.layers.context import Opened, around, opening
 from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.mesh import check_mesh, here
 from jlora.layers.rows import RowMap, current_rows
@@ -35,7 +35,12 @@ _OUTSIDE = (
 _STALE = (
     "this batch was opened outside `jax.jit` and is read inside it: it would be baked into the compiled function as a "
     "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
-    "inside forward."
+    "inside forward. `lax.scan`, `nnx.scan`, `jax.checkpoint` and `jax.eval_shape` trace what they are given as "
+    "`jax.jit` does: call them inside a function that is jitted, and open the batch there."
+)
+_EAGER = (
+    "{what} was opened inside {outer}, which was opened outside `jax.jit` and is still open: layers would serve "
+    "whichever was opened last. Close that first; a generator must not yield inside it"
 )
 _STALE_SLOTS = (
     "{path}: the model is read inside `jax.jit` without being an argument of it: its slots would be baked into the "
@@ -44,11 +49,23 @@ _STALE_SLOTS = (
 )
 
 
-class _Scope:
-    """One open `use`: the batch, the plans made so far, and the sites called so far."""
+class Scope(Opened):
+    """One open `use`: the batch, the plans made so far, and the sites called so far.
+
+    Attributes:
+      batch: None for the base model.
+      eager: whether it was opened outside whatever JAX traces.
+    """
 
     def __init__(self, batch: LoRABatch | None):
         self.batch = batch
+        if batch is None:
+            self.eager = not staged()
+            super().__init__("jlora.use(None)", "base")
+        else:
+            # A concrete batch is never read by a jitted function, so eager calls may share what JAX has compiled.
+            self.eager = not isinstance(batch.slots, jax.core.Tracer)
+            super().__init__("jlora.use(batch)", "eager" if self.eager else object())
         self.called: set[Site] = set()
         self.unserved: dict[Site, str] = {}  # called with rows that fit no layout
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
@@ -265,12 +282,6 @@ class _Scope:
         )
 
 
-_current: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jlora_scope", default=None)
-
-# Functions traced inside a scope close over its batch, so JAX must not reuse their traces in another scope.
-_trace_key = jax.make_user_context(None)
-
-
 def _is_tracer(value: object) -> TypeGuard[Any]:
     return isinstance(value, jax.core.Tracer)
 
@@ -325,15 +336,10 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, No
             )
         check_batch(batch)
         _check_fresh(batch)
-    scope = _Scope(batch)
-    token = _current.set(scope)
-    # A concrete batch is never read by a jitted function, so eager calls may share what JAX has compiled.
-    key = "base" if batch is None else object() if isinstance(batch.slots, jax.core.Tracer) else "eager"
-    try:
-        with _trace_key(key):
-            yield
-    finally:
-        _current.reset(token)
+    scope = Scope(batch)
+    _check_eager(scope)
+    with opening(scope):
+        yield
     if batch is not None:
         coverage, unserved = batch.layout.coverage, scope.unserved
         if not partial:
@@ -344,9 +350,23 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, No
         batch.layout.trace.left_out |= unserved.keys()
 
 
-def enter_site(site: Site, coverage: Coverage) -> _Scope | None:
+def _check_eager(scope: Scope) -> None:
+    """Raises `LoRAError` where an eager scope that is open could be confused with this one."""
+    for outer in around():
+        if not isinstance(outer, Scope) or not outer.eager:
+            continue
+        alike = outer.batch is None or scope.batch is None
+        if not alike and scope.eager:
+            assert outer.batch is not None
+            assert scope.batch is not None
+            alike = outer.batch.layout.coverage is scope.batch.layout.coverage
+        if alike:
+            raise LoRAError(_EAGER.format(what=scope.what, outer=outer.what))
+
+
+def enter_site(site: Site, coverage: Coverage) -> Scope | None:
     """Called by a wrapped layer: the open scope, or None for the base model. Raises outside any scope."""
-    scope = _current.get()
+    scope = next((each for each in around() if isinstance(each, Scope)), None)
     if scope is None:
         raise LoRAError(_OUTSIDE.format(path=site.path))
     if scope.batch is None:
@@ -354,5 +374,6 @@ def enter_site(site: Site, coverage: Coverage) -> _Scope | None:
     if scope.batch.layout.coverage is not coverage:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
+    scope.batch.check_usable()  # it may have been closed in its own scope
     scope.called.update((site, *site.shared))
     return scope

@@ -18,35 +18,55 @@ _POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel|type|segment)(_|$)|position|relati
 
 
 class Selection:
-    """`target_modules` and `exclude_modules` of a config, and which of their names matched something."""
+    """`target_modules`, `exclude_modules` and `max_lora_rank` of a config, and which of their names match something."""
 
     def __init__(self, config: LoRAConfig):
         self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
         self._ranks = config.max_lora_rank
         self._matched: set[str] = set()
+        self._refused: dict[str, str] = {}  # target -> why a layer that it names cannot be wrapped
         self._known: list[str] = []
 
     def why_not(self, names: Sequence[str]) -> str | None:
         """None if the layer of these names is to be wrapped, else the reason."""
         self._known += names
-        if excluded := self.exclusions(names):
-            self.hits(names)
-            return f"it is among the configured exclude_modules ({', '.join(excluded)})"
-        if self.targets is not None and not self.hits(names):
+        self.max_rank(names)
+        if (reason := self.exclusion(names)) is not None:
+            self.leave_out(names)
+            return reason
+        if self.targets is not None and not self._hits(names):
             return "it is not among the configured target_modules"
         return None
 
-    def hits(self, names: Iterable[str]) -> list[str]:
-        """The targets that name this layer, by a full path or a suffix that starts at a dot."""
-        hits = [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
-        self._matched.update(hits)
-        return hits
+    def exclusion(self, names: Sequence[str]) -> str | None:
+        """Why the layer of these names is left out, whatever it is; None if no exclusion names it."""
+        if excluded := self._exclusions(names):
+            return f"it is among the configured exclude_modules ({', '.join(excluded)})"
+        return None
 
-    def exclusions(self, names: Sequence[str]) -> list[str]:
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Take note of every configured name that means a layer which is left out."""
+        self._matched.update(self._exclusions(names))
+        self._matched.update(self._hits(names))
+        self.max_rank(names)
+
+    def serve(self, names: Iterable[str]) -> None:
+        """Take note of the targets that mean a layer which is wrapped."""
+        self._matched.update(self._hits(names))
+
+    def refuse(self, names: Sequence[str], what: str, reason: str) -> None:
+        """Take note of the names that mean a layer which cannot be wrapped; `what` says which it is."""
+        self.max_rank(names)
+        for target in self._hits(names):
+            self._refused.setdefault(target, f"match {what}, but {reason}")
+
+    def _exclusions(self, names: Sequence[str]) -> list[str]:
         """The exclusions that name this layer, or a module that it is in."""
-        hits = [e for e in self.excluded if any(f".{e}." in f".{name}." for name in names)]
-        self._matched.update(hits)
-        return hits
+        return [e for e in self.excluded if any(f".{e}." in f".{name}." for name in names)]
+
+    def _hits(self, names: Iterable[str]) -> list[str]:
+        """The targets that name this layer, by a full path or a suffix that starts at a dot."""
+        return [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
 
     def max_rank(self, names: Iterable[str]) -> int:
         """The rank of the slots of the layer of these names: the longest name of `max_lora_rank` decides."""
@@ -58,11 +78,15 @@ class Selection:
         return self._ranks[max(hits, key=len, default="*")]
 
     def finish(self, model_name: str) -> None:
-        """Raises for names that matched nothing."""
+        """Raises for names that matched nothing, and for targets that matched nothing which can be wrapped."""
         ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
         given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
         for label, wanted in given:
-            if missing := [name for name in wanted if name not in self._matched]:
+            missing = [name for name in wanted if name not in self._matched]
+            for name in missing:
+                if label == "target_modules" and name in self._refused:
+                    raise LoRAUsageError(f"{label} {[name]} {self._refused[name]}")
+            if missing:
                 near = Nearest(self._known).hint(missing[0])
                 raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
 
@@ -98,6 +122,12 @@ def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:
     return own_attribute(model, "packed_modules", {}) if given is None else given
 
 
+def part_names(aliases: tuple[str, ...], packed: PackedModules) -> tuple[str, ...]:
+    """The checkpoint names of the parts of a merged layer, below the parents of all its aliases."""
+    entry = _entry(aliases, packed)
+    return tuple(_sibling(alias, name) for alias in aliases for name in entry or ())
+
+
 def slices(
     layer: Any, aliases: tuple[str, ...], out_features: int, packed: PackedModules
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, int]]]:
@@ -108,8 +138,7 @@ def slices(
     """
     sizes: tuple[int, ...] = tuple(own_attribute(layer, "output_sizes", None) or (out_features,))
     names: dict[str, tuple[int, int]] = {}
-    path = aliases[0]
-    entry = next((packed[alias.rpartition(".")[2]] for alias in aliases if alias.rpartition(".")[2] in packed), None)
+    entry = _entry(aliases, packed)
     if isinstance(entry, Mapping):
         covered = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in entry.items()}
         sizes = tuple(size for group in covered.values() for size in group)
@@ -118,24 +147,31 @@ def slices(
             sizes = (out_features // len(entry),) * len(entry)
         if len(sizes) != len(entry):
             raise LoRAUsageError(
-                f"{path}: packed_modules names {len(entry)} parts {tuple(entry)}, but the layer has output_sizes "
-                f"{sizes}; give the sizes: {{name: size, ...}}"
+                f"packed_modules names {len(entry)} parts {tuple(entry)}, but the layer has output_sizes {sizes}; give "
+                "the sizes: {name: size, ...}"
             )
         covered = {name: (size,) for name, size in zip(entry, sizes, strict=True)}
     else:
         covered = {}
     if sum(sizes) != out_features:
-        raise LoRAUsageError(
-            f"{path}: output slices {sizes} sum to {sum(sizes)}, but the layer has {out_features} outputs"
-        )
+        raise LoRAUsageError(f"output slices {sizes} sum to {sum(sizes)}, but the layer has {out_features} outputs")
     for alias in aliases:
-        parent = alias.rpartition(".")[0]
         names[alias] = (0, len(sizes))
         start = 0
         for name, group in covered.items():
-            names[f"{parent}.{name}" if parent else name] = (start, len(group))
+            names[_sibling(alias, name)] = (start, len(group))
             start += len(group)
     return sizes, names
+
+
+def _entry(aliases: tuple[str, ...], packed: PackedModules) -> Sequence[str] | Mapping[str, int | Sequence[int]] | None:
+    """What `packed_modules` says of a layer, by the last component of its paths."""
+    return next((packed[last] for last in (alias.rpartition(".")[2] for alias in aliases) if last in packed), None)
+
+
+def _sibling(alias: str, name: str) -> str:
+    parent = alias.rpartition(".")[0]
+    return f"{parent}.{name}" if parent else name
 
 
 class Nearest:
@@ -155,17 +191,22 @@ class Nearest:
 
     def hint(self, name: str) -> str:
         """ "; the nearest is 'layers.3.q_proj'", or nothing where none is near."""
+        found = self.find(name)
+        return "" if found is None else f"; the nearest is {found!r}"
+
+    def find(self, name: str) -> str | None:
+        """The known name that is nearest, with the numbers of `name` where there is one; None where none is near."""
         pattern = _numbers_out(name[:500])
         if pattern not in self._answers:
             if len(self._answers) == self._MOST:
-                return ""
+                return None
             close = difflib.get_close_matches(pattern, list(self._alike)[: self._MOST], n=1, cutoff=0.4)
             self._answers[pattern] = close[0] if close else None
         found = self._answers[pattern]
         if found is None:
-            return ""
+            return None
         alike = self._alike[found]
-        return f"; the nearest is {alike.get(tuple(_NUMBERS.findall(name)), next(iter(alike.values())))!r}"
+        return alike.get(tuple(_NUMBERS.findall(name)), next(iter(alike.values())))
 
 
 _NUMBERS = re.compile(r"[0-9]+")

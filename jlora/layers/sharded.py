@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jlora.errors import LoRAError
 from jlora.layers.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.pieces import pieces_of
 from jlora.layers.rows_on_mesh import Lead
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
-from jlora.sharding.rules import Names, partition
+from jlora.sharding.rules import KernelSharding, Names, partition
 
 
 class Held(NamedTuple):
@@ -190,8 +190,9 @@ def _delta(
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
     x = x.reshape(-1, x.shape[-1]).astype(held.a.dtype)
-    if sharding.ins:
-        x = _without_padding(site.spec, x)
+    if sharding.ins:  # features that are padding may hold anything
+        real = _real(sharding, sharding.ins, site.spec.in_blocks)
+        x = x if real is None else jnp.where(real, x, 0)
     elif spec.columns_in is not None:
         x = spec.columns_in.take(x)
     columns = None if sharding.outs else spec.columns_out
@@ -209,6 +210,8 @@ def _delta(
         (of_a, of_b), (a, b) = site.shared, shared
         h = _shrink_own(of_a.spec, backend, x, a, x_rows)
         out = _expand_whole(of_b.spec, backend, out, h, b, complete=complete)
+    real = _real(sharding, sharding.outs, site.spec.out_blocks)
+    out = out if real is None else jnp.where(real, out, rows)
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
 
 
@@ -255,21 +258,16 @@ def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, half: H
         return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
     table = jnp.asarray(pieces.table)
     ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
-    # Padding is of a slice more, which has rank 0: the base's bits stay.
-    h = jnp.concatenate([h, jnp.zeros_like(h[:1])])[ids]
-    ranks = jnp.concatenate([ranks, jnp.zeros_like(ranks[:, :1])], axis=1)[:, ids]
     sizes = (pieces.size,) * len(pieces.table[0])
-    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, backend=backend)
+    return expand(h[ids], b, plan, slice_sizes=sizes, base=rows, ranks=ranks[:, ids], backend=backend)
 
 
-def _without_padding(slots: SlotSpec, x: Array) -> Array:
-    """Zeros for the features of x that are padding: they may hold anything."""
-    sharding = split_of(slots)
-    if all(first >= 0 for first, _ in slots.in_blocks):
-        return x
-    real = np.concatenate([np.full(count, first >= 0) for first, count in slots.in_blocks])
-    own = jnp.asarray(real.reshape(sharding.size(sharding.ins), -1))[lax.axis_index(sharding.ins)]
-    return jnp.where(own[None, :], x, 0)
+def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
+    """Which features of a shard are no padding, where `axes` split all of those in `blocks`; None for all."""
+    if all(first >= 0 for first, _ in blocks):
+        return None
+    real = np.concatenate([np.full(count, first >= 0) for first, count in blocks])
+    return jnp.asarray(real.reshape(sharding.size(axes), 1, -1))[lax.axis_index(axes)]
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

@@ -1,84 +1,152 @@
 """Which layers of a model are wrapped, the sites of each, and why the others take no adapter."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias, cast
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jlora.config import LoRAConfig
+from jlora.config import LoRAConfig, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.discover import Found, discover
 from jlora.layers.experts import prefix_of, shared_sites
 from jlora.layers.pieces import too_many_pieces
-from jlora.layers.select import PackedModules, Selection, packed_modules_of, slices, tied_heads
+from jlora.layers.select import PackedModules, Selection, packed_modules_of, part_names, slices, tied_heads
 from jlora.layers.site import Site, SlotSpec
-from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
+from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.wrapped import WrappedModel
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
-_MaxRank: TypeAlias = Callable[[Iterable[str]], int]
-
 _ATTEND = "jlora_attend"
+_WIDTHS = ("bfloat16", "float16", "float32", "float64")  # of parameters whose dtype the slots can have
+_SHOWN = 8  # kinds of layers in a message
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a layer where LoRA may be served: a projection, a lookup, the logits of a table, a product.
+
+    Attributes:
+      path: of the site.
+      names: by which a configuration or a checkpoint may mean it.
+      make: its site.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    make: Callable[[], Site]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What all layers of a model share while their sites are made."""
+
+    config: LoRAConfig
+    selection: Selection
+    packed: PackedModules
+    mesh: Mesh | AbstractMesh | None
 
 
 def choose(
     wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None
 ) -> list[tuple[Found, list[Site]]]:
-    """The layers to wrap and the sites of each. Nothing is changed yet."""
+    """The layers to wrap and the sites of each. Nothing is changed yet.
+
+    A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`.
+    """
     model = wrapped.model
-    packed = packed_modules_of(model, packed_modules)
-    everything = discover(model)
+    selection, packed = Selection(config), packed_modules_of(model, packed_modules)
+    everything = discover(model, functools.partial(_excluded, selection, packed))
     for found in everything:
         if "jlora_tracking" in vars(found.module):
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     no_head, heads = tied_heads(everything)
-    selection = Selection(config)
-    mesh = _mesh_of(everything)
-    if mesh is None and (config.fully_sharded or config.data_axes) and not any(_named(everything)):
-        raise LoRAUsageError(
-            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no parameter of this one lies on one"
-        )
+    context = _Context(config, selection, packed, _mesh_of(everything, config))
     plans: list[tuple[Found, list[Site]]] = []
-    others: list[str] = []
+    others: dict[str, str] = {}  # path -> class
     for found in everything:
-        path, key = found.aliases[0], id(found.module)
-        sites = _sites(found, config, selection.max_rank, packed, no_head, heads, mesh)
-        holds = any(isinstance(value, nnx.Variable) for value in vars(found.module).values())
-        if isinstance(sites, str):
-            excluded = selection.exclusions(found.aliases)
-            if not excluded and (hits := selection.hits(found.aliases)):
-                name = type(found.module).__name__
-                raise LoRAUsageError(f"target_modules {hits} match {path!r} ({name}), but {sites}")
-            wrapped.unwrapped.update((alias, sites) for alias in found.aliases)
-            others += [path] if holds else []
+        path, name = found.aliases[0], type(found.module).__name__
+        uses = [] if isinstance(found.spec, str) else _uses(found, found.spec, context, no_head, heads)
+        if not uses:
+            reason = found.spec if isinstance(found.spec, str) else no_head.get(id(found.module), _NO_METHOD)
+            if not found.excluded:
+                selection.refuse(found.aliases, f"{path!r} ({name})", reason)
+            wrapped.unwrapped.update(dict.fromkeys(_names_of_unwrapped(found, packed), reason))
+            if found.candidate:
+                others[path] = name
             continue
         if isinstance(found.spec, EmbedSpec):
             for role, reason in found.reasons.items():
                 names = found.aliases if role == "lookup" else [f"{alias}.attend" for alias in found.aliases]
                 wrapped.unwrapped.update((alias, reason) for alias in names)
-            if key in no_head:
-                wrapped.unwrapped.update((f"{alias}.attend", no_head[key]) for alias in found.aliases)
+            if id(found.module) in no_head:
+                wrapped.unwrapped.update((f"{alias}.attend", no_head[id(found.module)]) for alias in found.aliases)
         chosen: list[Site] = []
-        for site in sites:
-            reason = selection.why_not((*site.aliases, *site.parts))
-            if reason is None:
-                chosen.append(site)
-            else:
-                names = (*site.aliases, *site.parts) if site.spec.experts else site.aliases
-                wrapped.unwrapped.update(dict.fromkeys(names, reason))
-                others.append(site.path)
+        for use in uses:
+            made = selection.why_not(use.names) or _made(use)
+            if isinstance(made, Site):
+                chosen.append(made)
+                selection.serve(use.names)
+                continue
+            selection.refuse(use.names, f"{use.path!r} ({name})", made)
+            wrapped.unwrapped.update(dict.fromkeys(use.names, made))
+            others[use.path] = name
         if chosen:
             plans.append((found, chosen))
     selection.finish(type(model).__name__)
     if not plans:
-        raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA")
+        raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
     _stamp(plans)
-    wrapped.others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend")))
+    wrapped.others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others))
     return plans
+
+
+_NO_METHOD = "its spec leaves it no method that serves LoRA"
+
+
+def _excluded(selection: Selection, packed: PackedModules, module: nnx.Module, aliases: tuple[str, ...]) -> str | None:
+    """Why the configuration leaves a module out, before anything of it is read."""
+    names = (*aliases, *part_names(aliases, packed))
+    reason = selection.exclusion(names)
+    if reason is not None:
+        # Names of its uses are no mistakes, though it is not known whether it has these uses.
+        uses = [f"{alias}.{name}" for alias in aliases for name in ("attend", *vars(module))]
+        selection.leave_out((*names, *uses, "lm_head"))
+    return reason
+
+
+def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
+    """Checkpoint names that mean a module of which no use is known."""
+    yield from found.aliases
+    yield from part_names(found.aliases, packed)
+    if isinstance(found.module, nnx.Embed):
+        yield from (f"{alias}.attend" for alias in found.aliases)
+
+
+def _made(use: _Use) -> Site | str:
+    """The site of a use, or why it has none."""
+    try:
+        return use.make()
+    except LoRAError as error:
+        return str(error)
+
+
+def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
+    """The layers that could have served, of each kind the first, with the reason."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for path, name in others.items():
+        kinds.setdefault((name, reasons[path]), []).append(path)
+    lines = [
+        f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} ({name}): {reason}"
+        for (name, reason), paths in kinds.items()
+    ]
+    if len(lines) > _SHOWN:
+        lines = [*lines[:_SHOWN], f"... and {len(lines) - _SHOWN} more kinds"]
+    return ":\n  " + "\n  ".join(lines) if lines else ": no module of it holds a matrix"
 
 
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
@@ -91,54 +159,101 @@ def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
     sites[i] = replace(sites[i], stamped=True)
 
 
-def _sites(
-    found: Found,
-    config: LoRAConfig,
-    max_rank: _MaxRank,
-    packed: PackedModules,
-    no_head: dict[int, str],
-    heads: set[int],
-    mesh: Mesh | AbstractMesh | None,
-) -> list[Site] | str:
-    """The sites of one layer, or why it has none."""
-    spec, aliases = found.spec, found.aliases
-    if isinstance(spec, str):
-        return spec
+def _uses(found: Found, spec: Spec, context: _Context, no_head: dict[int, str], heads: set[int]) -> list[_Use]:
+    """The uses of one layer where LoRA may be served."""
+    aliases, backend = found.aliases, context.config.backend
     if isinstance(spec, ExpertsSpec):
-        products = [_product_site(found, spec, name, config, max_rank, mesh) for name in spec.products]
-        sites = [site for site in products if isinstance(site, Site)]
-        return sites or next(reason for reason in products if isinstance(reason, str))
-    param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[spec.param].get_value()
-    axes = 2 if isinstance(spec, EmbedSpec) else len(spec.in_axes) + len(spec.out_axes)
-    stored = _stored(param, axes, config)
-    if isinstance(stored, str):
-        return stored
-    layers, dtype = stored
-
-    def slot_spec(linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str]) -> SlotSpec:
-        k = linear.real_in
-        slots = SlotSpec(layers, config.max_loras, k, sizes, max_rank(names), dtype)
-        return slots if mesh is None else _on_mesh(slots, mesh, found.aliases[0], spec.param, param, linear, config)
-
+        return [_product_use(found, spec, name, context) for name in spec.products]
     if isinstance(spec, LinearSpec):
-        sizes, parts = slices(found.module, aliases, spec.real_out, packed)
-        slots = slot_spec(spec, sizes, (*aliases, *parts))
-        guess, exact = found.inferred, config.bitwise_base
-        return [Site(aliases[0], aliases, "linear", slots, parts, config.backend, inferred=guess, bitwise_base=exact)]
-    sites: list[Site] = []
+
+        def projection() -> Site:
+            sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
+            slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
+            exact = context.config.bitwise_base
+            return Site(
+                aliases[0], aliases, "linear", slots, parts, backend, inferred=found.inferred, bitwise_base=exact
+            )
+
+        return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
+    uses: list[_Use] = []
     key = id(found.module)
     if spec.lookup is not None:
-        parts = dict.fromkeys(aliases, (0, 1))
-        slots = slot_spec(spec.table, (spec.features,), aliases)
-        sites.append(Site(aliases[0], aliases, "embedding", slots, parts, config.backend))
+
+        def lookup() -> Site:
+            slots = _slots(found, spec, spec.table, (spec.features,), aliases, context)
+            return Site(aliases[0], aliases, "embedding", slots, dict.fromkeys(aliases, (0, 1)), backend)
+
+        uses.append(_Use(aliases[0], aliases, lookup))
     if spec.attend is not None and key not in no_head:
         # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
-        names = tuple(f"{alias}.attend" for alias in aliases)
-        also = ("lm_head",) if key in heads else ()
-        parts = dict.fromkeys((*aliases, *names, *also), (0, 1))
-        slots = slot_spec(spec.head, (spec.rows,), parts)
-        sites.append(Site(names[0], (*names, *also), "linear", slots, parts, config.backend, prefix=_ATTEND))
-    return sites or no_head.get(key, "its spec leaves it no method that serves LoRA")
+        names = (*(f"{alias}.attend" for alias in aliases), *(("lm_head",) if key in heads else ()))
+
+        def attend() -> Site:
+            parts = dict.fromkeys((*aliases, *names), (0, 1))
+            slots = _slots(found, spec, spec.head, (spec.rows,), parts, context)
+            return Site(names[0], names, "linear", slots, parts, backend, prefix=_ATTEND)
+
+        uses.append(_Use(names[0], (*names, *aliases), attend))
+    return uses
+
+
+def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) -> _Use:
+    """One grouped product of experts."""
+    linear, names = spec.products[name], spec.names[name]
+    aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
+    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # what adapters of both call it
+    parts: dict[str, tuple[int, int]] = dict.fromkeys((*aliases, *fused), (0, len(names)))
+    for i, called in enumerate(names):
+        parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
+
+    def product() -> Site:
+        sizes = (linear.real_out // len(names),) * len(names)
+        slots = _slots(found, spec, linear, sizes, parts, context)
+        site = Site(aliases[0], aliases, "linear", slots, parts, context.config.backend, prefix=prefix_of(name))
+        shared = context.config.max_shared_expert_loras
+        return replace(site, shared=shared_sites(site, names, shared)) if shared else site
+
+    return _Use(aliases[0], tuple(parts), product)
+
+
+def _slots(
+    found: Found, spec: Spec, linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str], context: _Context
+) -> SlotSpec:
+    """The slot arrays of one use of a layer. Raises LoRAError where there can be none."""
+    config, experts = context.config, spec.experts if isinstance(spec, ExpertsSpec) else None
+    param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[linear.param].get_value()
+    stack = param.ndim - len(linear.in_axes + linear.out_axes) - (experts is not None)
+    if stack > 1:
+        raise LoRAError(f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers")
+    num_slots = config.max_loras
+    if experts is not None:
+        num_slots = config.max_expert_loras or num_slots - config.max_shared_expert_loras
+    slots = SlotSpec(
+        layers=param.shape[0] if stack else None,
+        num_slots=num_slots,
+        in_features=linear.real_in,
+        out_sizes=sizes,
+        max_rank=context.selection.max_rank(names),
+        dtype=_slot_dtype(found.module, spec, linear, param.dtype, config),
+        experts=experts,
+    )
+    if context.mesh is None:
+        return slots
+    return _on_mesh(slots, context.mesh, found.aliases[0], linear.param, param, linear, config)
+
+
+def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, stored: Any, config: LoRAConfig) -> str:
+    """The configured dtype, else that of the spec, of the layer, of its parameter. Raises LoRAError."""
+    given = next((own for own in (config.dtype, linear.dtype, spec.dtype) if own is not None), None)
+    own = slot_dtype(own_attribute(layer, "dtype") if given is None else given)
+    if own is not None:
+        return own
+    if (name := jnp.dtype(stored).name) in _WIDTHS:
+        return name
+    raise LoRAError(
+        f"its parameter {linear.param!r} is {name}, which slots cannot be; give them a dtype: LoRAConfig(dtype=...) "
+        f"for all layers, or jlora.{type(spec).__name__}(..., dtype=...) for its class"
+    )
 
 
 def _sharding_of(param: Any) -> Any:
@@ -146,7 +261,7 @@ def _sharding_of(param: Any) -> Any:
     return getattr(param, "sharding", None)
 
 
-def _named(everything: Sequence[Found]) -> Iterable[tuple[str, NamedSharding]]:
+def _named(everything: Iterable[Found]) -> Iterable[tuple[str, NamedSharding]]:
     """(name, sharding) of the parameters that lie on a mesh, be it of one device."""
     for found in everything:
         for name, value in vars(found.module).items():
@@ -155,10 +270,22 @@ def _named(everything: Sequence[Found]) -> Iterable[tuple[str, NamedSharding]]:
                 yield f"{found.aliases[0]}.{name}", sharding
 
 
-def _mesh_of(everything: Sequence[Found]) -> Mesh | AbstractMesh | None:
-    """The mesh that the model's parameters lie on; None if none lies on several devices."""
+def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | AbstractMesh | None:
+    """The mesh that the model's parameters lie on; None if none lies on several devices. Those of excluded layers count
+    where no others lie on one.
+
+    Raises:
+      LoRAError: there are several.
+      LoRAUsageError: options of meshes where there is none, or for axes that it lacks.
+    """
+    kept = list(_named(found for found in everything if not found.excluded))
+    named = kept if any(sharding.mesh.size > 1 for _, sharding in kept) else list(_named(everything))
+    if (config.fully_sharded or config.data_axes) and not named:
+        raise LoRAUsageError(
+            "LoRAConfig.fully_sharded and data_axes are for models on a mesh, and no parameter of this one lies on one"
+        )
     meshes: dict[Mesh | AbstractMesh, str] = {}
-    for name, sharding in _named(everything):
+    for name, sharding in named:
         if sharding.mesh.size > 1:
             meshes.setdefault(sharding.mesh, name)
     if len(meshes) > 1:
@@ -167,6 +294,12 @@ def _mesh_of(everything: Sequence[Found]) -> Mesh | AbstractMesh | None:
             f"the parameters of the model lie on different meshes, {first} on {dict(one.shape)} and {second} on "
             f"{dict(other.shape)}: move them to one"
         )
+    for mesh, name in meshes.items():
+        if missing := [axis for axis in config.data_axes if axis not in mesh.axis_names]:
+            raise LoRAUsageError(
+                f"LoRAConfig.data_axes names {missing[0]!r}, which is no axis of the mesh of {name}: it has "
+                f"{', '.join(map(repr, mesh.axis_names))}"
+            )
     return next(iter(meshes), None)
 
 
@@ -192,46 +325,9 @@ def _on_mesh(
     if slots.stored_out % shards:
         raise LoRAError(
             f"{where}: LoRAConfig.fully_sharded splits its {slots.stored_out} outputs over the axes "
-            f"{' and '.join(map(repr, found.b[2]))} of the mesh, {shards} shards, which do not divide them; leave it "
-            "out with LoRAConfig.exclude_modules, or set fully_sharded=False"
+            f"{' and '.join(map(repr, found.b[2]))} of the mesh, {shards} shards, which do not divide them; set "
+            "fully_sharded=False"
         )
     if problem := too_many_pieces(slots):
         raise LoRAError(f"{where}: {problem}")
     return slots
-
-
-def _stored(param: Any, axes: int, config: LoRAConfig) -> tuple[int | None, str] | str:
-    """Layers of the stack that a parameter is, and the dtype of its slots; or why it has none."""
-    stack = param.ndim - axes
-    if stack > 1:
-        return f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers"
-    dtype = str(jnp.dtype(param.dtype if config.dtype is None else cast("Any", config.dtype)))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return f"its parameter is {dtype}; set LoRAConfig.dtype to a floating dtype for the slots"
-    return param.shape[0] if stack else None, dtype
-
-
-def _product_site(
-    found: Found, spec: ExpertsSpec, name: str, config: LoRAConfig, max_rank: _MaxRank, mesh: Mesh | AbstractMesh | None
-) -> Site | str:
-    """The site of one grouped product of experts, or why it has none."""
-    linear, names = spec.products[name], spec.names[name]
-    param: Any = vars(found.module)[linear.param].get_value()
-    stored = _stored(param, 1 + len(linear.in_axes + linear.out_axes), config)
-    if isinstance(stored, str):
-        return stored
-    layers, dtype = stored
-    sizes = (linear.real_out // len(names),) * len(names)
-    aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
-    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # what adapters of both call it
-    parts: dict[str, tuple[int, int]] = dict.fromkeys((*aliases, *fused), (0, len(names)))
-    for i, called in enumerate(names):
-        parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
-    rank = max_rank((*aliases, *parts))
-    shared = config.max_shared_expert_loras
-    num_slots = config.max_expert_loras or config.max_loras - shared
-    slots = SlotSpec(layers, num_slots, linear.real_in, sizes, rank, dtype, spec.experts)
-    if mesh is not None:
-        slots = _on_mesh(slots, mesh, found.aliases[0], linear.param, param, linear, config)
-    site = Site(aliases[0], aliases, "linear", slots, parts, config.backend, prefix=prefix_of(name))
-    return replace(site, shared=shared_sites(site, names, shared)) if shared else site

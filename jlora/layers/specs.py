@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from jlora._typing import is_list_or_tuple
+from jlora._typing import DType, is_list_or_tuple
+from jlora.config import check_slot_dtype
 from jlora.errors import LoRAUsageError
 
 Blocks: TypeAlias = Sequence[tuple[int, int]]
@@ -29,7 +30,7 @@ class LinearSpec:
 
     Attributes:
       in_features, out_features: K and N (all axes multiplied).
-      param: name of the kernel attribute; its dtype is the slots' dtype unless configured.
+      param: name of the kernel attribute.
       in_axes, out_axes: the kernel's axes, in the order in which they flatten to K and to N.
       rows: `rows(layer, x, y, *args, **kwargs)` -> x as [*lead, K], y as [*lead, N], and the way back from
         [*lead, N] to y's own shape. None: K and N are the last axes of input and output.
@@ -37,6 +38,7 @@ class LinearSpec:
       real_vocab: the same for the first `real_vocab` outputs, of a head whose vocabulary the model padded.
       out_blocks: the same where the layer's outputs are runs of the checkpoint's, copies of some included: from left to
         right (first feature of the checkpoint, how many), with -1 for padding.
+      dtype: of the slots, where `LoRAConfig.dtype` does not say it; None for the layer's own.
     """
 
     in_features: int
@@ -49,9 +51,11 @@ class LinearSpec:
     out_index: "Index | Sequence[int] | np.ndarray | None" = None
     real_vocab: int | None = None
     out_blocks: "Blocks | None" = None
+    dtype: DType | None = None
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
+        check_slot_dtype("LinearSpec.dtype", self.dtype)
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(
                 "LinearSpec: real_vocab, out_index and out_blocks all say which outputs are real; give one"
@@ -96,6 +100,8 @@ class EmbedSpec:
         there is none, or if it cannot serve LoRA.
       scale: what the lookup multiplies a row by (the square root of the width, in Gemma's).
       real_vocab: rows that are a checkpoint's where the model padded its vocabulary; the others keep the base output.
+      attend_scale: what `attend` multiplies the logits by (muP's output multiplier).
+      dtype: of the slots, as in `LinearSpec`.
     """
 
     vocab: int
@@ -105,12 +111,15 @@ class EmbedSpec:
     attend: str | None = None
     scale: float = 1.0
     real_vocab: int | None = None
+    attend_scale: float = 1.0
+    dtype: DType | None = None
     head: LinearSpec = field(init=False, repr=False)  # the attend as a linear layer
     table: LinearSpec = field(init=False, repr=False)  # the lookup as one of one-hot rows
 
     def __post_init__(self):
         _check_sizes(self, "vocab", "features")
         _check_real(self, self.real_vocab, self.vocab)
+        check_slot_dtype("EmbedSpec.dtype", self.dtype)
         if self.lookup is None and self.attend is None:
             raise LoRAUsageError("EmbedSpec: lookup and attend are both None, so nothing could serve LoRA")
         head = LinearSpec(
@@ -146,6 +155,9 @@ class ExpertsSpec:
         (`LoRAConfig.max_shared_expert_loras`).
       gathers: products that are given not their rows but what their map's `source` counts, all tokens [T, K], and take
         the rows out of it themselves: then LoRA reads a token once, and not once for each of its experts.
+      alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts, and not
+        in the layer (gpt-oss): adapters trained on that tensor have its order. Of other products they have the layer's.
+      dtype: of the slots of all products whose own spec names none; see `LinearSpec`.
     """
 
     experts: int
@@ -153,9 +165,12 @@ class ExpertsSpec:
     rows: Callable[..., Any] | None = None
     names: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict[str, Sequence[Sequence[str]]])
     gathers: Sequence[str] = ()
+    alternating: Sequence[str] = ()
+    dtype: DType | None = None
 
     def __post_init__(self):
         _check_sizes(self, "experts")
+        check_slot_dtype("ExpertsSpec.dtype", self.dtype)
         if not self.products or not all(isinstance(spec, LinearSpec) for spec in self.products.values()):
             raise LoRAUsageError("ExpertsSpec.products must map the name of each product to its LinearSpec")
         names = {**{name: EXPERT_NAMES[name] for name in self.products if name in EXPERT_NAMES}, **self.names}
@@ -165,9 +180,24 @@ class ExpertsSpec:
                 f"{sorted(names)}"
             )
         object.__setattr__(self, "names", names)
-        given: object = self.gathers
-        if isinstance(given, str) or not is_list_or_tuple(given) or not set(given) <= self.products.keys():
-            raise LoRAUsageError(f"ExpertsSpec.gathers must list names of products, got {given!r}")
+        for label in ("gathers", "alternating"):
+            given: object = getattr(self, label)
+            if isinstance(given, str) or not is_list_or_tuple(given) or not set(given) <= self.products.keys():
+                raise LoRAUsageError(f"ExpertsSpec.{label} must list names of products, got {given!r}")
+
+    def own_order(self, product: str) -> np.ndarray | None:
+        """Return the column of a checkpoint's tensor of all experts for each output of a product, slice after slice.
+
+        None where the tensor has them in that order.
+        """
+        linear = self.products[product]
+        if product in self.alternating:
+            return np.arange(linear.real_out).reshape(-1, len(self.names[product])).T.reshape(-1)
+        index = linear.columns_out
+        # `out_blocks` is an order that a mesh needs, and not a checkpoint's.
+        if index is None or linear.out_blocks is not None or index.size < index.total:
+            return None
+        return index.positions
 
 
 # What transformers and Mixtral's own checkpoints call the projections of one expert.

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -167,7 +168,36 @@ def _lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
     It has the layer's class as its only base: Python lets an object change to a class of the same layout alone.
     """
     served = {name: _MAKERS[kind](cls, name) for kind, name in methods}
-    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, **served}
+    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduced(cls), **served}
     # flax's own default would undo `class Dense(..., pytree=False)`
     is_pytree = getattr(cls, "_pytree__is_pytree", True)
     return type(cls)(f"{cls.__name__}WithLoRA", (cls,), body, pytree=is_pytree)
+
+
+def _reduced(cls: type) -> Callable[[Any, Any], Any]:
+    """Return a `__reduce_ex__` that `copy.copy` follows as that of the layer's own class, and that pickle cannot."""
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        found = cast("Any", cls).__reduce_ex__(self, protocol)
+        return found if isinstance(found, str) else (_made, (_OfThisProcess(*found[:2]),), *found[2:])
+
+    return reduced
+
+
+@dataclass(frozen=True, eq=False)
+class _OfThisProcess:
+    """A call that makes a wrapped layer. Its class is made for this process, so another could not make it."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> Any:
+        raise LoRAUsageError(
+            "a wrapped model cannot be pickled: the classes of its wrapped layers are made when it is wrapped. Pickle "
+            "the model that manager.unwrap() gives back, or save its parameters, "
+            "nnx.state(model, nnx.Not(jlora.SlotParam)), and wrap the model anew where they are loaded"
+        )
+
+
+def _made(call: _OfThisProcess) -> Any:
+    return call.make(*call.args)

@@ -148,6 +148,12 @@ def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
     return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec) else spec
 
 
+def own_order_of(layer: nnx.Module, site: Site) -> np.ndarray | None:
+    """`ExpertsSpec.own_order` of the product that a site is."""
+    spec: ExpertsSpec = vars(layer)["jlora_spec"]
+    return spec.own_order(product_of(site))
+
+
 def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The base weight of a row as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding. And
     which of its values this process has."""

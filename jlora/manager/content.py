@@ -61,8 +61,9 @@ class Content:
       ranks: int32, the true rank of each output slice of every site, in the pool's order.
       rank: the largest.
       about: the adapter without its arrays, for what else an exported one must say.
-      request: what it was loaded from, if it was loaded from a request.
-      key: what tells this content from another of the same name; None where nothing does.
+      request: what it is loaded from again once it was evicted, if it was loaded from a request.
+      key: of the files that it was read from (`content_key`); None where there are none.
+      in_place: whether it was loaded to replace what there is: then it is a new generation whatever its key.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
       sample: some of the bytes of its blocks, by which others with the same are found; empty where nobody looks.
       shared: what all contents with its blocks have, once they are on the host.
@@ -84,6 +85,7 @@ class Content:
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: Hashable = None
+    in_place: bool = False
     fingerprint: str = ""
     sample: bytes = b""
     shared: "Shared | None" = None

@@ -16,8 +16,7 @@ from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
 from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
-from jlora.layers.specs import LinearSpec
-from jlora.layers.wrapped import WrappedModel, spec_of
+from jlora.layers.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference, misfits
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
@@ -33,6 +32,8 @@ class Shapes(Protocol):
 
     @property
     def kind(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
     @property
     def a_shape(self) -> tuple[int, ...]: ...
     @property
@@ -80,6 +81,7 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     if not modules:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
+    too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
     for name, module in modules.items():
@@ -90,6 +92,9 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
+        if module.rank > site.spec.max_rank:
+            too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
+            continue
         if problem := _misfit(site, module, first, count):
             problems.append(f"{name}: {problem}")
             continue
@@ -101,7 +106,7 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
             problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
         placed[name] = found
-    _raise(where, problems)
+    _raise(where, [*map(too_large_rank, too_large.values(), too_large), *problems])
     if not placed:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
     return placed
@@ -204,12 +209,9 @@ def _pieces(
     a, b = module.a, module.b.swapaxes(1, 2)
     if _exchanged(where, module, site, first, count):
         a, b = b, a
-    columns = spec_of(wrapped.modules[site], site)
-    # Columns in another order than a checkpoint's slices are in the checkpoint's own; `out_blocks`, though, is an order
-    # that a mesh asked for, and no checkpoint knows it.
-    alternate = columns.columns_out if isinstance(columns, LinearSpec) and columns.out_blocks is None else None
-    if module.own_order and count == spec.slices and alternate is not None and alternate.size == alternate.total:
-        b = _columns(b, alternate.positions, spec.own_experts)
+    positions = own_order_of(wrapped.modules[site], site) if module.own_order and count == spec.slices else None
+    if positions is not None:
+        b = _columns(b, positions, spec.own_experts)
     block, _, own = name.rpartition(".")
     called: dict[int, str] = {}  # the first name of each slice
     for key, (i, n) in site.parts.items():
@@ -348,6 +350,19 @@ def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> n
     return ranks
 
 
+def too_large_rank(modules: Mapping[str, int], limit: int) -> str:
+    """Return the message for modules (name -> rank) whose ranks are above a `max_lora_rank`."""
+    largest = max(modules, key=modules.__getitem__)
+    rank, which = (
+        modules[largest],
+        f"{largest!r}" if len(modules) == 1 else f"{len(modules)} modules, first {largest!r}",
+    )
+    return (
+        f"rank {rank} is above max_lora_rank={limit} ({which}); raise it: LoRAConfig(max_lora_rank={rank}), or "
+        f"jlora serve --max-lora-rank {rank}"
+    )
+
+
 def _raise(where: str, problems: list[str]) -> None:
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
@@ -357,9 +372,7 @@ def _raise(where: str, problems: list[str]) -> None:
 def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
     if isinstance(module, ExpertsLoRA | ExpertsShapes):
         return _experts_misfit(site, module, first, count)
-    (rank, *_), spec = module.a_shape, site.spec
-    if rank > spec.max_rank:
-        return f"rank {rank} is above max_lora_rank={spec.max_rank}"
+    rank, spec = module.rank, site.spec
     outputs = sum(spec.out_sizes[first : first + count])
     expected = ((rank, spec.in_features), (outputs, rank))
     found = (tuple(module.a_shape), tuple(module.b_shape))
@@ -370,8 +383,6 @@ def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
 
 def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int, count: int) -> str | None:
     spec = site.spec
-    if module.rank > spec.max_rank:
-        return f"rank {module.rank} is above max_lora_rank={spec.max_rank}"
     for label, shape in (("A", module.a_shape), ("B", module.b_shape)):
         if shape[0] not in (1, spec.experts):
             return f"{label} is of {shape[0]} experts, and {site.path!r} has {spec.experts}"

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -85,14 +85,18 @@ class Host:
         """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
         while True:
             with self._books():
-                load = self.loader.start(request, again=True, patience=patience)
+                load = self.loader.start(request, again=True, anew=request.load_inplace, patience=patience)
                 load.wanted += 1
             if self.wait(load, patience.deadline):
                 return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         with self._books():
-            return self.loader.start(request, again=True, ahead=True).future()
+            return self.loader.start(request, again=True, anew=self._anew(request), ahead=True).future()
+
+    def _anew(self, request: LoRARequest) -> bool:
+        """Whether a prefetch is not to join a load that is under way: that one may have read older files."""
+        return request.load_inplace
 
     def wait(self, load: Load, deadline: float | None) -> bool:
         """Wait for a load that the caller wants (it has counted itself in `load.wanted`). Raises what it raised.
@@ -161,9 +165,17 @@ class Host:
         """What becomes of the content of a load."""
         return self.admit(content, load.request.load_inplace, load.patience, load)
 
-    def give_up(self, name: str | None = None) -> bool:
-        """Drop what is loaded, or being loaded, and not let in yet: of a name or of all. False if nothing is."""
-        return False
+    def give_up(self, name: str | None = None) -> list[Load]:
+        """End what is loaded, or being loaded, and not let in yet: of a name or of all. Under the manager's lock.
+
+        Returns:
+          These loads; their futures are to be told outside of the lock (`Load.tell`).
+        """
+        loads = self.loader.under_way(name)
+        for load in loads:
+            load.finish(False, AdapterNotFoundError(f"adapter {load.request.name!r} was removed while it was loaded"))
+            self.loader.abandon(load)
+        return loads
 
     def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
         """See `LoRAManager.give_up`."""
@@ -181,9 +193,7 @@ class Host:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
-        with self.loader.fetching():
-            if load is not None:
-                self.loader.check_wanted(load)
+        with nullcontext() if load is None else self.loader.fetching(load):
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
@@ -265,7 +275,7 @@ class Host:
                     return False
                 if old is None or not self.held(old):
                     victims = self._registry.victims_for(content, self.busy)
-                    self._put(content, victims, self._registry.generation(name, content.key))
+                    self._put(content, victims, self._registry.generation(content))
                     return True
             if load is not None:
                 load.in_use = True
@@ -280,7 +290,7 @@ class Host:
 
     def put_back(self, content: Content, pin: bool) -> None:
         """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
-        generation = content.generation if content.digest else self._registry.generation(content.name, content.key)
+        generation = content.generation if content.digest else self._registry.generation(content)
         self._put(content, (), generation)
         if pin:
             self._registry.contents.pin(content.name)
@@ -310,7 +320,7 @@ class Host:
                     if not self.held(old):
                         for victim in self._registry.victims_for(content, self.busy):
                             self.evict(victim)
-                        content.generation = self._registry.generation(name, None)
+                        content.generation = self._registry.generation(content)
                         if not content.on_host:
                             to_copy.append(content)
                             content.copying = True

@@ -45,6 +45,9 @@ class HostInStep(Host):
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         return bool(self._together(f"add_adapter({adapter.name!r})", lambda: self._in_memory(adapter), patience))
 
+    def _anew(self, request: LoRARequest) -> bool:
+        return False  # what was read is kept for the call that lets it in
+
     def _found(self, name: str) -> bool:
         return name in self._registry.contents  # not a use of it: the order of uses is that of the calls
 
@@ -58,7 +61,7 @@ class HostInStep(Host):
         """It is kept until all processes let it in; the oldest go where there are too many."""
         with self._books():
             # Another process could not read it, and nobody waits any more.
-            if load.unwanted or not self.loader.knows(load):
+            if load.given_up or not self.loader.knows(load):
                 return True
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
@@ -137,11 +140,11 @@ class HostInStep(Host):
             raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
         return loads[0].request
 
-    def give_up(self, name: str | None = None) -> bool:
-        loads = self.loader.staged() if name is None else self.loader.named(name)
-        for load in loads:
+    def give_up(self, name: str | None = None) -> list[Load]:
+        staged = [load for load in self.loader.staged() if name in (None, load.request.name)]
+        for load in staged:
             self._drop(load)
-        return bool(loads)
+        return [*staged, *super().give_up(name)]
 
     def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
         for load in self.loader.named(request.name):
@@ -164,7 +167,7 @@ class HostInStep(Host):
                     old = self._registry.contents.get(content.name)
                     if old is None or not self.held(old):
                         victims = self._registry.victims_for(content, self.busy)
-                        return [content.fingerprint, victims], self._registry.generation(content.name, content.key)
+                        return [content.fingerprint, victims], self._registry.generation(content)
                 if not wait and patience.thread not in self._leases.threads(old):
                     return None
                 self.wait_for(old, "replacing", patience)
@@ -199,7 +202,7 @@ class HostInStep(Host):
             with self._books():
                 victims = self._registry.victims_for(content, self.busy)
                 found = old, content, written, victims
-                return [content.fingerprint, victims, self._registry.generation(name, None)], None
+                return [content.fingerprint, victims, self._registry.generation(content)], None
 
         with self._processes.together(f"update_adapter({name!r})", ready):
             assert found is not None
@@ -207,7 +210,7 @@ class HostInStep(Host):
             with locks[0](), locks[1]():
                 for victim in victims:
                     self.evict(victim)
-                content.generation = self._registry.generation(name, None)
+                content.generation = self._registry.generation(content)
                 self._registry.put(content)
                 self._slots.replace(old, content, written)
         return content.generation

@@ -4,8 +4,9 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
@@ -20,7 +21,7 @@ POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which
 
 
 class LoadCancelled(Exception):
-    """Inside a load: nobody wants it any more."""
+    """Inside a load: it was given up."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class Load:
       wanted: how many calls wait for it.
       in_use: whether it only waits for open batches now.
       content: what was loaded, where that is let in later: when all processes of the model have it.
+      before: loads of the same name that were under way when it was started; it begins when they are over.
     """
 
-    def __init__(self, request: LoRARequest, patience: Patience):
+    def __init__(self, request: LoRARequest, patience: Patience, before: Sequence["Load"] = ()):
         self.request = request
         self.patience = patience
         self.ahead = False
@@ -65,12 +67,14 @@ class Load:
         self.wanted = 0
         self.in_use = False
         self.content: Content | None = None
+        self.before = before
         self._futures: list[Future[bool]] = []
 
     @property
-    def unwanted(self) -> bool:
-        """Whether every one who asked for it has given up."""
-        return self.wanted <= 0 and all(future.cancelled() for future in list(self._futures))
+    def given_up(self) -> bool:
+        """Whether nothing comes of what its thread still does: every caller has left, or it has its outcome. It stays
+        so: `Loader.start` gives nobody such a load."""
+        return self.done or (self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)))
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until it is done. False where the deadline came first."""
@@ -133,35 +137,72 @@ class Loader:
 
     Attributes:
       turn: held while a load reads and casts.
-      fetching: held while one asks a network, which may take long or hang: others read meanwhile.
     """
 
     def __init__(self, work: Callable[[Load], bool], lock: Lock):
-        self.turn, self.fetching = Turns(_AT_ONCE), Turns(_AT_ONCE)
+        self.turn = Turns(_AT_ONCE)
         self._work = work
         self._lock = lock
         self._loads: dict[LoRARequest, Load] = {}
+        self._fetching: list[Load] = []  # that ask a network or a callback, or wait until they may, in their order
+        self._own = threading.local()
+
+    @property
+    def own(self) -> Load | None:
+        """The load whose thread this is; None on a thread of a user."""
+        return getattr(self._own, "load", None)
+
+    @contextmanager
+    def fetching(self, load: Load) -> Generator[None, None, None]:
+        """Held while a load asks a network or a callback, which may take long or hang: others read meanwhile.
+
+        One that is given up cannot be stopped, but the next one takes its turn.
+
+        Raises:
+          LoadCancelled: the load was given up while it waited.
+        """
+        with self._lock():
+            self._fetching.append(load)
+        try:
+            while True:
+                self.check_wanted(load)
+                with self._lock():
+                    first = self._fetching[: self._fetching.index(load)]
+                if sum(not other.given_up for other in first) < _AT_ONCE:
+                    break
+                time.sleep(POLL)
+            yield
+        finally:
+            with self._lock():
+                self._fetching.remove(load)
 
     def start(
-        self, request: LoRARequest, *, again: bool = False, ahead: bool = False, patience: Patience | None = None
+        self,
+        request: LoRARequest,
+        *,
+        again: bool = False,
+        anew: bool = False,
+        ahead: bool = False,
+        patience: Patience | None = None,
     ) -> Load:
         """The load of a request: the one under way, or a new one.
 
         Args:
           request: what to load.
           again: start a new one where the last one is done. If not, a load that failed is returned, for its error.
+          anew: start a new one also where one is under way, which may have read older files.
           ahead: move it to the device too.
           patience: of a new load.
         """
         load = self._loads.get(request)
-        if load is None or (again and load.done and load.content is None):
-            before = [other for other in self._loads.values() if other.request.name == request.name and not other.done]
-            load = Load(request, patience or Patience(None))
+        over = load is not None and (load.given_up if not load.done else again and load.content is None)
+        if load is None or over or anew:
+            load = Load(request, patience or Patience(None), self.under_way(request.name))
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
             # Known once its thread runs: for one that an interrupt kept from starting, others would wait for ever. One
             # that runs and is not known finds that nobody wants it.
             # The promise lies beside the work, not in a frame: tracebacks keep frames alive.
-            work = itertools.chain(map(self._run, [load], [before]), [_Promise(self, load)])
+            work = itertools.chain(map(self._run, [load]), [_Promise(self, load)])
             threading.Thread(target=_exhaust, args=(work,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
@@ -170,6 +211,13 @@ class Loader:
     def named(self, name: str) -> list[Load]:
         """The loads of this name that are under way, or done and not forgotten."""
         return [load for load in self._loads.values() if load.request.name == name]
+
+    def under_way(self, name: str | None = None) -> list[Load]:
+        """The loads of this name, or of all, that are not done, with those that they wait for."""
+        found = list(self._loads.values()) if name is None else self.named(name)
+        for load in found:
+            found += [other for other in load.before if other not in found]
+        return [load for load in found if not load.done]
 
     def staged(self) -> list[Load]:
         """The loads whose content is still to be let in, the first to be asked for first."""
@@ -189,18 +237,20 @@ class Loader:
         return self._loads.get(load.request) is load
 
     def check_wanted(self, load: Load) -> None:
-        """Raises LoadCancelled where nobody wants a load any more; who asks from then on starts another."""
+        """Raises LoadCancelled where a load was given up."""
         with self._lock():
-            if load.unwanted:
+            if load.given_up:
                 self.abandon(load)
                 raise LoadCancelled
 
-    def _run(self, load: Load, before: list[Load]) -> None:
+    def _run(self, load: Load) -> None:
+        self._own.load = load
         try:
             with self._lock():  # the caller has left it, and counts itself now
                 load.wanted -= 1
-            for other in before:  # one name, another source: in the order in which they were asked for
-                other.wait(None)
+            while not all(other.given_up for other in load.before):  # in the order in which they were asked for
+                time.sleep(POLL)
+            load.before = ()
             self.finish(load, self._work(load), None)
         except BaseException as error:  # whatever it was, those who wait must hear of it
             self.finish(load, False, error)

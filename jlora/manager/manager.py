@@ -88,7 +88,7 @@ class LoRAManager:
         heads, other pipeline stages, a vision tower); what an adapter brings for those is passed over and shown by
         `layers()`.
       resolve: request -> local folder, for stores that are neither a folder nor the Hugging Face hub. Called on the
-        loading thread.
+        loading thread, where calls of this manager that wait for loads raise LoRAUsageError.
 
     Raises:
       LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, a kernel is split over
@@ -178,8 +178,9 @@ class LoRAManager:
     ) -> bool:
         """Load an adapter into the host cache. True if it was loaded, False if the name was there (then it is touched).
 
-        With `load_inplace` (here or in the request) an adapter of the same name is replaced, as a new generation. That
-        waits for open batches with the old one, unless handles hold it: then both generations are served.
+        With `load_inplace` (here or in the request) an adapter of the same name is replaced, by its files as they are
+        now and always as a new generation. That waits for open batches with the old one, unless handles hold it: then
+        both generations are served.
 
         Args:
           adapter: what to load: a folder or repository, or arrays in memory.
@@ -188,12 +189,13 @@ class LoRAManager:
             which this very thread has open.
 
         Raises:
-          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`; nothing changes then.
+          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`; nothing changes then. The
+            first also where another thread removes the name while it is loaded.
           AdapterInUseError: open batches held the adapter to replace for too long.
           LoadTimeoutError: the load took too long; it is given up.
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
-        self._check_call("add_adapter")
+        self._check_call("add_adapter", waits=True)
         patience = _patience(timeout)
         if not isinstance(adapter, LoRARequest | Adapter):
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
@@ -218,7 +220,8 @@ class LoRAManager:
           request: what to load, or the name of one that was evicted and is loaded again.
 
         Returns:
-          A future of what `add_adapter(request)` would return; its exception is what that would raise.
+          A future of what `add_adapter(request)` would return; its exception is what that would raise:
+          AdapterNotFoundError also where the name is removed before it is loaded.
 
         Raises:
           AdapterNotFoundError: no adapter of that name was added.
@@ -270,7 +273,7 @@ class LoRAManager:
           AdapterFormatError: not matrices of floats; NaN or infinity.
           AdapterInUseError: open batches held it for too long, or another thread replaced it meanwhile.
         """
-        self._check_call("update_adapter")
+        self._check_call("update_adapter", waits=True)
         self._wrapped.check()
         with self._processes.in_turn(f"update_adapter({name!r})"):
             return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
@@ -278,7 +281,8 @@ class LoRAManager:
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
 
-        Waits for open batches with it.
+        Waits for open batches with it. Loads of it that are under way are given up: who waits for one gets an
+        AdapterNotFoundError.
 
         Args:
           name: which.
@@ -294,12 +298,16 @@ class LoRAManager:
                 with self._books():
                     content = self._registry.contents.get(name)
                     if content is None or not self._host.held(content):
-                        found = self._registry.forget(name) | self._host.give_up(name)
+                        loads = self._host.give_up(name)
+                        found = self._registry.forget(name) or bool(loads)
                         if content is not None:
                             self._slots.release(content)
                             _log.info("removed %r", name)
-                        return found
+                        break
                 self._host.wait_for(content, "removing", patience)
+        for load in loads:
+            load.tell()
+        return found
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
@@ -317,7 +325,8 @@ class LoRAManager:
             return name is not None
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
-        """Remove every adapter, pinned ones too, and forget those that were evicted.
+        """Remove every adapter, pinned ones too, and forget those that were evicted. Loads under way are given up, as
+        in `remove_adapter`.
 
         Raises:
           AdapterInUseError: open batches held one for too long; then nothing is removed.
@@ -335,13 +344,15 @@ class LoRAManager:
                     contents = [self._registry.contents[name] for name in self._registry.contents]
                     held = next((content for content in contents if self._host.held(content)), None)
                     if held is None:
-                        self._registry.known.clear()
-                        self._host.give_up()
+                        loads = self._host.give_up()
+                        for name in [*self._registry.known, *self._registry.contents]:
+                            self._registry.forget(name)
                         for content in contents:
-                            self._registry.forget(content.name)
                             self._slots.release(content)
-                        return
+                        break
                 self._host.wait_for(held, "removing", patience)
+        for load in loads:
+            load.tell()
 
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
@@ -482,7 +493,7 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
-        self._check_call("activate_adapter")
+        self._check_call("activate_adapter", waits=True)
         return self._activate(name, pin=False)
 
     def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
@@ -511,7 +522,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError, NoFreeSlotError: as `activate_adapter`.
         """
-        self._check_call("pin_adapter")
+        self._check_call("pin_adapter", waits=True)
         self._activate(name, pin=True)
         return True
 
@@ -635,7 +646,7 @@ class LoRAManager:
           LoRAUsageError: the arguments disagree, or it is called inside a traced function.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
-        self._check_call("prepare")
+        self._check_call("prepare", waits=True)
         asked = read_arguments(names, token_counts, pad_to, length)
         batch, ready = self._batches.prepare(asked, wait, _patience(timeout).deadline)
         return batch if wait else (batch, ready)
@@ -649,6 +660,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
+        self._check_call("hold", waits=True)
         self._wrapped.check()
         with self._processes.in_turn(f"hold({name!r})"):
             while True:
@@ -744,7 +756,14 @@ class LoRAManager:
                 swap_seconds=self._slots.seconds.read(),
             )
 
-    def _check_call(self, what: str) -> None:
+    def _check_call(self, what: str, *, waits: bool = False) -> None:
+        """Raises LoRAUsageError inside a traced function, and inside `resolve` for a call that may wait for a load."""
+        if waits and (load := self._host.loader.own) is not None:
+            raise LoRAUsageError(
+                f"LoRAManager.{what} was called inside resolve=, by the load of {load.request.name!r}: it could wait "
+                "for that load, which waits for resolve. Return the folder there; load other adapters outside of it, "
+                "or with prefetch"
+            )
         if not trace_state_clean() and staged():
             raise LoRAUsageError(
                 f"LoRAManager.{what} was called inside jax.jit: it would run once, while the function is traced, and "

@@ -46,7 +46,8 @@ class SiteIndex:
         self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
         # Adapters come with tens of thousands of names, and the next one with the same.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
-        self._nearest: dict[str, Nearest] = {}
+        self._left_out = frozenset(wrapped.others)
+        self._nearest: dict[tuple[str, bool], Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
 
     @property
@@ -104,15 +105,47 @@ class SiteIndex:
         for _, short in _without_numbers(name):
             if sites := self._sites.get(("linear" if kind == "experts" else kind, short)):
                 return _misnumbered(name, sites[0].spec, kind == "experts")
+        if (above := self._above(name)) is not None:
+            return f"the model has no module {name!r}: {above!r} is not wrapped: {self._wrapped.unwrapped[above]}"
         return (
             f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
             f"pass over parts that this process lacks){self._hint(kind, name)}"
         )
 
+    def _above(self, name: str) -> str | None:
+        """The layer that is not wrapped and that a name leads through, with or without its numbers."""
+        parts = name[:500].split(".")
+        for path in (parts, [part for part in parts if not _is_index(part)]):
+            for end in range(len(path) - 1, 0, -1):
+                if (above := ".".join(path[:end])) in self._left_out:
+                    return above
+        return None
+
     def _hint(self, kind: str, name: str) -> str:
-        if kind not in self._nearest:
-            self._nearest[kind] = Nearest(known for other, known in self._sites if other == kind)
-        return self._nearest[kind].hint(name)
+        """The nearest of the names that are taken, and of the layers that are not wrapped."""
+        of_experts = kind == "experts" or "experts" in name.split(".")
+        for key in ((kind, True), (kind, False)) if of_experts else ((kind, False),):
+            if key not in self._nearest:
+                self._nearest[key] = Nearest(self._known(*key))
+            if (near := self._nearest[key].find(name)) is None:
+                continue
+            reason = self._wrapped.unwrapped.get(near)
+            return f"; the nearest is {near!r}" + (f", which is not wrapped: {reason}" if reason else "")
+        return ""
+
+    def _known(self, kind: str, of_experts: bool) -> Iterator[str]:
+        """The names that weights of a kind can have; one expert's with its number. All, or those of experts alone."""
+        for (other, name), sites in self._sites.items():
+            if other != ("linear" if kind == "experts" else kind):
+                continue
+            if sites[0].spec.experts is None:
+                if not of_experts and kind != "experts":
+                    yield name
+                continue
+            parent, _, last = name.rpartition(".")
+            yield name if kind == "experts" else f"{parent}.0.{last}"
+        if not of_experts:
+            yield from self._left_out
 
 
 def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[tuple[tuple[int, ...], str]]:

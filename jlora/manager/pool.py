@@ -97,6 +97,7 @@ class Pool:
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._unsynced: set[_Job] = set()
+        self._renumbering = False  # whether stamps and `writes` may disagree
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
         self._spent: list[tuple[jax.Array, ...]] = []  # what writes consumed: see `let_go`
@@ -137,7 +138,7 @@ class Pool:
     def intact(self) -> bool:
         """Whether the model still has the arrays that were written, and no slot is dirty."""
         return (
-            not self.dirty
+            not (self.dirty or self._renumbering)
             and not self._unsynced
             and all(map(operator.is_, map(raw_value, self._variables), self._known))
             and not any(map(_is_deleted, self._known))
@@ -145,6 +146,8 @@ class Pool:
 
     def heal(self, alive: Callable[[Content], bool], *, donate: bool) -> None:
         """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped.
+
+        A slot that was whole gets the number of its last write back: batches that are open need that one.
 
         Args:
           alive: whether a content means anything still.
@@ -157,10 +160,13 @@ class Pool:
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
         }
+        whole = {slot for slot, content in enumerate(self.table) if content is not None} - self.dirty
+        numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
-            self.dirty.update(slot for slot, content in enumerate(self.table) if content is not None)
+            self.dirty |= whole
             self._ranks = [None] * len(self.table)
-        if lost or self._unsynced:
+        if lost or self._unsynced or self._renumbering:
+            self._renumbering = True
             lost.add(len(self._variables) - 1)  # whether the last write was counted depends on the line
             self.writes = [count + 2 for count in self.writes]  # more than any copy has seen
             for i in sorted(lost):
@@ -172,6 +178,10 @@ class Pool:
                 self.clear(slot)
             else:
                 self.write(slot, content, donate=donate)
+        if self._renumbering:
+            self.writes = [numbers.get(slot, count) for slot, count in enumerate(self.writes)]
+            self._renew(len(self._variables) - 1)
+            self._renumbering = False
 
     def _adopt(self, job: "_Job") -> None:
         """Take the arrays that an interrupted write left in the variables, where they are whole."""

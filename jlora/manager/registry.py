@@ -47,12 +47,14 @@ class Registry:
         ref = self._shared.get(sample)
         return None if ref is None else ref()
 
-    def generation(self, name: str, key: Hashable) -> int:
-        """The generation that a content of this key is: the last one where the key is the same, else the next."""
-        last = self.last.get(name)
+    def generation(self, content: Content) -> int:
+        """Return the generation that a content is: the last of its name if it is the same files recalled, else the
+        next."""
+        last = self.last.get(content.name)
         if last is None:
             return self.floor
-        return last[0] if key is not None and key == last[1] else max(last[0] + 1, self.floor)
+        recalled = content.key is not None and content.key == last[1] and not content.in_place
+        return last[0] if recalled else max(last[0] + 1, self.floor)
 
     def put(self, content: Content) -> None:
         """Make `content` the newest of its name."""
@@ -94,7 +96,10 @@ class Registry:
         self.contents.remove(name)
 
     def forget(self, name: str) -> bool:
-        """Out of the cache and not known any more. False if it was neither. Its generations go on counting."""
+        """Out of the cache and not known any more. False if it was neither. Its generations go on counting, and no
+        content is one of those before."""
+        if name in self.last:
+            self.last[name] = (self.last[name][0], None)
         found = self.known.pop(name, None) is not None
         if name in self.contents:
             self.contents.remove(name)

@@ -137,8 +137,10 @@ def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]
         evicted=tuple(
             request for name, request in registry.known.items() if name not in without and name not in registry.contents
         ),
+        # What is saved as removed is another content when it is added again, be it of the same files.
         generations={
-            n: (last, key if key and isinstance(key, str) else None) for n, (last, key) in registry.last.items()
+            name: (last, key if isinstance(key, str) and name not in without else None)
+            for name, (last, key) in registry.last.items()
         },
     )
     return names, contents

@@ -24,7 +24,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Chunk, Row, pack, unpack
 from jlora.manager.content import Content, Placement
-from jlora.manager.fit import rank_vector
+from jlora.manager.fit import rank_vector, too_large_rank
 
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")
 _ARRAY = "adapter"
@@ -207,7 +207,7 @@ def _placement(where: str, sites: Sequence[Site], fields: list[Any]) -> Placemen
     if not (isinstance(module, str) and row < math.prod(spec.rows) and rank and first + count <= spec.slices and count):
         raise ValueError(f"a placement {fields!r:.200}")
     if rank > spec.max_rank:
-        raise AdapterMismatchError(f"{where}: {module}: rank {rank} is above max_lora_rank={spec.max_rank}")
+        raise AdapterMismatchError(f"{where}: {too_large_rank({module: rank}, spec.max_rank)}")
     return Placement(module, site, row, first, count, rank, float(alpha), float(scaling), shift)
 
 

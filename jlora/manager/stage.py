@@ -82,6 +82,7 @@ def content_of(
         ranks=rank_vector(pool.sites, fitted.placements),
         rank=rank,
         about=replace(adapter, modules={}, base_weights={}),
-        request=request,
-        key=adapter.content,
+        request=None if request is None else replace(request, load_inplace=False),
+        key=None if request is None else adapter.content,  # arrays in memory may differ from the files' by now
+        in_place=request is not None and request.load_inplace,
     )

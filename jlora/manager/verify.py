@@ -95,7 +95,7 @@ def verify(
     if not served:
         raise LoRAError(f"verify: forward calls no layer that serves LoRA ({next(iter(reasons.values()), 'none')})")
     error, changed = probe.compare(served)
-    if error > probe.tolerance:
+    if not error <= probe.tolerance:
         probe.blame(served, error)
     if not changed:
         raise LoRAError("verify: random adapters change no row of what forward returns, so nothing can be compared")
@@ -298,6 +298,8 @@ class _Probe:
             served = [self.serve(sites, names) for names in mixes]
             own = self._base(False)
             base = self._base(self._casts)
+            if not all(np.isfinite(rows).all() for rows in (*own, *base)):
+                self.blame_base()
             worst, changed, scale = 0.0, False, 0.0
             for name in (*self.names, None):
                 # One merged copy lives at a time.
@@ -329,7 +331,7 @@ class _Probe:
         """float32: of the largest value. Else, row by row: what LoRA adds, against the norm of what it should add."""
         if not len(found):
             return 0.0
-        if not np.isfinite(found).all():
+        if not (np.isfinite(found).all() and np.isfinite(whole).all()):
             return float("inf")
         if not self.half:
             return float(np.abs(found - expected).max() / max(np.abs(whole).max(), 1e-30))
@@ -337,16 +339,28 @@ class _Probe:
         norm = np.maximum(change, max(0.1 * scale, 1e-30))  # rows that hardly change have no norm to measure by
         return float((off / norm).max())
 
+    def blame_base(self) -> NoReturn:
+        """Raises for a model that is not finite without adapters, and names the layer whose parameter is the cause."""
+        kernels = ((site, _kernel(self.wrapped, site).astype(jnp.float32)) for site in self.sites)
+        cause = next((site.path for site, kernel in kernels if not jnp.isfinite(kernel).all()), None)
+        raise LoRAError(
+            "verify: what forward returns without adapters is not finite, so nothing can be compared"
+            + ("; return finite values alone" if cause is None else f": the parameter of {cause} is not finite")
+        )
+
     def blame(self, sites: Sequence[Site], error: float) -> NoReturn:
         """Raises for the first layer that is off when it alone has factors."""
         for site in sites:
             alone, _ = self.compare([site])
-            if alone > self.tolerance:
+            if not alone <= self.tolerance:
                 name = type(self.wrapped.modules[site]).__name__.removesuffix("WithLoRA")
                 guess = "" if site.inferred is None else f" {site.inferred.how}: that does not hold."
+                found = f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed."
+                if not np.isfinite(alone):
+                    found = "is not finite, as served or with merged weights."
                 raise LoRAError(
                     f"verify: {site.path} ({name}) is off: with random adapters there alone, some row of the batch "
-                    f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed.{guess} Either its "
+                    f"{found}{guess} Either its "
                     "rows are not the batch's (patches that sequences share, another axis as long as the batch, packed "
                     "rows without token_counts), or its spec does not say what it computes (axes, a scaled input or "
                     "output). Register its class with the right spec, or leave it out: LoRAConfig.exclude_modules"
@@ -365,7 +379,7 @@ class _Probe:
             if inferred is None or inferred.verified or inferred.unfit is not None:
                 continue
             error, changed = self.compare([site])
-            if error > self.tolerance:
+            if not error <= self.tolerance:
                 self.blame([site], error)
             if not changed:
                 reasons[site] = f"{inferred.how}, and a random adapter there changes no row, so nothing was seen of it"

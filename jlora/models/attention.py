@@ -35,10 +35,14 @@ def attend(
 ) -> Float[Array, "B L H D"]:
     """Softmax attention (arXiv:1706.03762); H / G query heads share a key head. Scores and softmax are float32.
 
+    Keys and values that no query of a sequence sees may hold anything, NaN and infinity as well.
+
     `sinks` is one more logit a head that takes its share of the softmax and brings no value (arXiv:2309.17453).
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
+    seen = visible.any(axis=1)[..., None, None]  # 0 x NaN is NaN: a weight of 0 would not keep the others out
+    k, v = (jnp.where(seen, rows, jnp.zeros((), rows.dtype)) for rows in (k, v))
     q = q.reshape(batch, length, groups, heads // groups, width)
     scores = jnp.einsum("blghd,bcgd->bghlc", q, k, preferred_element_type=jnp.float32) * width**-0.5
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
@@ -107,6 +111,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B L"],
         rotation: Rotation,
         cache: LayerCache | None,
+        end: Int[Array, "B"] | None = None,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         batch, length, _ = x.shape
@@ -133,8 +138,10 @@ class Attention(nnx.Module):
                 return self.o_proj(out.reshape(batch, 1, -1)), cache
             k, v = cache.keys[:, :extent], cache.values[:, :extent]
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
-        # Cache rows that were never written lie at later positions than any query, so causality hides them as well.
-        distance = positions[:, :, None] - key_positions[:, None, :]
+        # Padding sees no further than the last real token. So no query sees the keys of padding, nor those that an
+        # earlier sequence left in the cache.
+        places = positions if end is None else jnp.minimum(positions, end[:, None] - 1)
+        distance = places[:, :, None] - key_positions[:, None, :]
         visible = distance >= 0
         if self.window is not None:
             visible &= distance < self.window

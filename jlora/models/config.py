@@ -45,7 +45,7 @@ class MoEConfig:
       renormalize: whether the weights of a "softmax" router are divided by their sum.
       router_name: what checkpoints call the router.
       router_bias, expert_bias: whether the router has a bias, and whether both products of an expert do.
-      interleaved: columns of gate and up alternate, in the file and here.
+      interleaved: columns of gate and up alternate in files that hold all experts of a layer in one tensor.
       stored_in_first: whether files that hold all experts of a layer in one tensor have it [E, in, out], as here, or
         [E, out, in].
       swiglu_limit, swiglu_alpha: of gpt-oss's activation; a limit of None means the plain gated SiLU.

@@ -62,9 +62,10 @@ class Layer(nnx.Module):
         positions: Int[Array, "B L"],
         rotation: Rotation,
         cache: LayerCache | None,
+        end: Int[Array, "B"] | None = None,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
-        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache, extent)
+        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache, end, extent)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -99,13 +100,18 @@ class Trunk(nnx.Module):
         self.rows = spread_over(dispatch)
 
     def __call__(
-        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Cache | None, extent: int | None = None
+        self,
+        tokens: Int[Array, "B L"],
+        positions: Int[Array, "B L"],
+        cache: Cache | None,
+        end: Int[Array, "B"] | None = None,
+        extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
         rotation = rotations(self.config, positions)
         x = self.embed_tokens(self.partition.constrain(tokens, self.rows))
         filled = []
         for i, layer in enumerate(self.layers):
-            x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i], extent)
+            x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i], end, extent)
             filled.append(layer_cache)
         return self.norm(x), None if cache is None else tuple(filled)
 
@@ -128,7 +134,8 @@ class Decoder(nnx.Module):
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-    module_aliases = {"block_sparse_moe": "mlp"}  # noqa: RUF012 - what Mixtral's checkpoints call a module -> here
+    # What Mixtral's checkpoints, and adapters of Tinker's for gpt-oss, call a module -> here.
+    module_aliases = {"block_sparse_moe": "mlp", "attn": "self_attn"}  # noqa: RUF012 - a constant
 
     def __init__(
         self,
@@ -178,7 +185,8 @@ class Decoder(nnx.Module):
           tokens: [B, L]; a sequence shorter than L is padded on the right with any token.
           positions: [B, L] position of each token, counted up from the sequence's own length so far. Padding goes on
             counting: what it leaves in the cache is hidden until a later call overwrites it.
-          cache: from `init_cache` or an earlier call; it must reach past the largest position.
+          cache: from `init_cache` or an earlier call; it must reach past the largest position. Beyond a sequence's
+            last real token it may hold anything, NaN and infinity as well.
           last: [B] index in 0..L-1 of each sequence's last real token.
           extent: attention reads positions 0..extent-1 of the cache and no others: static, and past every real token's
             position. None: all of the cache.
@@ -186,9 +194,10 @@ class Decoder(nnx.Module):
         Returns:
           The float32 logits [B, V] after each sequence's last token, and the new cache.
         """
-        hidden, extended = self.model(tokens, positions, cache, extent)
+        of_last = jax.vmap(lambda rows, index: rows[index])  # each with its own sequence's device
+        hidden, extended = self.model(tokens, positions, cache, of_last(positions, last) + 1, extent)
         assert extended is not None
-        return self.logits(jax.vmap(lambda rows, index: rows[index])(hidden, last)), extended
+        return self.logits(of_last(hidden, last)), extended
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for positions 0..capacity-1 of `batch` sequences; on a mesh sharded by sequences and heads."""

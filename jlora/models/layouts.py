@@ -2,7 +2,7 @@
 
 projections       [out, in], those of a merged projection one by one
 experts           one tensor an expert and projection (transformers 4, and what 5 writes for most families), or
-                  all experts of a product in one, [E, out, in] or, gpt-oss, [E, in, out]
+                  all experts of a product in one, [E, out, in] or, gpt-oss, [E, in, out] with gate and up alternating
 experts, mxfp4    [E, out, in / 32, 16] bytes of two 4-bit floats, and [E, out, in / 32] exponents
 """
 
@@ -32,6 +32,7 @@ _BLOCK = 32  # values that share a scale
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # with a start and a stop for each axis
 Read = Callable[[str, Index], np.ndarray]  # that part of the stored tensor of this name
+Assemble = Callable[[Sequence[np.ndarray], Index, DType, Any], jax.Array]
 
 
 class Source(NamedTuple):
@@ -43,7 +44,7 @@ class Source(NamedTuple):
 
     tensors: dict[str, Shape]
     read: Callable[[Read, Index], Sequence[np.ndarray]]
-    assemble: Callable[[Sequence[np.ndarray], Index, DType, Any], jax.Array]
+    assemble: Assemble
     types: tuple[str, ...] = FLOATS
 
 
@@ -70,8 +71,7 @@ def _source(
         if before != block and f"{before}.{older}.gate.weight" in names:
             block = f"{before}.{older}"
     if isinstance(layer, Experts):
-        blocks = _blocks(layer, shape[-1]) if leaf == "gate_up_proj" else ((0, shape[-1]),)
-        return _experts(model, f"{block}.{module}", leaf, shape, blocks, names, stored_experts[block])
+        return _experts(model, layer, f"{block}.{module}", leaf, shape, names, stored_experts[block])
     stored = shape[::-1] if leaf == "kernel" else shape
     blocks = _blocks(layer, stored[0])
     sizes = getattr(layer, "output_sizes", (max(sum(run) for run in blocks if run[0] >= 0),))
@@ -90,13 +90,32 @@ def _blocks(layer: Any, rows: int) -> Blocks:
 
 
 def _experts(
-    model: Decoder, experts: str, leaf: str, shape: Shape, blocks: Blocks, names: Collection[str], stored_tensors: int
+    model: Decoder,
+    layer: Experts,
+    experts: str,
+    leaf: str,
+    shape: Shape,
+    names: Collection[str],
+    stored_tensors: int,
 ) -> Source:
     """Of one parameter of an `Experts` module; the files' names say which of the layouts it has."""
+    name = f"{experts}.{leaf}"
+    product = next(product for product, param in layer.grouped_products.items() if leaf.startswith(param))
+    blocks = _blocks(layer, shape[-1]) if leaf == "gate_up_proj" else ((0, shape[-1]),)
+    if not (leaf.endswith("_bias") or name in names or f"{name}_blocks" in names):
+        return _each_expert(model, experts, leaf, shape, blocks, names, stored_tensors)
+    if product not in layer.alternating:
+        return _all_experts(model, name, shape, blocks, names)
+    # A shard's columns are the same run of the file's, which alternate there.
+    source = _all_experts(model, name, shape, ((0, shape[-1]),), names)
+    return source._replace(assemble=partial(_apart, source.assemble))
+
+
+def _all_experts(model: Decoder, name: str, shape: Shape, blocks: Blocks, names: Collection[str]) -> Source:
+    """Of a tensor with all experts."""
     config = model.config.moe
     assert config is not None
-    name = f"{experts}.{leaf}"
-    if leaf.endswith("_bias"):
+    if name.endswith("_bias"):
         return Source({name: shape}, partial(_read_whole, name), _as_stored)
     num_experts, inputs, outputs = shape
     if f"{name}_blocks" in names:
@@ -105,10 +124,16 @@ def _experts(
         packed = (num_experts, outputs, inputs // _BLOCK)
         tensors = {f"{name}_blocks": (*packed, _BLOCK // 2), f"{name}_scales": packed}
         return Source(tensors, partial(_read_mxfp4, name), _from_mxfp4, ("U8",))
-    if name in names:
-        if config.stored_in_first:
-            return Source({name: shape}, partial(_read_whole, name), _as_stored)
-        return Source({name: (num_experts, outputs, inputs)}, partial(_read_turned, name, blocks), _transposed)
+    if config.stored_in_first:
+        return Source({name: shape}, partial(_read_whole, name), _as_stored)
+    return Source({name: (num_experts, outputs, inputs)}, partial(_read_turned, name, blocks), _transposed)
+
+
+def _each_expert(
+    model: Decoder, experts: str, leaf: str, shape: Shape, blocks: Blocks, names: Collection[str], stored_tensors: int
+) -> Source:
+    """Of one tensor an expert and projection."""
+    num_experts, inputs, outputs = shape
     if stored_tensors < num_experts:  # before a name is made for each
         raise ModelError(
             f"config.json asks for {num_experts} experts, and the files hold {stored_tensors} tensors of {experts}"
@@ -210,6 +235,16 @@ def _as_stored(stored: Sequence[np.ndarray], index: Index, dtype: DType, device:
 
 def _transposed(stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
     return _as_stored(stored, index, dtype, device).mT
+
+
+def _apart(assemble: Assemble, stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
+    """The columns of gate and up, which alternate in a file: those of the gate first."""
+    return _gates_first(assemble(stored, index, dtype, device))
+
+
+@jax.jit
+def _gates_first(values: Float[Array, "*lead N"]) -> Float[Array, "*lead N"]:
+    return jnp.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
 
 
 def _from_mxfp4(stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:

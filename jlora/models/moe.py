@@ -9,7 +9,7 @@ this happens on each shard, with the experts that it has.
 Nothing here knows of adapters. What wraps `Experts` overrides its two products, `gate_up` and `down`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -95,8 +95,8 @@ class Experts(nnx.Module):
     Attributes:
       gate_up_proj: [E, H, 2 * I], or [E, H, I] where not gated; `gate_up_proj_bias` [E, ...] with `bias`.
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
-      gated: whether the first product holds a gate beside the values.
-      interleaved: whether columns of gate and up alternate, gate first; else all of the gate's come first.
+      gated: whether the first product holds a gate beside the values; all columns of the gate come first.
+      alternating: products whose columns of gate and up alternate in checkpoints, in a tensor of all experts.
       output_blocks: the columns of `gate_up_proj`, only where a mesh asks for another order (`partition.Blocks`).
     """
 
@@ -113,7 +113,7 @@ class Experts(nnx.Module):
         *,
         activation: Callable[..., jax.Array] = gated_silu,
         gated: bool = True,
-        interleaved: bool = False,
+        alternating: Sequence[str] = (),
         bias: bool = False,
         weigh_hidden: bool = False,
         dtype: DType,
@@ -133,7 +133,7 @@ class Experts(nnx.Module):
             return nnx.Param(values, **partition.metadata("expert", axis))
 
         columns = 2 * inner if gated else inner
-        blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor")) if gated and not interleaved else None
+        blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor")) if gated else None
         self.gate_up_proj = draw(features, columns, None, "tensor", blocks=blocks)
         self.down_proj = draw(inner, features, "tensor", None)
         if bias:
@@ -144,7 +144,7 @@ class Experts(nnx.Module):
         self.num_experts = num_experts
         self.activation = activation
         self.gated = gated
-        self.interleaved = interleaved
+        self.alternating = tuple(alternating)
         self.bias = bias
         self.weigh_hidden = weigh_hidden
         self.partition = partition
@@ -190,8 +190,6 @@ class Experts(nnx.Module):
     def _activate(self, hidden: Float[Array, "M F"]) -> Float[Array, "M I"]:
         if not self.gated:
             return self.activation(hidden)
-        if self.interleaved:
-            return self.activation(hidden[:, 0::2], hidden[:, 1::2])
         return self.activation(*jnp.split(hidden, 2, axis=1))
 
 
@@ -230,7 +228,7 @@ class MoE(nnx.Module):
             config.intermediate_size,
             config.num_experts,
             activation=gated_silu if limit is None else ClampedSwiGLU(config.swiglu_alpha, limit),
-            interleaved=config.interleaved,
+            alternating=("gate_up",) if config.interleaved else (),
             bias=config.expert_bias,
             dtype=dtype,
             rngs=rngs,

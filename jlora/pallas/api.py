@@ -283,8 +283,8 @@ def _kernels(backend: Backend) -> ModuleType | None:
 def load(backend: Backend) -> None:
     """Import the kernels of a backend, before anything is traced that may use them.
 
-    What Pallas for TPUs sets belongs, in JAX 0.11, to what each trace depends on, from its import on: a function that
-    imported it while it was traced would be traced and compiled once more at its second call.
+    From JAX 0.11 on, this import adds settings that each trace depends on: a function that imported it while it was
+    traced would be traced and compiled once more at its second call.
     """
     _kernels(_own() if backend == "auto" else backend)
 

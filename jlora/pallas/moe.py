@@ -75,7 +75,8 @@ def plan_experts(
     inside &= (experts >= 0) & (experts < num_experts)
     ids = jnp.where(inside, slot * num_experts + experts, groups).astype(jnp.int32)
     kernels = _plan_kernels(backend, rows)
-    if kernels is None or (tile_m or 1) < 1 or (max_active or 1) < 1:
+    given = [1, *(size for size in (tile_m, max_active) if size is not None)]  # make_plan refuses the others
+    if kernels is None or min(given) < 1:
         plan = make_plan(ids, num_groups=groups, tile_m=tile_m, max_active=max_active, backend=backend)
         return dataclasses.replace(plan, experts=num_experts)
     bound = min(rows, groups) if max_active is None else min(max_active, rows, groups)

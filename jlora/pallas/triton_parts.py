@@ -14,7 +14,8 @@ WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the tr
 
 
 def dot_dtype(x, a, b):
-    return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # operands of two dtypes are served, whatever the caller's setting
+        return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
 def h_dtype(x, a, b):

@@ -35,7 +35,8 @@ class ServableModel(Protocol):
     def init_cache(self, batch: int, capacity: int) -> Any:
         """An empty cache: a pytree of arrays, each with one axis of size `batch` and one of size `capacity`.
 
-        Index c along the latter holds what belongs to position c of a sequence, and nothing else.
+        Index c along the latter holds what belongs to position c of a sequence, and nothing else. A row goes from one
+        sequence to the next as it is: it is not cleared in between.
         """
         ...
 
@@ -47,12 +48,16 @@ class ServableModel(Protocol):
         Args:
           tokens: [B, L], padded on the right.
           positions: [B, L] position of each token, counted up; padding goes on counting. Each attends to the positions
-            up to its own: what the cache holds at later ones means nothing.
-          cache: as from `init_cache`, maybe of fewer sequences or a smaller capacity: those that are needed.
+            up to its own.
+          cache: as from `init_cache`, maybe of fewer sequences or a smaller capacity: those that are needed. Beyond a
+            sequence's last real token it may hold anything, NaN and infinity as well, and none of that may reach a
+            product: a weight of 0 is not enough, since 0 x NaN is NaN. Select instead, for keys and for values:
+            `jnp.where(seen, values, 0)`.
           last: [B] index of each sequence's last real token.
 
         Returns:
-          Float32 logits [B, V] after each sequence's last token, and the cache with these tokens.
+          Float32 logits [B, V] after each sequence's last token, and the cache with these tokens. Logits that are NaN
+          end their own sequence; those of one sequence must not depend on another's.
 
         A model whose `extend` has a keyword `extent` is told how much of the cache is live: positions 0..extent-1,
         static. It reads no more than that, and returns the whole cache. Without, all of the cache is read. One that has

@@ -11,6 +11,7 @@ decodes nothing computes like the others, and writes where the next token of its
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from jlora.models.sampling import HOTTEST, Sampling, choose, likeliest
 from jlora.serve.model import ServableModel, cache_axes, row_of, with_row
 from jlora.serve.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
+_log = logging.getLogger("jlora.serve")
 _LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
 _LEAST_CHUNK = 32
 
@@ -75,6 +77,10 @@ class How(NamedTuple):
     sampled: bool = False
     ranked: bool = False
     reported: bool = False
+
+    def __str__(self) -> str:
+        choice = ("drawn" + (", of the likeliest" if self.ranked else "")) if self.sampled else "greedy"
+        return choice + (", with log probabilities" if self.reported else "")
 
     @classmethod
     def of(cls, many: Sequence[SamplingParams]) -> "How":
@@ -332,15 +338,25 @@ class Steps:
             return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows)
 
         calls = [
-            *(warmed(1, fill, start, length) for start, length in chunks.values()),
-            *(partial(begin, how) for how in variants),
-            *(warmed(self.rows, self.decode, active, extent, How()) for extent in self.extents),
-            *(warmed(self.rows, self.decode, active, 1, how) for how in variants),
+            *(
+                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, fill, *of))
+                for (tokens, extent), of in chunks.items()
+            ),
+            *((f"the first token, {how}", partial(begin, how)) for how in variants),
+            *(
+                (
+                    f"decode of {self.rows} rows over {extent} positions",
+                    warmed(self.rows, self.decode, active, extent, How()),
+                )
+                for extent in self.extents
+            ),
+            *((f"the next tokens, {how}", warmed(self.rows, self.decode, active, 1, how)) for how in variants),
         ]
         # On a mesh twice: the state that another step leaves is laid out the same, and may be called otherwise.
         calls *= 1 if self._everywhere() is None else 2
         progress(1, 1 + len(calls))
-        for i, call in enumerate(calls):
+        for i, (step, call) in enumerate(calls):
+            _log.info("warm-up %d of %d: %s", 2 + i, 1 + len(calls), step)
             call()
             jax.block_until_ready(self._state)
             progress(2 + i, 1 + len(calls))

@@ -113,17 +113,12 @@ def kernel_sharding(
       fully: `LoRAConfig.fully_sharded`.
 
     Raises:
-      LoRAError: an axis of the mesh in `data` that it lacks; a stack of layers that is split; an axis that is split in
-        the middle of the features which it flattens to.
+      LoRAError: a stack of layers that is split; an axis that is split in the middle of the features which it flattens
+        to.
     """
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     mesh = sharding.mesh
-    if missing := [name for name in data if name not in mesh.axis_names]:
-        raise LoRAError(
-            f"LoRAConfig.data_axes names {missing[0]!r}, which is no axis of the mesh of {where}: it has "
-            f"{', '.join(map(repr, mesh.axis_names))}"
-        )
     # An axis of size 1 splits nothing.
     spec = [tuple(name for name in names_of(entry) if mesh.shape[name] > 1) for entry in sharding.spec]
     spec += [()] * (len(sizes) - len(spec))
@@ -133,7 +128,7 @@ def kernel_sharding(
         if names and axis not in taken:
             raise LoRAError(
                 f"{where} is a stack of layers that is split over {_said(names)}; an adapter is written into all "
-                "layers of a stack, so leave that axis whole, or the layer out with LoRAConfig.exclude_modules"
+                "layers of a stack, so leave that axis whole"
             )
     for i, group in enumerate(axes):
         dropped = data if i < 2 else ()  # tokens may be spread over the axes of experts, which stay where they are
@@ -144,7 +139,7 @@ def kernel_sharding(
             raise LoRAError(
                 f"{where} of shape {tuple(sizes)} is split over {_said(names[split[-1]])} along axis "
                 f"{group[split[-1]]}, in the middle of the features {tuple(group)} that make one axis of LoRA's "
-                "factors; split the first of these axes, or leave the layer out with LoRAConfig.exclude_modules"
+                "factors; split the first of these axes"
             )
         found.append(names[split[0]] if split else ())
     ins, outs, *experts = found

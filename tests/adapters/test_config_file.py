@@ -215,6 +215,7 @@ def test_ranks_that_cannot_be_looked_up(read, field, pattern):
         ('{"peft_type": "LORA", "lora_alpha": NaN}', "NaN"),
         ('{"peft_type": "LORA", "lora_alpha": -Infinity}', "-Infinity"),
         ('{"peft_type": "LORA", "target_modules": ["q"], "lora_alpha": 1e999}', "'lora_alpha' must be a finite number"),
+        ('{"peft_type": "LORA", "target_modules": ["q"], "lora_dropout": -1e999}', "'lora_dropout' must hold finite"),
         ("{}", "'peft_type' must be the string"),
         ('{"peft_type": 3}', "'peft_type' must be the string"),
         (r'{"peft_type": "LORA", "revision": "\ud800"}', "is not JSON: a string holds '\\ud800'"),
@@ -235,7 +236,9 @@ def test_malformed_file(read, text, cause):
     assert cause in str(raised.value)
 
 
-@pytest.mark.parametrize("value", ["4", 0, -1, 4.0, True, None, [4], {}])
+@pytest.mark.parametrize(
+    "value", ["4", 0, -1, 4.0, True, None, [4], {}, 2**31, pytest.param(10**4200, id="4200 digits")]
+)
 def test_bad_rank(read, value):
     with pytest.raises(AdapterFormatError, match="'r' must be a positive integer"):
         read(r=value)
@@ -268,6 +271,7 @@ def test_bad_alpha(read, value):
         ("layers_to_transform", "1"),
         ("layers_to_transform", [True]),
         ("layers_to_transform", [-1]),
+        pytest.param("layers_to_transform", 10**4200, id="layers_to_transform of 4200 digits"),
         ("init_lora_weights", 3),
         ("base_model_name_or_path", 3),
         ("task_type", ["CAUSAL_LM"]),

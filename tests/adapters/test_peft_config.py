@@ -94,6 +94,7 @@ def test_first_pattern_wins_and_a_caret_is_exact(read):
         ({"layers_to_transform": [1]}, "model.layers.0.experts.1.q_proj", False),  # the first number is the layer
         ({"layers_to_transform": [1]}, "q_proj", True),  # an exact name is not limited
         ({"layers_to_transform": []}, "model.layers.5.q_proj", True),
+        ({"layers_to_transform": [1]}, f"model.layers.{'1' * 5000}.q_proj", False),
         ({"layers_to_transform": [1], "layers_pattern": "layers"}, "layers.1.q_proj", True),
         ({"layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, "model.layers.1.q_proj", True),
         ({"layers_to_transform": [1], "layers_pattern": "h"}, "model.layers.1.q_proj", False),

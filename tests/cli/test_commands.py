@@ -15,19 +15,20 @@ MODEL = str(DEMO / "model")
 
 
 def error_of(capsys, command) -> tuple[int, str]:
-    """Exit status and the one line on stderr; lines of progress before it are left out."""
+    """Exit status and the error on stderr, its lines as one; lines of progress before it are left out."""
     try:
         status = run(command)
     except SystemExit as end:
         status = end.code
     out, err = capsys.readouterr()
-    *before, last = err.splitlines()
+    lines = err.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("jlora: error: "))
     assert out == ""
-    assert all(" ... " in line for line in before)
-    assert last.startswith("jlora: error: ")
-    assert last.isprintable()
+    assert all(" ... " in line for line in lines[:start])
+    assert all(line.startswith("  ") for line in lines[start + 1 :])
+    assert all(line.isprintable() for line in lines)
     assert "Traceback" not in err
-    return status, last
+    return status, " ".join(line.strip() for line in lines[start:])
 
 
 def test_generate_answers_each_prompt_with_its_adapter(capsys):

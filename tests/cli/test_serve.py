@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import jax
@@ -11,11 +12,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import jlora
 from jlora.cli import budget as budget_module
 from jlora.cli.budget import Budget, budget, stored_dtype
 from jlora.cli.commands import _parser, run
 from jlora.cli.demo import DEMO
-from jlora.cli.serve import _Formatter, _module
+from jlora.cli.serve import _Formatter, _is_news, _module
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
@@ -23,6 +25,7 @@ from jlora.models import from_pretrained
 from jlora.models.config import read_config
 from jlora.serve.steps import Steps
 from tests.cli.test_commands import error_of
+from tests.serve.client import ask
 
 MODEL = str(DEMO / "model")
 SORT = str(DEMO / "adapters" / "sort")
@@ -42,8 +45,8 @@ def test_a_command_line_of_vllm():
     )
     args = _parser().parse_args(line.split())
     assert [_module(text) for text in args.lora_modules] == [
-        LoRARequest("sql", "/adapters/sql"),
-        LoRARequest("chat", "/adapters/chat"),
+        (LoRARequest("sql", "/adapters/sql"), None),
+        (LoRARequest("chat", "/adapters/chat"), "x"),
     ]
     assert (args.max_loras, args.max_lora_rank, args.max_cpu_loras) == (4, 64, 32)
     assert (args.served_model_name, args.api_key) == (["llama", "base"], ["one", "two"])
@@ -59,6 +62,21 @@ def test_a_command_line_of_vllm():
         (["--lora-modules", '{"name": "x"}'], "NAME=PATH"),
         (["--lora-modules", '{"name": 3, "path": "y"}'], "NAME=PATH"),
         (["--lora-modules", '{"name": "x", "path": "y", "rank": 3}'], "'rank'"),
+        (["--lora-modules", '{"name": "x", "path": "y", "base_model_name": 3}'], "base_model_name must be a string"),
+        (
+            [
+                "--served-model-name",
+                "one",
+                "two",
+                "--lora-modules",
+                '{"name": "x", "path": "y", "base_model_name": "z"}',
+            ],
+            "'x' has base_model_name 'z', and the model that is served is 'one' or 'two'",
+        ),
+        (["--lora-modules", "x=no/such/folder"], "'no/such/folder' does not exist"),
+        (["--lora-modules", f"sort={SORT}", "--max-lora-rank", "2"], "max_lora_rank"),
+        (["--tensor-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),
+        (["--tensor-parallel-size", "3"], "on this machine the model can be served over 1, 2, 4"),
         (["--lora-modules", "x=a", "x=b"], "twice"),
         (["--lora-modules", "x\ny=a"], "do not print"),
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),
@@ -85,7 +103,7 @@ def test_a_command_line_of_vllm():
         (["--dtype", "int8"], "int8"),
         (["--request-timeout", "0"], "seconds"),
         (["--gpu-memory-utilization", "1.5"], "at most 1"),
-        (["--speculative-config", "x"], "unrecognized"),
+        (["--speculative-config", "x"], "unrecognized arguments: --speculative-config x; see jlora serve --help"),
     ],
 )
 def test_what_is_wrong_is_one_line_before_a_model_is_read(capsys, monkeypatch, options, words):
@@ -147,10 +165,61 @@ def test_flags_come_before_the_environment(monkeypatch):
     assert [keys.admit(f"Bearer {key}", admin=True) for key in ("a", "b", "other")] == [True, True, False]
 
 
-def test_help(capsys):
+def test_an_adapter_that_does_not_fit_is_said_on_several_lines_before_a_model_is_read(capsys, monkeypatch, tmp_path):
+    """Its shapes are in the header, and the tensors after it are not looked at."""
+    monkeypatch.setattr("jlora.cli.serve.load_model", lambda *args: pytest.fail("a model is read"))
+    arrays = {f"model.layers.0.mlp.{name}": (np.ones((2, 9), "f4"), np.ones((9, 2), "f4")) for name in ("x", "y")}
+    jlora.Adapter.from_arrays("odd", arrays, alpha=2).save_pretrained(tmp_path / "odd")
+    assert run(["serve", MODEL, "--port", "0", "--lora-modules", f"odd={tmp_path / 'odd'}"]) == 1
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"jlora: error: adapter 'odd' ({tmp_path / 'odd'}) does not fit this model:"
+    assert [line.split(":")[0] for line in rest] == ["  model.layers.0.mlp.x", "  model.layers.0.mlp.y"]
+
+
+def test_the_base_model_of_a_module_is_shown_as_its_parent(monkeypatch):
+    modules = [
+        f"a={SORT}",
+        *(json.dumps({"name": n, "path": SORT, "base_model_name": b}) for n, b in (("b", "two"), ("c", MODEL))),
+    ]
+    service = served(
+        monkeypatch, "--served-model-name", "one", "two", "--max-num-seqs", "1", "--lora-modules", *modules
+    ).service
+    service.engine.start()
+    service.state = "serving"
+    cards = {card["id"]: card["parent"] for card in ask(service, "GET", "/v1/models").json["data"]}
+    assert service.engine.close(60)
+    assert cards == {"one": None, "two": None, "a": "one", "b": "two", "c": "one"}
+
+
+def test_warm_up_says_what_it_compiles(monkeypatch, caplog):
+    engine = served(monkeypatch, "--max-num-seqs", "1", "--max-num-batched-tokens", "32").service.engine
+    with caplog.at_level("INFO", "jlora.serve"):
+        engine.start()
+    assert engine.close(60)
+    found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("warm-up ")]
+    assert found[:2] == [
+        f"warm-up {i} of 12: prefill of 32 tokens over {extent} positions" for i, extent in ((2, 32), (3, 64))
+    ]
+    assert found[6].endswith("decode of 1 rows over 64 positions")
+    assert len(found) == 11
+
+
+def test_help_shows_every_default(capsys):
     with pytest.raises(SystemExit):
         run(["serve", "--help"])
-    assert "--lora-root" in capsys.readouterr().out
+    entries = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
+    assert len(entries) > 30
+    missing = [entry for entry in entries if "default:" not in " ".join(entry.split()) and "--help" not in entry]
+    assert missing == []
+    shown = " ".join(" ".join(entries).split())
+    for flag, default in (("--max-waiting N", "1024"), ("--bitwise-base", "off"), ("--lora-modules", "none")):
+        assert re.search(rf"{flag}[^(]*\(default: {default}\)", shown), flag
+
+
+def test_autotuning_misses_of_tokamax_are_not_logged():
+    for text, seen in (("Autotuning cache miss for %s", False), ("another %s", True)):
+        record = logging.LogRecord("absl", logging.WARNING, "", 0, text, ("x",), None)
+        assert _is_news(record) == seen
 
 
 def test_log_lines_cannot_be_forged():

@@ -107,6 +107,12 @@ class Interleaved(Seams):
         return weighted_sum(self.down(hidden, rows), order, weights).reshape(x.shape)
 
 
+class Alternating(Seams):
+    """Columns of gate and up alternate in checkpoints, and not here."""
+
+    alternating = ("gate_up",)
+
+
 class Ragged(nnx.Module):
     """Bare weights and `ragged_dot` over sorted tokens, all in one method: two lines say what the products are."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -90,6 +91,11 @@ def make_manager(model: nnx.Module, adapters: Sequence[Adapter] = (), **kwargs) 
     return manager
 
 
+def rounding_of(slots) -> float:
+    """Return the tolerance of float32 outputs: the kernels round a @ x to slots of 16 bits, and XLA's path does not."""
+    return 2**-8 if jax.default_backend() != "cpu" and jnp.dtype(slots).itemsize == 2 else 1e-6
+
+
 def assert_close(found, expected, tolerance: float = 2e-5) -> None:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     chex.assert_equal_shape([found, expected])
@@ -121,7 +127,8 @@ def check_against_merged(
     with manager.prepare(names) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, names, x))
     with manager.prepare([None] * 3) as batch:
-        np.testing.assert_array_equal(np.asarray(serve(model, x, batch)), base)
+        # On an accelerator XLA times the algorithms of a product anew for each program.
+        assert_close(serve(model, x, batch), base, tolerance=0 if jax.default_backend() == "cpu" else 1e-6)
     manager.unwrap()
     np.testing.assert_array_equal(np.asarray(run(model, x)), base)
     return manager

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 
+pytestmark = pytest.mark.device
+
 
 class Model(nnx.Module):
     def __init__(self):
@@ -193,6 +195,7 @@ OUT_OF_TRACES = {
 }
 
 
+@pytest.mark.device(devices=8)
 @pytest.mark.parametrize("how", OUT_OF_TRACES)
 def test_a_batch_that_comes_out_of_a_traced_function_raises_when_used(how):
     """JAX hands back the static part of the first call: here that of `a`, when `b` is asked for."""
@@ -262,6 +265,7 @@ def test_donated_batches(world, counts):
         assert_close(found.reshape(8, 2, 5), expected_rows(world.twins, NAMES, X))
 
 
+@pytest.mark.device(devices=8)
 def test_batches_on_a_mesh(world):
     """Moved to all devices, a batch still holds its lease; sharded, each shard sees its own sequences."""
 
@@ -432,3 +436,54 @@ def test_where_a_lease_was_opened_is_not_recorded_unasked(world):
         (lease,) = world.manager.leases()
         assert lease.where is None
         assert lease.adapters == ("a",)
+
+
+JOINED = {
+    "concatenate": lambda *arrays: jnp.concatenate(arrays),
+    "stack": lambda *arrays: jnp.stack(arrays),
+    "repeat": lambda array, _: jnp.repeat(array, 2),
+}
+
+
+@pytest.mark.parametrize("join", JOINED.values(), ids=JOINED)
+def test_batches_put_together_raise(join):
+    """The whole would hold the lease of the first, and serve the base to the rows of the second."""
+    model = Model()
+    manager = make_manager(model, [A, B], max_loras=2)
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    @jax.jit
+    def joins(model, x, *batches):
+        with jlora.use(jax.tree.map(join, *batches)):
+            return model(x)
+
+    with manager.prepare(["a", "a"]) as first, manager.prepare(["b", "b"]) as second:
+        whole = jax.tree.map(join, first, second)
+        for call in (lambda: step(model, X[:4], whole), lambda: joins(model, X[:4], first, second)):
+            with pytest.raises(jlora.LoRAError, match="of 2 sequences holds 4 slots: batches that were put together"):
+                call()
+
+
+def test_rows_of_a_closed_batch_are_not_served_by_the_adapter_that_took_its_slot():
+    """Its stamps are older than those of the slot."""
+    adapters = [make_adapter(name, TARGETS, 2) for name in "abc"]
+    model = Model()
+    manager = make_manager(model, adapters, max_loras=2)
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model(x)
+
+    with manager.prepare(["a", "a"]) as first:
+        with manager.prepare(["b", "b"]) as second:
+            mixed = jax.tree.map(lambda one, two: jnp.where(jnp.array([True, False]), one, two), first, second)
+        with manager.prepare(["c"]):
+            assert set(manager.slot_names) == {"a", "c"}
+            assert np.isnan(step(model, X[:2], mixed)).all()
+            with jlora.use(mixed), pytest.raises(jlora.LoRAError, match="this copy of the model"):
+                model(jnp.asarray(X[:2]))

@@ -19,7 +19,7 @@ from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned,
 from tests.manager.test_shared_experts import NAMES, World
 from tests.models.test_mesh import collectives, make_mesh
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.device, pytest.mark.mesh]
 
 EXPERTS, HIDDEN, INNER, LAYERS, LENGTH = 4, 16, 12, 1, 5
 BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
@@ -50,13 +50,11 @@ ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(
 class Served:
     """A decoder with a layer of experts, and its answers to three batches that swap adapters."""
 
-    def __init__(self, axes=None, dispatch="all_gather", *, moe=None, **config):
+    def __init__(self, axes=None, dispatch="all_gather", **config):
         shape = DecoderConfig(
             vocab_size=32, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
             num_key_value_heads=4, head_dim=4,
-            moe=moe or MoEConfig(
-                num_experts=EXPERTS, experts_per_token=2, intermediate_size=INNER, layers=(True,) * LAYERS
-            ),
+            moe=MoEConfig(num_experts=EXPERTS, experts_per_token=2, intermediate_size=INNER, layers=(True,) * LAYERS),
         )  # fmt: skip
         mesh = None if axes is None else make_mesh(axes)
         self.model = Decoder(shape, dtype=jnp.float32, rngs=nnx.Rngs(0), mesh=mesh, dispatch=dispatch)
@@ -175,14 +173,6 @@ def test_a_copy_of_what_a_shard_is_given_is_not_taken_for_the_batch():
     """Rows of a shard are of tokens of others too: `taken` says where they lie, `source` whose they are."""
     with pytest.raises(LoRAError, match=r"RowMap.taken must be integers \[3\]"):
         jlora.RowMap(jnp.arange(3), of="tokens", length=1, expert=jnp.arange(3), taken=jnp.arange(2))
-
-
-def test_gate_and_up_that_alternate_are_refused_where_their_columns_are_split():
-    moe = MoEConfig(
-        num_experts=EXPERTS, experts_per_token=2, intermediate_size=256, layers=(True,) * LAYERS, interleaved=True
-    )
-    with pytest.raises(LoRAError, match=r"gate_up_proj.*pieces of 1"):
-        Served({"tensor": 2}, moe=moe)
 
 
 def on_mesh(model, axes, split):

@@ -27,7 +27,7 @@ from tests.matrix import thinned
 from tests.pallas.test_triton_product import TILES
 
 # What XLA's optimisations make of kernels that are interpreted, nobody runs.
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
 KERNEL = triton_product.linear_lora
 TOLERANCE = 2e-2  # of bfloat16 through several layers; `manager.verify` allows as much

@@ -1,6 +1,7 @@
 """Wrapping changes what a layer computes and nothing else: paths, attributes, classes, aliases; unwrap undoes it."""
 
 import copy
+import pickle
 import sys
 
 import chex
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jlora.config import LoRAConfig
-from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.wrap import wrap_model
 from tests.layers.merging import (
@@ -25,6 +26,8 @@ from tests.layers.merging import (
     normal,
     serve,
 )
+
+pytestmark = pytest.mark.device
 
 optimised = pytest.mark.optimised
 
@@ -217,6 +220,29 @@ def test_a_copy_that_no_manager_writes_is_refused():
     clone = nnx.clone(model)  # shares the slot arrays, which the next write donates
     with manager.prepare(["one"]) as batch, pytest.raises(RuntimeError, match="deleted"):
         serve(clone, np.zeros((1, 2), np.int32), batch)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_wrapped_model_says_why_it_is_not_pickled(protocol):
+    model = Model()
+    manager = make_manager(model)
+    for part in (model, model.blocks[0].q_proj):
+        with pytest.raises(LoRAUsageError, match=r"a wrapped model cannot be pickled.*manager\.unwrap\(\)"):
+            pickle.dumps(part, protocol)
+    manager.unwrap()
+    found = pickle.loads(pickle.dumps(model, protocol))
+    tokens = np.zeros((1, 2), np.int32)
+    np.testing.assert_array_equal(found(tokens), model(tokens))
+
+
+def test_a_shallow_copy_of_a_wrapped_layer_is_one():
+    layer = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+    model = nnx.List([layer])
+    make_manager(model)
+    twin = copy.copy(layer)
+    assert type(twin) is type(layer) is not nnx.Linear
+    assert vars(twin).keys() == vars(layer).keys()
+    assert all(vars(twin)[name] is value for name, value in vars(layer).items() if name != "_pytree__state")
 
 
 def test_slot_arrays_are_their_own_filter():

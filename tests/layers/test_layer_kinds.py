@@ -26,7 +26,7 @@ from tests.layers.merging import (
 )
 from tests.matrix import thinned
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
 
 class Holder(nnx.Module):

@@ -11,6 +11,8 @@ import jlora
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, serve
 
+pytestmark = pytest.mark.device
+
 
 class Block(nn.Module):
     @nn.compact

@@ -10,7 +10,7 @@ import jlora
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.discover import register_layer
-from jlora.layers.scope import use
+from jlora.layers.scope import Scope
 from tests.layers.merging import (
     Target,
     assert_close,
@@ -22,12 +22,13 @@ from tests.layers.merging import (
     make_module,
     merge,
     normal,
+    rounding_of,
     run,
     serve,
 )
 
 optimised = pytest.mark.optimised
-pytestmark = pytest.mark.usefixtures("registered")
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
 
 
 class Holder(nnx.Module):
@@ -158,10 +159,38 @@ def test_embedding_class_with_methods_of_its_own():
     assert_close(found, expected)
 
 
-def test_an_embed_spec_that_names_no_method_raises():
-    register_layer(Embedder, lambda layer: jlora.EmbedSpec(11, 6, param="table", lookup="embed"))
-    with pytest.raises(LoRAUsageError, match=r"embedder: EmbedSpec.lookup is 'embed', and Embedder has no such method"):
-        make_manager(Gemma())
+class ScaledLogits(Embedder):
+    """muP's: the logits are scaled too."""
+
+    def decode(self, x):
+        return super().decode(x) * 0.375
+
+
+@optimised
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_that_are_scaled(dtype):
+    register_layer(ScaledLogits, lambda layer: embed_spec(layer, attend_scale=0.375))
+
+    class Tied(Gemma):
+        def __init__(self):
+            super().__init__()
+            self.embedder = ScaledLogits(11, 6)
+
+    model, rng = Tied(), np.random.default_rng(0)
+    head = make_module(rng, 6, 11, 3)
+    table, kernel, bias = (
+        np.asarray(v[...], np.float64) for v in (model.embedder.table, model.proj.kernel, model.proj.bias)
+    )
+    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})], dtype=dtype)
+    tokens = tokens_of(3, 4)
+    with manager.prepare(["head", None, "head"]) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    hidden = 6**0.5 * table[tokens] @ kernel + bias
+    change = hidden @ delta(head).T
+    change[1] = 0
+    assert_close(found, 0.375 * (hidden @ table.T + change), 2e-5 if dtype == jnp.float32 else 1e-2)
+    if dtype == jnp.float32:
+        assert "embedder.attend" in manager.verify(serve, tokens).checked
 
 
 class ScaledLookup(nnx.Embed):
@@ -323,10 +352,10 @@ def test_einsum_spec_of_what_is_no_linear_layer(equation, shape, reason):
 
 def test_a_spec_that_its_parameter_contradicts_raises_with_the_path():
     register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 9, "w", in_axes=(1,), out_axes=(0, 2)))
-    with pytest.raises(LoRAUsageError, match=r"proj \(Einsum\): its parameter 'w' \(2, 6, 4\) has 6 features in and 8"):
+    with pytest.raises(LoRAError, match=r"proj \(Einsum\): its parameter 'w' \(2, 6, 4\) has 6 features in and 8"):
         make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
     register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 8, "kernel"))
-    with pytest.raises(LoRAUsageError, match=r"names the parameter 'kernel', and the layer holds \['w'\]"):
+    with pytest.raises(LoRAError, match=r"names the parameter 'kernel', and the layer holds \['w'\]"):
         make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
 
 
@@ -378,7 +407,7 @@ def test_a_registered_gate_keeps_its_own_output_dtype():
     a, b = (np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) for v in (module.a, module.scaling * module.b))
     change = np.asarray(x, np.float64) @ a.T @ b.T
     change[1] = 0
-    assert_close(found, base + change, 1e-6)  # no rounding to bfloat16 on the way
+    assert_close(found, base + change, rounding_of(jnp.bfloat16))
 
 
 class TopK(nnx.Linear):
@@ -645,22 +674,14 @@ def test_where_the_scope_has_no_plan_the_layer_serves_the_base(monkeypatch):
     adapter = make_adapter("one", [target], 2)
     twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
     manager = make_manager(model, [adapter])
-    scope = type(_scope_of(manager))
-    plan = scope.plan
-    monkeypatch.setattr(scope, "plan", lambda self, site, y, *_: None if y.shape[0] == 5 else plan(self, site, y))
+    plan = Scope.plan
+    monkeypatch.setattr(Scope, "plan", lambda self, site, y, *_: None if y.shape[0] == 5 else plan(self, site, y))
     with manager.prepare(["one", None, "one"]) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, ["one", None, "one"], x))
-    monkeypatch.setattr(scope, "plan", lambda self, site, y, *_: None)
+    monkeypatch.setattr(Scope, "plan", lambda self, site, y, *_: None)
     with manager.prepare(["one"] * 3) as batch:
         found = jax.jit(lambda *args: serve.__wrapped__(*args))(model, x, batch)  # a function that was not traced yet
     np.testing.assert_array_equal(bits(found), bits(run(twins[None], x)))
-
-
-def _scope_of(manager):
-    from jlora.layers import scope
-
-    with manager.prepare([None]) as batch, use(batch, partial=True):
-        return scope._current.get()
 
 
 @optimised

@@ -8,6 +8,8 @@ from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
 from tests.layers.merging import Target, check_against_merged, make_adapter, make_manager, make_module, normal
 
+pytestmark = pytest.mark.device
+
 
 class Merged(nnx.Module):
     """q, k, v of 6, 4 and 2 outputs in one kernel."""

@@ -14,6 +14,8 @@ from tests.layers.merging import assert_close, normal
 from tests.layers.rowwise import ADAPTERS, NAMES, K, N, World, base_of, bits
 from tests.matrix import thinned
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture(scope="module")
 def world():

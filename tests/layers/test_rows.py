@@ -14,6 +14,8 @@ from tests.layers.merging import Target, assert_close, expected_rows, make_adapt
 from tests.layers.rowwise import LOOKUP, NAMES, K, N, World, base_of, bits
 from tests.matrix import thinned
 
+pytestmark = pytest.mark.device
+
 optimised = pytest.mark.optimised
 
 

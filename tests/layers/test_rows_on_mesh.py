@@ -1,12 +1,14 @@
 """Rows of every layout on a mesh, and transformations of JAX and Flax around layers there, against merged weights."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
@@ -28,9 +30,14 @@ from tests.layers.mesh_models import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.device, pytest.mark.mesh]
 
-MESH = mesh_of(data=2, t=2)
+
+@functools.cache
+def the_mesh() -> Mesh:
+    return mesh_of(data=2, t=2)
+
+
 TOKENS = tokens_of(4, LENGTH)
 
 
@@ -53,8 +60,8 @@ def want(twins):
     return expected_rows(twins, NAMES, TOKENS)
 
 
-def serving(mesh=MESH, adapters=(ONE, TWO), **config):
-    model = placed(Small(), mesh, SMALL)
+def serving(mesh=None, adapters=(ONE, TWO), **config):
+    model = placed(Small(), mesh or the_mesh(), SMALL)
     return model, make_manager(model, adapters, max_lora_rank=3, **{"data_axes": ["data"], **config})
 
 
@@ -77,7 +84,7 @@ def served():
 def test_sequences(served, twins, names, split):
     model, manager = served
     tokens = TOKENS[: len(names)]
-    placed_tokens = jax.device_put(tokens, NamedSharding(MESH, P("data"))) if split else tokens
+    placed_tokens = jax.device_put(tokens, NamedSharding(the_mesh(), P("data"))) if split else tokens
     with manager.prepare(names) as batch:
         assert_close(step(model, placed_tokens, batch), expected_rows(twins, names, tokens))
 
@@ -128,7 +135,7 @@ def test_rows_of_a_map(served, want):
 def test_rows_without_an_adapter_are_the_base(served):
     """To the bit, where the product is not made anew; and `use(None)` everywhere."""
     model, manager = served
-    bare = placed(Small(), MESH, SMALL)
+    bare = placed(Small(), the_mesh(), SMALL)
 
     @jax.jit
     def columns(model, tokens):
@@ -156,7 +163,7 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
     mapped = jax.jit(
         jax.shard_map(
             forward,
-            mesh=MESH,
+            mesh=the_mesh(),
             in_specs=(P(), P("data"), P("data")),
             out_specs=P("data"),
             axis_names={"data"},
@@ -171,7 +178,7 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
 def test_inside_a_shard_map_over_everything(twins, fully):
     """There the user sums what row-parallel layers give, and LoRA is in the parts of that sum."""
     model, manager = serving(adapters=[TWO], fully_sharded=fully, exclude_modules=["embed"])
-    model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(MESH, P("t"))))
+    model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(the_mesh(), P("t"))))
     specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
     graphdef, _ = nnx.split(model)
 
@@ -183,7 +190,7 @@ def test_inside_a_shard_map_over_everything(twins, fully):
             return model.head(x)
 
     mapped = jax.shard_map(
-        local, mesh=MESH, in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "t"), check_vma=False
+        local, mesh=the_mesh(), in_specs=(specs, P("data"), P("data")), out_specs=P("data", None, "t"), check_vma=False
     )
     x = np.asarray(Small().embed(TOKENS))
     names = ["two", None, "two", "two"]
@@ -312,7 +319,7 @@ def test_a_stack_of_layers(spec, fully):
     targets = [Target(f"layers.{i}", D, D, "layers.kernel", at=(i,)) for i in range(3)]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:2], 2)]
     twins = {a.name: merge(Stack(), targets, a) for a in adapters} | {None: Stack()}
-    model = placed(Stack(), MESH, {"layers": spec})
+    model = placed(Stack(), the_mesh(), {"layers": spec})
     manager = make_manager(model, adapters, max_lora_rank=3, data_axes=["data"], fully_sharded=fully)
     x = np.random.default_rng(0).normal(size=(4, 2, D)).astype(np.float32)
     with manager.prepare(NAMES) as batch:
@@ -322,7 +329,7 @@ def test_a_stack_of_layers(spec, fully):
 
 def test_a_stack_that_is_split_is_refused():
     with pytest.raises(LoRAError, match=r"layers\.kernel is a stack of layers that is split over 't'"):
-        make_manager(placed(Stack(2), MESH, {"layers": P("t")}))
+        make_manager(placed(Stack(2), the_mesh(), {"layers": P("t")}))
 
 
 # --- Explicit axes ----------------------------------------------------------------------------------------------------
@@ -365,5 +372,5 @@ def test_explicit_axes(want, fully, inside):
 
 def test_auto_axes_of_a_mesh_that_is_set(served, want):
     model, manager = served
-    with jax.set_mesh(MESH), manager.prepare(NAMES) as batch:
+    with jax.set_mesh(the_mesh()), manager.prepare(NAMES) as batch:
         assert_close(step(model, TOKENS, batch), want)

@@ -15,6 +15,8 @@ from jlora.layers.scope import use
 from jlora.layers.specs import LinearSpec
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
+pytestmark = pytest.mark.device
+
 optimised = pytest.mark.optimised
 
 
@@ -241,11 +243,19 @@ def test_outside_the_scope(served):
 
 def test_scope_ends_with_its_block_and_nests(served):
     model, manager, expected, base = served
-    with manager.prepare(NAMES) as batch:
+
+    @jax.jit
+    def both(model, tokens, batch):
         with use(batch, partial=True):
             with use(None):
-                assert_close(model(TOKENS), base)
-            assert_close(model(TOKENS), expected)
+                alone = model(tokens)
+            with use(batch):
+                return alone, model(tokens)
+
+    with manager.prepare(NAMES) as batch:
+        alone, found = both(model, TOKENS, batch)
+        assert_close(alone, base)
+        assert_close(found, expected)
         with pytest.raises(ZeroDivisionError), use(batch):
             raise ZeroDivisionError
         with pytest.raises(LoRAError, match=r"outside"):
@@ -281,6 +291,97 @@ def test_batch_opened_outside_jit(served):
             jax.jit(closed_over)(model, TOKENS)
         with use(batch, partial=True), pytest.raises(LoRAError, match=r"opened outside `jax.jit`"):
             jax.lax.scan(lambda x, _: (model.proj(x), None), jnp.zeros((4, 6)), None, length=2)
+
+
+@pytest.mark.parametrize("transform", ["scan", "checkpoint", "eval_shape"])
+def test_what_traces_inside_an_eager_scope_is_named(served, transform):
+    model, manager, _, _ = served
+    calls = {
+        "scan": lambda x: jax.lax.scan(lambda x, _: (model.proj(x), None), x, None, length=2),
+        "checkpoint": jax.checkpoint(model.proj),
+        "eval_shape": lambda x: jax.eval_shape(model.proj, x),
+    }
+    with (
+        manager.prepare(NAMES) as batch,
+        pytest.raises(LoRAError, match=rf"opened outside `jax.jit`.*{transform}"),
+        use(batch),
+    ):
+        calls[transform](jnp.zeros((4, 6)))
+
+
+def test_generators_that_take_turns_inside_their_scopes_raise(served):
+    model, manager, expected, _ = served
+
+    def steps(names):
+        with manager.prepare(names) as batch, use(batch):
+            while True:
+                yield model(TOKENS)
+
+    first, second = steps(NAMES), steps(["two"] * 4)
+    assert_close(next(first), expected)
+    with pytest.raises(LoRAError, match=r"jlora.use\(batch\) was opened inside jlora.use\(batch\).*still open"):
+        next(second)
+    assert_close(next(first), expected)
+    first.close()
+    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
+        model(TOKENS)
+
+
+def test_scopes_closed_out_of_order_raise_and_serve_nothing_afterwards(served):
+    model, manager, expected, _ = served
+    other_model = Model()
+    other = make_manager(other_model, [ONE, TWO])
+
+    def steps(model, manager):
+        with manager.prepare(NAMES) as batch, use(batch):
+            while True:
+                yield model(TOKENS)
+
+    first, second = steps(model, manager), steps(other_model, other)
+    next(first)
+    next(second)  # of another manager, and so allowed
+    with pytest.raises(LoRAError, match=r"closed out of order"):
+        first.close()
+    assert_close(next(second), expected)
+    second.close()
+    for each in (model, other_model):
+        with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
+            each(TOKENS)
+    double = jax.jit(chex.assert_max_traces(lambda x: 2 * x, n=1))
+    double(1)
+    first, second = steps(model, manager), steps(other_model, other)
+    next(first)
+    next(second)
+    with pytest.raises(LoRAError, match=r"closed out of order"):
+        first.close()
+    second.close()
+    double(1)  # JAX takes what was traced outside for outside again
+
+
+def test_the_base_model_and_a_batch_do_not_mix_eagerly(served):
+    model, manager, expected, base = served
+    with manager.prepare(NAMES) as batch:
+        with use(batch):
+            with pytest.raises(LoRAError, match=r"jlora.use\(None\) was opened inside jlora.use\(batch\)"), use(None):
+                pass
+            assert_close(model(TOKENS), expected)
+        with use(None):
+            for inner in (batch, None):
+                with pytest.raises(LoRAError, match=r"was opened inside jlora.use\(None\)"), use(inner):
+                    pass
+            with pytest.raises(LoRAError, match=r"was opened inside jlora.use\(None\)"):
+                serve(model, TOKENS, batch)
+            assert_close(model(TOKENS), base)
+        assert_close(serve(model, TOKENS, batch), expected)
+
+
+def test_a_batch_closed_inside_its_own_eager_scope(served):
+    model, manager, _, _ = served
+    with manager.prepare(NAMES) as batch, use(batch):
+        model(TOKENS)
+        batch.close()
+        with pytest.raises(LoRAError, match="is closed"):
+            model(TOKENS)
 
 
 def test_model_closed_over_by_jit(served):

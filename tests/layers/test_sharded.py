@@ -8,6 +8,8 @@ import pytest
 from tests.layers.merging import assert_close, make_manager, normal, serve
 from tests.layers.mesh_models import NAMES, K, Zoo, adapters_of, expected, mesh_of, placed
 
+pytestmark = pytest.mark.device
+
 ROUNDING = 1e-5
 
 

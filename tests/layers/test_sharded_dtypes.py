@@ -1,10 +1,14 @@
 """Dtypes on a mesh: a layer there computes what the same layer, wrapped, computes on one device."""
 
+import dataclasses
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jlora
@@ -13,7 +17,12 @@ from tests.layers.mesh_models import NAMES, mesh_of, placed
 
 pytestmark = pytest.mark.mesh
 
-MESH = mesh_of(t=4)
+
+@functools.cache
+def the_mesh() -> Mesh:
+    return mesh_of(t=4)
+
+
 TARGETS = [Target("column", 16, 8, "column.kernel"), Target("row", 16, 8, "row.kernel")]
 ADAPTERS = [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)]
 SPECS = {"column": P(None, "t"), "row": P("t")}
@@ -32,7 +41,7 @@ class Pair(nnx.Module):
 def both(x, config, **options):
     """What the mesh computes, and what one device computes."""
     found = []
-    for where in (lambda model: placed(model, MESH, SPECS), lambda model: model):
+    for where in (lambda model: placed(model, the_mesh(), SPECS), lambda model: model):
         model = where(Pair(**options))
         with make_manager(model, ADAPTERS, **config).prepare(NAMES) as batch:
             found.append(serve(model, x, batch))
@@ -109,7 +118,7 @@ def test_products_of_general_layers(options):
             return self.row(x)
 
     found = []
-    for where in (lambda model: placed(model, MESH, SPECS), lambda model: model):
+    for where in (lambda model: placed(model, the_mesh(), SPECS), lambda model: model):
         model = where(General())
         adapter = make_adapter("one", TARGETS[1:], 3)
         with make_manager(model, [adapter]).prepare(["one", None]) as batch:
@@ -140,7 +149,7 @@ def test_padding_of_inputs_may_hold_anything():
     adapter, clean = make_adapter("one", [Target("row", 12, 8, "")], 3), x.copy()
     x[..., 3::4] = np.nan
     found = []
-    for model, inputs in ((placed(Model(), MESH, SPECS), x), (Model(), clean)):
+    for model, inputs in ((placed(Model(), the_mesh(), SPECS), x), (Model(), clean)):
         with make_manager(model, [adapter]).prepare(["one", None]) as batch:
             found.append(np.asarray(serve(model, inputs, batch)))
     assert_close(found[0], found[1], 1e-5)
@@ -148,7 +157,7 @@ def test_padding_of_inputs_may_hold_anything():
 
 def test_ranks_of_several_blocks_in_several_shards():
     """Ranks come in blocks of 16, the last of which overlaps; 42 ranks in 4 parts are 11 each, and 2 of padding."""
-    model = placed(Pair(), MESH, SPECS)
+    model = placed(Pair(), the_mesh(), SPECS)
     adapters = [make_adapter(f"of {rank}", TARGETS, rank) for rank in (42, 23, 16, 3, 33)]
     manager = make_manager(model, adapters, max_loras=1, max_lora_rank=42, fully_sharded=True)
     x = normal(2, 2, 16)
@@ -160,3 +169,36 @@ def test_ranks_of_several_blocks_in_several_shards():
             assert_close(found[name][0], want[0], 1e-5)
         for name, module in manager.export_adapter(adapter.name).modules.items():
             assert module.a.tobytes() == adapter.modules[name].a.tobytes()
+
+
+class Padding(nnx.Linear):
+    """Its last five outputs of 16 are padding: all that the last of four shards has, and one of another's."""
+
+
+jlora.register_layer(Padding, lambda layer: jlora.LinearSpec(16, 16, real_vocab=11))
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_padding_of_outputs_keeps_the_bits_of_the_base(fully):
+    """Even where an adapter's own sums overflow, and where adding a zero would change the sign of one."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.column = Padding(16, 16, rngs=nnx.Rngs(0))
+            self.column.kernel[...] = self.column.kernel[...].at[:, 11:].set(-0.0)
+
+        def __call__(self, x):
+            return self.column(x)
+
+    adapter = make_adapter("one", [Target("column", 16, 11, "")], 3)
+    module = adapter.modules["column"]
+    huge = dataclasses.replace(module, a=np.full_like(module.a, 3e38))
+    adapters = [adapter, dataclasses.replace(adapter, name="huge", modules={"column": huge})]
+    model = placed(Model(), mesh_of(t=4), {"column": P(None, "t")})
+    x = np.abs(normal(3, 2, 16))
+    base = np.asarray(run(model, x))
+    with make_manager(model, adapters, max_loras=2, fully_sharded=fully).prepare(["one", "huge", None]) as batch:
+        found = np.asarray(serve(model, x, batch))
+    assert found[..., 11:].tobytes() == base[..., 11:].tobytes()
+    assert not np.isfinite(found[1, :, :11]).all()
+    assert (found[0, :, :11] != base[0, :, :11]).all()

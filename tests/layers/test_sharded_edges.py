@@ -1,6 +1,7 @@
 """Models on a mesh as people bring them: shardings from metadata, odd meshes, calls that LoRA cannot follow."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,12 @@ from tests.layers.mesh_models import (
 
 pytestmark = pytest.mark.mesh
 
-MESH = mesh_of(data=2, t=2)
+
+@functools.cache
+def the_mesh() -> Mesh:
+    return mesh_of(data=2, t=2)
+
+
 TOKENS = tokens_of(4, LENGTH)
 
 
@@ -52,8 +58,8 @@ def twins():
     return twins_of(Small())
 
 
-def serving(mesh=MESH, cls=Small, specs=SMALL, **config):
-    model = placed(cls(), mesh, specs)
+def serving(mesh=None, cls=Small, specs=SMALL, **config):
+    model = placed(cls(), mesh or the_mesh(), specs)
     return model, make_manager(model, [ONE, TWO], max_lora_rank=3, **{"data_axes": ["data"], **config})
 
 
@@ -72,7 +78,7 @@ def test_shardings_from_metadata():
             self.up = nnx.Linear(D, H, rngs=rngs, kernel_init=nnx.with_partitioning(init, (None, "t")))
             self.down = nnx.Linear(H, D, rngs=rngs, kernel_init=nnx.with_partitioning(init, ("t", None)))
 
-    with jax.set_mesh(MESH):
+    with jax.set_mesh(the_mesh()):
         model = Annotated()
         twins = twins_of(model)
         manager = make_manager(model, [ONE, TWO], max_lora_rank=3)
@@ -109,7 +115,7 @@ def test_kernels_that_are_split_over_sequences_too(twins):
 def test_a_batch_that_the_user_splits(twins):
     model, manager = serving()
     with manager.prepare(NAMES) as batch:
-        found = step(model, TOKENS, jax.device_put(batch, NamedSharding(MESH, P("data"))))
+        found = step(model, TOKENS, jax.device_put(batch, NamedSharding(the_mesh(), P("data"))))
     assert_close(found, expected_rows(twins, NAMES, TOKENS))
 
 
@@ -176,7 +182,7 @@ class Written(Small):
 
 
 def test_explicit_sequences_and_auto_features(twins):
-    mesh = Mesh(MESH.devices, ("data", "t"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    mesh = Mesh(the_mesh().devices, ("data", "t"), axis_types=(AxisType.Explicit, AxisType.Auto))
     model, manager = serving(mesh, Written, SMALL | {"embed": P()})
     with jax.set_mesh(mesh):
         check(model, manager, twins, tokens=jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
@@ -206,7 +212,7 @@ def test_an_equation_that_uses_the_kernel_otherwise(equation):
         def __call__(self, x):
             return self.proj(x, equation)
 
-    model = placed(Turned(), MESH, {"proj": P("t")})
+    model = placed(Turned(), the_mesh(), {"proj": P("t")})
     manager = make_manager(model, [make_adapter("one", [Target("proj", 8, 8, "")], 2)])
     with manager.prepare(["one"] * 4) as batch, pytest.raises(LoRAError, match=r"^proj: "):
         step(model, normal(4, 2, 8), batch)

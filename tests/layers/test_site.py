@@ -9,7 +9,9 @@ from jlora.layers.site import SlotSpec
 from jlora.sharding import rules
 from jlora.sharding.rules import KernelSharding
 
-MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "x"))
+
+def mesh_of_eight():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "x"))
 
 
 def spec_of(experts, sharding):
@@ -29,17 +31,22 @@ def spec_of(experts, sharding):
 )
 def test_own(monkeypatch, processes, shards, experts, most):
     monkeypatch.setattr(rules, "process_of", lambda device: processes[device.id])
-    spec = spec_of(12, KernelSharding(MESH, experts=("x",)))
+    spec = spec_of(12, KernelSharding(mesh_of_eight(), experts=("x",)))
     assert (tuple(spec.own_shards), spec.own_experts, spec.most_shards) == (shards, experts, most)
     assert spec.expert_shards == 4
 
 
 @pytest.mark.parametrize(
-    "sharding",
-    [None, KernelSharding(MESH, outs=("x",)), KernelSharding(MESH.abstract_mesh, experts=("x",))],
+    "sharding_of",
+    [
+        lambda mesh: None,
+        lambda mesh: KernelSharding(mesh, outs=("x",)),
+        lambda mesh: KernelSharding(mesh.abstract_mesh, experts=("x",)),
+    ],
     ids=["no mesh", "not split", "no devices"],
 )
-def test_all_are_own_where_no_process_has_less(monkeypatch, sharding):
+def test_all_are_own_where_no_process_has_less(monkeypatch, sharding_of):
+    sharding = sharding_of(mesh_of_eight())
     monkeypatch.setattr(rules, "process_of", lambda device: 1)
     spec = spec_of(12, sharding)
     assert spec.own_experts == (range(12),)

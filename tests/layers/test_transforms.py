@@ -14,6 +14,8 @@ from jlora.layers.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 
+pytestmark = pytest.mark.device
+
 
 class Model(nnx.Module):
     def __init__(self):
@@ -249,12 +251,14 @@ def shard(step, specs):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data")))
 
 
+@pytest.mark.device(devices=8)
 def test_shard_map_over_sequences(served):
     model, manager, expected, _ = served
     with manager.prepare(NAMES) as batch:
         assert_close(shard(forward, (P(), P("data"), P("data")))(model, X, batch), expected)
 
 
+@pytest.mark.device(devices=8)
 def test_shard_map_over_packed_rows(served):
     """A shard's rows may belong to more sequences than the shard has, and to sequences of other shards."""
     model, manager, expected, _ = served

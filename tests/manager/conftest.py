@@ -1,7 +1,7 @@
 """One compiled world for all tests that only use it: two slots, four adapters on the host."""
 
-# Users have one backend, which their manager imports; here tests of several share a process. JAX 0.11 traces anew what
-# it has traced before this import, and the tests that count traces would blame whoever comes next.
+# Users have one backend, which their manager imports; here tests of several share a process. JAX 0.11 and 0.12 trace
+# anew what was traced before this import, and a test that counts traces would fail for an import in another.
 import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 

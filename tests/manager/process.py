@@ -339,6 +339,57 @@ def generations(world: World) -> None:
 
 
 @scenario
+def generations_of_files(world: World) -> None:
+    """Explicit loads are new generations; so is a recall of files that one process alone finds rewritten."""
+    manager = world.start()
+    folder = world.folder / f"own{world.me}"
+    ONE.save_pretrained(folder)
+    world.paths["one"] = folder
+    seen = []
+
+    def generation() -> int:
+        with manager.hold("one") as handle:
+            world.alike()
+            return handle.generation
+
+    manager.add_adapter(world.request("one"))
+    seen.append(generation())
+    manager.add_adapter(world.request("one", load_inplace=True))
+    seen.append(generation())
+    assert manager.remove_adapter("one")
+    manager.add_adapter(world.request("one"))
+    seen.append(generation())
+    assert manager.remove_oldest_adapter()
+    assert generation() == seen[-1]
+    assert manager.remove_oldest_adapter()
+    if world.me == 1:
+        for file in folder.iterdir():
+            was = file.stat()
+            file.write_bytes(file.read_bytes())
+            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    seen.append(generation())
+    assert seen == sorted(set(seen))
+    world.check(["one", None, "one", None])
+    assert manager.remove_oldest_adapter()
+    assert generation() == seen[-1]
+
+
+@scenario
+def removed_while_it_is_read(world: World) -> None:
+    manager = world.start()
+    gate = world.gates["two"] = threading.Event()
+    future = manager.prefetch(world.request("two"))
+    assert manager.remove_adapter("two")
+    with pytest.raises(AdapterNotFoundError, match="was removed while it was loaded"):
+        future.result(60)
+    gate.set()
+    assert not manager.remove_adapter("two")
+    manager.add_adapter(world.request("two"))
+    world.check(["two", None, "two", None])
+    world.alike()
+
+
+@scenario
 def other_weights_in_one_process(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))

@@ -13,6 +13,8 @@ from jlora.errors import LoRAError
 from jlora.manager import pool
 from tests.manager.tiny import MODULES, make_adapter, make_world
 
+pytestmark = pytest.mark.device
+
 
 def through_state(model):
     graphdef, state = nnx.split(model)

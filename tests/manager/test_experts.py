@@ -12,7 +12,9 @@ from flax import nnx
 import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAUsageError
-from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Interleaved, Model, Seams, reference
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Alternating, Interleaved, Model, Seams, reference
+
+pytestmark = pytest.mark.device
 
 SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
 NAMES = ["x", None, "y", "x"]
@@ -122,16 +124,16 @@ def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize("cls", [Seams, Interleaved])
+@pytest.mark.parametrize("cls", [Seams, Interleaved, Alternating])
 def test_gate_and_up_in_one_lie_as_in_the_layer(cls, exchanged):
-    """One A for both, B in the order of the layer's own columns, told from its sizes where the file says nothing."""
+    """One A for both, B in the order of a checkpoint's columns: the layer's own, unless its class says another."""
     world = world_of(cls)
     world.manager.remove_all_adapters()
     modules, arrays = {}, {}
     for layer in range(LAYERS):
         a, b = normal([layer, 1], EXPERTS, 3, HIDDEN), normal([layer, 2], EXPERTS, 2 * INNER, 3)
         own = b
-        if cls is Interleaved:
+        if cls in (Interleaved, Alternating):
             own = np.stack(np.split(b, 2, axis=1), axis=2).reshape(b.shape)
         halves = (own.transpose(0, 2, 1), a.transpose(0, 2, 1)) if exchanged else (a, own)
         modules[f"layers.{layer}.experts.gate_up_proj"] = ExpertsLoRA(

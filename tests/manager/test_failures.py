@@ -138,6 +138,19 @@ def test_every_misfit_of_an_adapter_is_named_at_once(busy):
     assert "... and 3 more" in str(caught.value)
 
 
+@pytest.mark.parametrize("ranks", [[MAX_RANK + 2] * 7, [2, 5, 6, 5, 5, 2, 6, 5, 5]])
+def test_ranks_above_the_largest_are_named_together_with_the_way_out(busy, ranks):
+    modules = {name: lora(name, rank, np.random.default_rng(0)) for name, rank in zip(MODULES, ranks, strict=False)}
+    above = [name for name, module in modules.items() if module.rank > MAX_RANK]
+    first = next(name for name in above if modules[name].rank == 6)
+    with pytest.raises(jlora.AdapterMismatchError) as caught:
+        busy.manager.add_adapter(jlora.Adapter(name="bad", modules=modules))
+    assert str(caught.value) == (
+        f"adapter 'bad' does not fit this model:\n  rank 6 is above max_lora_rank=4 (7 modules, first {first!r}); "
+        "raise it: LoRAConfig(max_lora_rank=6), or jlora serve --max-lora-rank 6"
+    )
+
+
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("thing", [None, "a", {"name": "a"}, 3])
 def test_only_requests_and_adapters_are_added(busy, thing):

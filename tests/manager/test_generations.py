@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import gc
+import os
+import shutil
 import threading
 import time
 import weakref
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.manager import host
+from jlora.manager import host, stage
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
+
+pytestmark = pytest.mark.device
 
 
 def load(world, *names, version=0):
@@ -76,32 +80,143 @@ def test_a_removed_name_counts_on(world):
     assert generations(world, "a") == (first + 1,)
 
 
-def test_the_same_file_is_the_same_generation(tmp_path):
-    """Evicted and loaded again, loaded in place, or removed and added: it is the same content. A changed one is not."""
-    world = make_world(max_loras=1, max_cpu_loras=1)
-    m = world.manager
-    path = saved(tmp_path, "a")
-    m.add_adapter(jlora.LoRARequest("a", path))
-    first = world.serve(["a", None, None])
-    assert generations(world, "a") == (0,)
+def twin(version):
+    """Adapter "a" of a version; all versions have files of the same sizes."""
+    return make_adapter("a", version, rank=2, modules=list(MODULES))
 
-    load(world, "b")  # evicts it
-    assert "a" not in m.list_adapters()
-    assert generations(world, "a") == (0,)  # recalled
-    m.add_adapter(jlora.LoRARequest("a", path, load_inplace=True))
-    assert generations(world, "a") == (0,)
-    m.remove_adapter("a")
-    m.add_adapter(jlora.LoRARequest("a", path))
-    assert generations(world, "a") == (0,)
+
+def write_twin(folder, version, how):
+    """Put the files of another version in the place of those that are there, with the same sizes and times."""
+    new = folder.parent / "new"
+    twin(version).save_pretrained(new)
+    for file in folder.iterdir():
+        before = file.stat()
+        if how == "copied":  # onto a new inode, often the one that was just freed
+            file.unlink()
+            shutil.copy(new / file.name, file)
+        else:
+            file.write_bytes((new / file.name).read_bytes())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The files of "a", version 0, with an old time."""
+    twin(0).save_pretrained(tmp_path / "a")
+    for file in (tmp_path / "a").iterdir():
+        os.utime(file, (1, 1))
+    return tmp_path / "a"
+
+
+def reload_in_place(world, path):
+    world.manager.add_adapter(jlora.LoRARequest("a", path, load_inplace=True))
+
+
+def remove_and_add(world, path):
+    world.manager.remove_adapter("a")
+    world.manager.add_adapter(jlora.LoRARequest("a", path))
+
+
+def remove_all_and_add(world, path):
+    world.manager.remove_all_adapters()
+    world.manager.add_adapter(jlora.LoRARequest("a", path))
+
+
+def evict_remove_and_add(world, path):
+    world.manager.remove_oldest_adapter()
+    remove_and_add(world, path)
+
+
+def evict_remove_all_and_add(world, path):
+    world.manager.remove_oldest_adapter()
+    remove_all_and_add(world, path)
+
+
+def evict_and_load_in_place(world, path):
+    world.manager.remove_oldest_adapter()
+    reload_in_place(world, path)
+
+
+def evict(world, path):
+    assert world.manager.remove_oldest_adapter()
+
+
+EXPLICIT = [
+    reload_in_place,
+    remove_and_add,
+    remove_all_and_add,
+    evict_remove_and_add,
+    evict_remove_all_and_add,
+    evict_and_load_in_place,
+]
+
+
+@pytest.mark.parametrize("how", ["rewritten", "copied"])
+@pytest.mark.parametrize("again", [*EXPLICIT, evict])
+def test_other_weights_in_files_of_the_same_size_and_time_are_another_generation(world, folder, again, how):
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    seen = {generations(world, "a")}
+    for version in (1, 2, 3):
+        write_twin(folder, version, how)
+        again(world, folder)
+        seen.add(generations(world, "a"))
+        assert len(seen) == version + 1
+        world.check(world.serve(["a", None, "a"]), [twin(version), None, twin(version)])
+
+
+@pytest.mark.parametrize("again", EXPLICIT)
+def test_the_same_files_loaded_by_a_call_are_another_generation(world, folder, again):
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    (first,) = generations(world, "a")
+    again(world, folder)
+    (second,) = generations(world, "a")
+    assert second > first
+    evict(world, folder)
+    assert generations(world, "a") == (second,)  # recalled
+    world.check(world.serve(["a", None, None]), [twin(0), None, None])
+
+
+def test_a_recall_of_the_same_files_is_the_same_generation(world, folder):
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    first, generation = world.serve(["a", None, None]), generations(world, "a")
+    evict(world, folder)
+    assert generations(world, "a") == generation
     np.testing.assert_array_equal(world.serve(["a", None, None]), first)
 
-    load(world, "b")  # evicts it, and its file changes meanwhile
-    make_adapter("a", 1).save_pretrained(path)
-    assert generations(world, "a") == (1,)
-    world.check(world.serve(["a", None, None]), [make_adapter("a", 1), None, None])
-    with m.prepare([jlora.LoRARequest("a", saved(tmp_path, "a", 2), load_inplace=True), None, None]) as batch:
-        assert batch.generations == (2, None, None)
-        world.check(world.logits(batch), [make_adapter("a", 2), None, None])
+
+def test_an_adapter_in_memory_is_not_the_content_of_its_files(world, folder):
+    """`from_pretrained` notes the files; other arrays, or another dtype, may have come in since."""
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    read = jlora.Adapter.from_pretrained(folder, name="a")
+    changed = dataclasses.replace(read, modules=twin(1).modules)
+    seen = {generations(world, "a")}
+    for adapter in (changed, read, changed):
+        evict(world, folder)
+        world.manager.add_adapter(adapter)
+        seen.add(generations(world, "a"))
+        world.check(world.serve(["a", None, None]), [adapter, None, None])
+    assert len(seen) == 4
+
+
+def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, folder, monkeypatch):
+    """Also while another of the same request has read them and waits for an open batch."""
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    request = jlora.LoRARequest("a", folder, load_inplace=True)
+    batch = world.manager.prepare(["a", None, None])
+    reads, read = [], stage.read_files
+    monkeypatch.setattr(stage, "read_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
+    monkeypatch.setattr(host, "read_files", stage.read_files)
+    first = world.manager.prefetch(request)
+    while not reads:
+        time.sleep(0.001)
+    write_twin(folder, 1, "rewritten")
+    second = world.manager.prefetch(request)
+    time.sleep(0.05)
+    batch.close()
+    assert first.result(30)
+    assert second.result(30)
+    world.check(world.serve(["a", None, None]), [twin(1), None, None])
 
 
 def test_a_loading_that_fails_counts_nothing(world, tmp_path):
@@ -346,6 +461,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
     return new
 
 
+@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
 def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how):
     world = make_world(max_loras=1, max_cpu_loras=2)
@@ -369,6 +485,7 @@ def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how)
     world.check(world.serve(["a", None, None]), [new, None, None])
 
 
+@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
     """Nobody waits for what will not come, and what is served stays right."""
     world = make_world(max_loras=1, max_cpu_loras=2)
@@ -390,6 +507,7 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
     world.check(world.serve(["a", None, None]), [new, None, None])
 
 
+@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("fail", [False, True])
 def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, monkeypatch, fail):
     world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
@@ -410,6 +528,7 @@ def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, m
     assert world.manager._registry.contents["a"].on_host != fail
 
 
+@pytest.mark.device("cpu")  # an accelerator has pinned memory
 def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
     """All of the new content is on the host, and nobody waits for it to be copied."""
     manager = world.manager

@@ -9,6 +9,8 @@ import pytest
 import jlora
 from tests.manager.tiny import make_adapter, make_world, same
 
+pytestmark = pytest.mark.device
+
 
 def load(world, *names):
     for name in names:

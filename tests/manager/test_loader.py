@@ -1,5 +1,6 @@
 """Loads in the background: futures, one load an adapter, giving up, and nothing else that waits for them."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -7,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import huggingface_hub
 import jax
@@ -17,6 +19,8 @@ import jlora
 from jlora.adapters.adapter import read_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
+
+pytestmark = pytest.mark.device
 
 
 class Store:
@@ -607,3 +611,148 @@ def test_a_hub_that_hangs_delays_no_load_from_a_folder(store, monkeypatch):
     answers.set()
     assert all(load.result(30) for load in loads)
     assert len(asked) == 12  # two files each
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def called(store):
+    """A manager whose `resolve` is `called.resolve(request)`, and its store."""
+    model = make_world().manager.unwrap()
+    config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=8, max_lora_rank=MAX_RANK)
+    found = SimpleNamespace(store=store, resolve=lambda request: request.path, go=threading.Event())
+    found.manager = jlora.LoRAManager(model, config, resolve=lambda request: found.resolve(request))
+    yield found
+    found.go.set()
+
+
+def hang(called, names):
+    """Callbacks for these names hang. Returns the requests for which one was called."""
+    asked = []
+
+    def resolve(request):
+        if request.name in names:
+            asked.append(request)
+            assert called.go.wait(60)
+        return request.path
+
+    called.resolve = resolve
+    return asked
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+def test_callbacks_that_hang_and_are_given_up_delay_no_other_load(called, how):
+    names = [f"hung{i}" for i in range(5)]
+    requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
+    asked = hang(called, names)
+    if how == "cancelled":
+        futures = [called.manager.prefetch(request) for request in requests]
+        until(lambda: len(asked) == 4)  # the fifth waits for its turn
+        assert all(future.cancel() for future in futures)
+    else:
+        for request in requests:
+            with pytest.raises(jlora.LoadTimeoutError):
+                called.manager.add_adapter(request, timeout=0.3)
+        assert len(asked) == 5
+    assert called.manager.add_adapter(called.store.request("b"), timeout=10)
+    names.clear()  # a load that was given up is not joined
+    assert called.manager.add_adapter(requests[0], timeout=10)
+    called.go.set()
+    until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
+    assert set(called.manager.list_adapters()) == {"b", "hung0"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda manager, request: manager.add_adapter(request),
+        lambda manager, request: manager.add_adapter(dataclasses.replace(request, path="elsewhere")),
+        lambda manager, request: manager.prepare([request]),
+        lambda manager, request: manager.hold(request.name),
+        lambda manager, request: manager.activate_adapter(request.name),
+        lambda manager, request: manager.pin_adapter(request.name),
+        lambda manager, request: manager.update_adapter(request.name, {}),
+    ],
+    ids=["add", "add from elsewhere", "prepare", "hold", "activate", "pin", "update"],
+)
+def test_a_callback_that_calls_for_its_own_load_raises(called, call):
+    manager, request = called.manager, called.store.request("a")
+    manager.add_adapter(request)
+    assert manager.remove_oldest_adapter()
+    called.resolve = lambda request: call(manager, request)
+    error = manager.prefetch(request).exception(10)
+    assert isinstance(error, jlora.LoRAUsageError)
+    assert "inside resolve=, by the load of 'a'" in str(error)
+    called.resolve = lambda request: request.path
+    assert manager.add_adapter(request, timeout=10)
+
+
+def test_a_callback_may_prefetch_others(called):
+    manager, other = called.manager, called.store.request("b")
+    futures = []
+
+    def resolve(request):
+        if request.name == "a":
+            futures.append(manager.prefetch(other))
+        return request.path
+
+    called.resolve = resolve
+    assert manager.add_adapter(called.store.request("a"), timeout=10)
+    assert futures[0].result(10)
+    assert set(manager.list_adapters()) == {"a", "b"}
+
+
+# --- removed meanwhile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["remove_adapter", "remove_all_adapters"])
+@pytest.mark.parametrize("known", ["new", "evicted", "replaced"])
+def test_what_is_removed_while_it_is_loaded_does_not_come_back(world, store, verb, known):
+    manager = world.manager
+    if known != "new":
+        manager.add_adapter(store.request("a"))
+        assert known == "replaced" or manager.remove_oldest_adapter()
+    request = store.request("a", load_inplace=known == "replaced")
+    reads = len(store.reads)
+    store.closed.add("a")
+    futures = [manager.prefetch(request) for _ in range(2)]
+    with thread(lambda: manager.add_adapter(request)) as added:
+        store.until_read("a", reads + 1)
+        time.sleep(0.05)
+        removed = manager.remove_adapter("a") if verb == "remove_adapter" else manager.remove_all_adapters()
+    assert removed in (True, None)
+    for error in (*added, *(future.exception(10) for future in futures)):  # though it still reads
+        assert isinstance(error, jlora.AdapterNotFoundError)
+        assert "'a' was removed while it was loaded" in str(error)
+    store.closed.clear()
+    until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
+    assert manager.list_adapters() == manager.list_evicted() == {}
+    with pytest.raises(jlora.AdapterNotFoundError):
+        manager.prepare(["a"])
+    assert manager.add_adapter(request)
+    check(world, "a", None, None)
+
+
+def test_a_batch_that_waits_for_an_adapter_which_is_removed_raises(world, store):
+    world.manager.add_adapter(store.request("a"))
+    assert world.manager.remove_oldest_adapter()
+    store.closed.add("a")
+    with thread(lambda: world.manager.prepare(["a", None, None])) as prepared:
+        store.until_read("a", 2)
+        assert world.manager.remove_adapter("a")
+    assert isinstance(prepared[0], jlora.AdapterNotFoundError)
+
+
+def test_other_names_are_loaded_while_one_is_removed(world, store):
+    store.closed.update("ab")
+    futures = {name: world.manager.prefetch(store.request(name)) for name in "ab"}
+    for name in "ab":
+        store.until_read(name)
+    assert world.manager.remove_adapter("a")
+    assert not world.manager.remove_adapter("a")
+    again = world.manager.prefetch(store.request("a"))  # begun after the removal, so it stays
+    store.closed.clear()
+    assert futures["b"].result(30)
+    assert again.result(30)
+    assert set(world.manager.list_adapters()) == {"a", "b"}

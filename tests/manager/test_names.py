@@ -1,9 +1,12 @@
 """Which slices of which layer a checkpoint name fills."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jlora
 from tests.manager.tiny import Model, make_adapter, make_world
@@ -168,6 +171,87 @@ def test_both_uses_of_a_tied_table(world):
     for adapter in adapters.values():
         world.manager.add_adapter(adapter)
     world.check(world.serve(["embed", None, "lm_head"]), [adapters["embed"], None, adapters["lm_head"]])
+
+
+# --- names that lead nowhere --------------------------------------------------------------------------------------
+
+
+class Fused(nnx.Module):
+    """Attention that holds its matrices itself."""
+
+    def __init__(self):
+        self.q_proj, self.k_proj = nnx.Param(jnp.ones((3, 3))), nnx.Param(jnp.ones((3, 3)))
+
+
+class OwnExperts(nnx.Module):
+    def __init__(self):
+        self.w13, self.w2 = nnx.Param(jnp.ones((5, 3, 8))), nnx.Param(jnp.ones((5, 4, 3)))
+
+
+class Served(OwnExperts):
+    grouped_products = {"gate_up": "w13", "down": "w2"}
+
+
+class Mixture(nnx.Module):
+    def __init__(self, experts):
+        self.experts = experts()
+        self.shared_experts = nnx.Dict(gate_proj=nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+
+
+class Layer(nnx.Module):
+    def __init__(self, experts):
+        self.attn = Fused()
+        self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+        self.mlp = experts()
+        self.tower = nnx.bridge.ToNNX(linen.Dense(3), rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 3), np.float32))
+        self.o_proj = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+
+class Odd(nnx.Module):
+    def __init__(self, experts=lambda: Mixture(OwnExperts)):
+        self.layers = nnx.List([Layer(experts) for _ in range(2)])
+
+
+def refusal(model, modules):
+    manager = make_manager(model)
+    with pytest.raises(jlora.AdapterMismatchError) as raised:
+        manager.add_adapter(jlora.Adapter(name="x", modules=modules))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.1.attn.q_proj", "'layers.1.attn' is not wrapped: Fused is not .* it holds q_proj, k_proj: make each"),
+        ("layers.0.tower.Dense_0", r"'layers.0.tower' is not wrapped: it is a Linen module: .* jlora\.LinenModule"),
+        ("layers.1.mlp.experts.3.gate_proj", "'layers.1.mlp.experts' is not wrapped: OwnExperts .*ExpertsSpec"),
+        ("model.layers.1.o_proj", "nearest is 'layers.1.o_proj'$"),
+        ("model.layers.1.attn", "nearest is 'layers.1.attn', which is not wrapped: Fused is not"),
+    ],
+)
+def test_a_name_that_leads_to_what_is_not_wrapped(rng, name, expected):
+    found = refusal(Odd(), {name: factors(rng, 2, 3, 3)})
+    assert re.search(f"no module '{name}'.*{expected}", found)
+
+
+def test_experts_under_another_path_are_named_as_an_adapter_would():
+    """Not the shared experts, whose name is nearer."""
+    make, rng = lambda: Odd(lambda: nnx.Dict(routed=Served(), shared_experts=Layer(Fused))), np.random.default_rng(0)
+    found = refusal(make(), {"layers.0.mlp.experts.0.gate_proj": factors(rng, 2, 3, 4)})
+    near = re.search(r"nearest is '(layers.0.mlp.routed.0.gate_proj)'$", found)
+    assert near is not None
+    assert make_manager(make()).add_adapter(jlora.Adapter(name="y", modules={near[1]: factors(rng, 2, 3, 4)}))
+    whole = jlora.ExpertsLoRA(
+        a=np.ones((5, 2, 3), np.float32), b=np.ones((5, 4, 2), np.float32), alpha=2.0, scaling=1.0, exchanged=False
+    )
+    model = Odd(lambda: nnx.Dict(routed=Served()))
+    assert re.search("nearest is 'layers.0.mlp.routed.w2'$", refusal(model, {"layers.0.mlp.experts.w2": whole}))
+
+
+def test_only_what_could_hold_lora_is_listed():
+    shown = {layer.path for layer in make_manager(Odd()).layers()}
+    names = ("attn", "mlp.experts", "mlp.shared_experts.gate_proj", "tower", "o_proj")
+    assert shown == {f"layers.{i}.{name}" for i in (0, 1) for name in names}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jlora.manager.blocks import row_nbytes
 from jlora.pallas import triton_write
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -195,6 +195,7 @@ def spy_on_waves(monkeypatch, pool) -> list[int]:
     return seen
 
 
+@pytest.mark.device("cpu")  # a GPU joins the blocks of a wave
 @pytest.mark.parametrize("limit", [1, 2000, 6000, 10**6])
 def test_waves_are_bounded(monkeypatch, limit):
     """However large the adapter is: a block of one row is the least that moves."""
@@ -313,6 +314,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.device(devices=2)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_settings_around_prepare_do_not_reach_the_write(world, context):
     """No compilation, right values, and slot arrays where they were, for steps outside that setting."""
@@ -327,6 +329,7 @@ def test_settings_around_prepare_do_not_reach_the_write(world, context):
     assert world.manager.stats().compilations == 1
 
 
+@pytest.mark.device(devices=2)
 @pytest.mark.parametrize(
     "context",
     [
@@ -347,6 +350,7 @@ def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     assert world.manager.stats().compilations == len(world.traces) == 1
 
 
+@pytest.mark.device(devices=2)
 def test_a_model_on_another_device_is_written_there():
     """Made under a default device, so that nothing is committed to it: no write moves it or commits it."""
     with jax.default_device(jax.devices()[3]):
@@ -364,6 +368,7 @@ def mesh_of(*shape):
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
 
 
+@pytest.mark.device(devices=8)
 @pytest.mark.parametrize(
     ("kind", "late"),
     [

@@ -17,6 +17,8 @@ import jlora.layers.batch
 from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, same
 
+pytestmark = pytest.mark.device
+
 
 def load(world, *names):
     for name in names:
@@ -246,7 +248,7 @@ def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
 
     def after_another(content: Any, *args: Any) -> bool:
         if content.name == "b" and not taken:
-            taken.append(m.prepare(["a", None, None]))
+            taken.append(in_time(lambda: m.prepare(["a", None, None])))  # of another thread: loads make no calls
         return admit(content, *args)
 
     monkeypatch.setattr(m._host, "admit", after_another)

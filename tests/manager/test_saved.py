@@ -14,6 +14,8 @@ import jlora
 from jlora.manager import saved, saved_content
 from tests.manager.tiny import MAX_RANK, Model, make_adapter, make_world
 
+pytestmark = pytest.mark.device
+
 TENSOR = "base_model.model.layers.0.q_proj.lora_A.weight"
 
 
@@ -117,13 +119,51 @@ def test_a_name_and_a_generation_mean_the_same_bytes(world, tmp_path):
     lost = {name: info.generation for name, info in manager.list_adapters().items()}
     as_new(world).manager.restore(tmp_path / "saved")
     assert {name: info.generation for name, info in manager.list_adapters().items()} == first
+    while manager.remove_oldest_adapter():
+        pass
+    manager.activate_adapter("a")
+    assert manager.list_adapters()["a"].generation == first["a"]  # recalled from the same files
     manager.remove_adapter("a")
-    manager.add_adapter(request(tmp_path, "a"))  # the same file
+    manager.add_adapter(request(tmp_path, "a"))
     manager.add_adapter(request(tmp_path, "b"))
-    assert manager.list_adapters()["a"].generation == first["a"]
+    for name in "ab":
+        assert manager.list_adapters()[name].generation > first.get(name, 0)
     for name in ("c", "new", "gone"):
         manager.add_adapter(make_adapter(name, 9), load_inplace=True)
         assert manager.list_adapters()[name].generation > lost.get(name, 0)
+
+
+def test_a_name_that_was_saved_as_removed_comes_back_as_another_generation(world, tmp_path):
+    manager = world.manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.add_adapter(request(tmp_path, "b"))
+    first = manager.list_adapters()["a"].generation
+    manager.save(tmp_path / "saved", without=lambda: {"a"})
+    as_new(world).manager.restore(tmp_path / "saved")
+    manager.add_adapter(request(tmp_path, "a"))
+    assert manager.list_adapters()["a"].generation > first
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_files_rewritten_with_their_times_after_a_save_are_another_generation(world, tmp_path, weights):
+    make_adapter("a", 0, rank=2, modules=["embed"]).save_pretrained(tmp_path / "a")
+    manager = world.manager
+    manager.add_adapter(jlora.LoRARequest("a", tmp_path / "a"))
+    first = manager.list_adapters()["a"].generation
+    manager.save(tmp_path / "saved", weights=weights)
+    times = {file: file.stat() for file in (tmp_path / "a").iterdir()}
+    new = make_adapter("a", 1, rank=2, modules=["embed"])
+    new.save_pretrained(tmp_path / "new")
+    for file, was in times.items():
+        file.write_bytes((tmp_path / "new" / file.name).read_bytes())
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    as_new(world).manager.restore(tmp_path / "saved")
+    if weights:
+        world.check(world.serve(["a", None, None]), [make_adapter("a", 0, rank=2, modules=["embed"]), None, None])
+        assert manager.list_adapters()["a"].generation == first
+        assert manager.remove_oldest_adapter()
+    world.check(world.serve(["a", None, None]), [new, None, None])
+    assert manager.list_adapters()["a"].generation > first
 
 
 def test_updated_weights_come_back(world, tmp_path):

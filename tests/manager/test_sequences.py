@@ -8,6 +8,8 @@ import pytest
 import jlora
 from tests.manager.tiny import make_adapter, make_world
 
+pytestmark = pytest.mark.device
+
 
 def add(world, *names):
     return [world.manager.add_adapter(make_adapter(name)) for name in names]

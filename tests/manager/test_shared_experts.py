@@ -31,6 +31,8 @@ from tests.layers.expert_models import (
 )
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
 
+pytestmark = pytest.mark.device
+
 NAMES = ["full", "s", None, "dense", "t", "s"]
 
 

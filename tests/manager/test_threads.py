@@ -26,6 +26,8 @@ import jlora
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import SEQUENCES, make_world
 
+pytestmark = pytest.mark.device
+
 NAMES = "abcdef"
 SECONDS = 2.5  # of each run of the suite; benchmarks/soak.py takes minutes
 WATCHDOG = 60.0  # beyond that nobody has answered: a hang

@@ -11,6 +11,8 @@ import jlora
 from jlora.errors import LoRAError
 from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world
 
+pytestmark = pytest.mark.device
+
 NAMES = list("abcdefgh")
 
 

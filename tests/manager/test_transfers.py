@@ -14,6 +14,8 @@ import pytest
 import jlora
 from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter, tensors
 
+pytestmark = pytest.mark.device
+
 
 @contextlib.contextmanager
 def everywhere():

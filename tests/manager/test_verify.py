@@ -13,6 +13,8 @@ from jlora.layers.discover import _describe, register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
 from tests.matrix import thinned
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture(autouse=True)
 def registered():
@@ -421,3 +423,53 @@ def test_a_verified_guess_that_a_later_call_breaks_raises():
 
     with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"proj: a linear layer takes an array"):
         step(model, normal(3, 4, 6), batch)
+
+
+# --- What is not finite ---------------------------------------------------------------------------------------------
+
+
+class ExpLog(nnx.Module):
+    """A linear layer of positive weights alone: merged ones that are negative give NaN."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.abs(jnp.asarray(normal(6, 6))) + 0.1)
+
+    def __call__(self, x):
+        return x @ jnp.exp(jnp.log(self.w[...]))
+
+
+class Flipped(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x[..., ::-1])
+
+
+def test_merged_weights_that_give_nan_are_a_failure():
+    register_layer(ExpLog, lambda layer: jlora.LinearSpec(6, 6, "w"))
+    with pytest.raises(LoRAError, match=r"verify: proj \(ExpLog\) is off: .* is not finite, as served or with merged"):
+        make_manager(Two(ExpLog())).verify(forward, normal(3, 4, 6))
+
+
+@pytest.mark.parametrize("flips", [True, False])
+def test_a_float8_kernel_is_compared_with_its_float32_merge(flips):
+    register_layer(Flipped, lambda layer: jlora.LinearSpec(6, 6))
+    cls = Flipped if flips else nnx.Linear
+    layer = cls(6, 6, dtype=jnp.float32, rngs=nnx.Rngs(1))
+    layer.kernel.set_value(layer.kernel[...].astype(jnp.float8_e4m3fn))
+    manager = make_manager(Two(layer), dtype="float32")
+    if flips:
+        exposed(manager, "proj", normal(3, 4, 6))
+    else:
+        assert manager.verify(forward, normal(3, 4, 6)).checked == ("first", "proj")
+
+
+def test_a_model_that_is_not_finite_by_itself_cannot_be_compared():
+    model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
+    model.proj.kernel[...] = model.proj.kernel[...].at[0, 0].set(jnp.nan)
+    with pytest.raises(LoRAError, match=r"is not finite.* the parameter of proj is not finite"):
+        make_manager(model).verify(forward, normal(3, 4, 6))
+
+    def hides(model, x, batch):
+        return forward(model, x, batch).at[..., 0].set(-jnp.inf)
+
+    with pytest.raises(LoRAError, match="without adapters is not finite"):
+        make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))).verify(hides, normal(3, 4, 6))

@@ -12,6 +12,8 @@ from jlora.models import Decoder, DecoderConfig, ModelError, MoEConfig, from_pre
 from tests.matrix import thinned
 from tests.models import goldens
 
+pytestmark = pytest.mark.device
+
 TINY = DecoderConfig(
     vocab_size=32,
     hidden_size=16,
@@ -128,7 +130,7 @@ def test_paths_of_experts():
         f"{layer}.mlp.shared_expert_gate.kernel": (16, 1),
     }
     assert type(model.model.layers[1].mlp.router) is nnx.Linear
-    assert Decoder.module_aliases == {"block_sparse_moe": "mlp"}
+    assert Decoder.module_aliases == {"block_sparse_moe": "mlp", "attn": "self_attn"}
 
 
 @pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])

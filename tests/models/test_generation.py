@@ -13,6 +13,8 @@ from jlora.models.sampling import HOTTEST
 from tests.matrix import thinned
 from tests.models import goldens
 
+pytestmark = pytest.mark.device
+
 NAME = "mistral-window"
 
 

@@ -22,6 +22,8 @@ from jlora.models import grouped
 from tests.matrix import thinned
 from tests.models import goldens
 
+pytestmark = pytest.mark.device
+
 ON_GPU = jax.default_backend() == "gpu"
 
 # Rows of each group, K, N: groups without rows at the ends and inside, one row, all rows in one group, whole tiles.

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pretrained, generate
+from tests.layers.mesh_models import some_devices
 from tests.models import checkpoints, goldens
 from tests.models.recording import opened
 from tests.two_processes import run_two
@@ -33,7 +34,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (4, 7)).astype(np.int32)
 
 
 def make_mesh(axes):
-    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    devices = some_devices(int(np.prod(list(axes.values()))))
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
@@ -89,6 +90,7 @@ def in_chunks(model, tokens):
     return np.stack(found), cache
 
 
+@pytest.mark.device
 @everywhere
 def test_logits_equal_one_device(folders, name, axes):
     folder, _, one = folders(name)
@@ -106,6 +108,7 @@ def test_logits_equal_one_device(folders, name, axes):
         assert heads == max(1, one.config.num_key_value_heads // axes.get("tensor", 1))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("name", "axes"),
     [("qwen3-tied", {"data": 2, "tensor": 2}), pytest.param("mistral", {"tensor": 4}, marks=pytest.mark.slow)],

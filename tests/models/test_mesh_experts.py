@@ -39,6 +39,7 @@ PAIRS = [
 REST = [case for case in PAIRS if case not in QUICK]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("name", "dispatch", "axes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=label
 )
@@ -56,6 +57,7 @@ def test_logits_equal_one_device(golden, name, dispatch, axes):
     assert goldens.relative_error(chunks, in_chunks(one, tokens[:3])[0]) < 1e-5
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("dispatch", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def test_answers_equal_one_device(golden, dispatch):
     name = "gpt-oss-square"
@@ -68,12 +70,11 @@ def part(array, axis, index, count):
     return np.split(array, count, axis=axis)[index]
 
 
-def part_of_experts(leaf, whole, interleaved, expert, experts, shard, shards):
+def part_of_experts(leaf, whole, expert, experts, shard, shards):
     """What one device holds of a parameter that one device has as `whole`."""
     whole = part(whole, 0, expert, experts)
     if leaf.startswith("gate_up"):
-        halves = (whole,) if interleaved else np.split(whole, 2, axis=-1)
-        return np.concatenate([part(half, -1, shard, shards) for half in halves], axis=-1)
+        return np.concatenate([part(half, -1, shard, shards) for half in np.split(whole, 2, axis=-1)], axis=-1)
     return part(whole, 1, shard, shards) if leaf == "down_proj" else whole
 
 
@@ -115,7 +116,7 @@ def test_every_device_holds_and_reads_its_part(stored, monkeypatch, name, layout
         leaf, value = path.rpartition(".")[2], np.asarray(whole[path][...])
         for shard in param.get_value().addressable_shards:
             _, expert, tensor = np.argwhere(mesh.devices == shard.device)[0]
-            want = part_of_experts(leaf, value, name.startswith("gpt"), expert, 2, tensor, 2)
+            want = part_of_experts(leaf, value, expert, 2, tensor, 2)
             np.testing.assert_array_equal(shard.data, want, err_msg=path)
     for tensor, times in counts.items():
         # 32 values share a scale, and both shards of 16 read it.
@@ -123,23 +124,19 @@ def test_every_device_holds_and_reads_its_part(stored, monkeypatch, name, layout
         np.testing.assert_array_equal(times, copies, err_msg=tensor)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_random_weights_do_not_depend_on_the_mesh(interleaved):
+def test_random_weights_do_not_depend_on_the_mesh():
     def make(mesh):
-        partition = Partition(mesh)
-        return moe.Experts(
-            12, 8, 4, interleaved=interleaved, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=partition
-        )
+        return moe.Experts(12, 8, 4, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=Partition(mesh))
 
     one, many = make(None), make(make_mesh({"expert": 2, "tensor": 4}))
     for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
         for shard in getattr(many, leaf).get_value().addressable_shards:
             expert, tensor = np.argwhere(many.partition.mesh.devices == shard.device)[0]
             whole = np.asarray(getattr(one, leaf)[...])
-            want = part_of_experts(leaf, whole, interleaved, expert, 2, tensor, 4)
+            want = part_of_experts(leaf, whole, expert, 2, tensor, 4)
             np.testing.assert_array_equal(shard.data, want, err_msg=leaf)
     blocks = ((0, 2), (8, 2), (2, 2), (10, 2), (4, 2), (12, 2), (6, 2), (14, 2))
-    assert getattr(many, "output_blocks", None) == (None if interleaved else blocks)
+    assert many.output_blocks == blocks
     assert not hasattr(one, "output_blocks")
 
 

@@ -14,6 +14,8 @@ from jlora.models import moe, routing
 from jlora.models.config import MoEConfig
 from tests.models import goldens
 
+pytestmark = pytest.mark.device
+
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
@@ -48,7 +50,7 @@ def oracle(layer, x, experts, weights, weigh_hidden=False):
                 hidden = np.tanh(hidden)
             else:
                 half = columns // 2
-                gate, value = (hidden[::2], hidden[1::2]) if layer.interleaved else (hidden[:half], hidden[half:])
+                gate, value = hidden[:half], hidden[half:]
                 if isinstance(layer.activation, moe.ClampedSwiGLU):
                     gate, value = np.minimum(gate, 7.0), np.maximum(np.minimum(value, 7.0), -7.0) + 1
                     hidden = value * gate * sigmoid(1.702 * gate)
@@ -76,8 +78,7 @@ CLAMPED = moe.ClampedSwiGLU(1.702, 7.0)
     [
         {},
         {"bias": True},
-        {"interleaved": True},
-        {"interleaved": True, "bias": True, "activation": CLAMPED},
+        {"bias": True, "activation": CLAMPED},
         {"gated": False, "activation": jnp.tanh, "bias": True},
         {"weigh_hidden": True, "bias": True},
     ],
@@ -275,7 +276,7 @@ def test_the_seams_are_told_their_rows(rng, shape, length):
     assert rows.counts.tolist() == [experts.flatten().tolist().count(e) for e in range(5)]
     products = {name: getattr(layer, parameter).shape for name, parameter in layer.grouped_products.items()}
     assert products == {"gate_up": (5, 4, 6), "down": (5, 3, 4)}
-    assert (layer.gated, layer.interleaved) == (True, False)
+    assert (layer.gated, layer.alternating) == (True, ())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-# JAX 0.11 asks which GPU a Triton kernel is lowered for; 0.10 did not.
+# From 0.11 on, JAX reads which GPU a Triton kernel is lowered for; 0.10 did not.
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
 

@@ -17,6 +17,7 @@ from jlora.pallas.plan import make_plan
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
 from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close, problem
 
@@ -137,7 +138,7 @@ def compare(run, reference, operands):
 
 def test_gradients_of_add_lora(grouped):
     *operands, plan, ranks = grouped
-    run = partial(triton.add_lora, tiles=TILES, interpret=True)
+    run = partial(triton.add_lora, tiles=TILES, interpret=interpret_of("triton"))
     compare(
         lambda *v: gradients.add_lora(run, SIZES, *v, plan, ranks),
         lambda *v: api.add_lora(*v, plan, slice_sizes=SIZES, ranks=ranks, backend="xla"),
@@ -147,7 +148,7 @@ def test_gradients_of_add_lora(grouped):
 
 def test_gradients_of_shrink(grouped):
     _, x, a, _, plan, ranks = grouped
-    run = partial(triton.shrink, tiles=TILES, interpret=True)
+    run = partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton"))
     compare(
         lambda x, a: gradients.shrink(run, x, a, plan, ranks),
         lambda x, a: api.shrink(x, a, plan, ranks=ranks, backend="xla"),
@@ -159,7 +160,7 @@ def test_gradients_of_shrink(grouped):
 def test_gradients_of_expand(grouped, with_base):
     base, x, a, b, plan, ranks = grouped
     h = api.shrink(x, a, plan, ranks=ranks, backend="xla")
-    run = partial(triton.expand, tiles=TILES, interpret=True)
+    run = partial(triton.expand, tiles=TILES, interpret=interpret_of("triton"))
 
     def kernel(h, b, base=None):
         return gradients.expand(run, SIZES, h, b, plan, base, ranks)
@@ -175,7 +176,7 @@ def test_a_nan_stays_out_of_other_groups_gradients(grouped):
     base, x, a, b, _, ranks = grouped
     ids = jnp.arange(21) % 3
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
-    run = partial(triton.add_lora, tiles=TILES, interpret=True)
+    run = partial(triton.add_lora, tiles=TILES, interpret=interpret_of("triton"))
     da, db = jax.grad(
         lambda a, b: gradients.add_lora(run, SIZES, base, x.at[1].set(jnp.nan), a, b, plan, ranks).sum(), (0, 1)
     )(a, b)
@@ -188,8 +189,8 @@ def _backend_run(backend):
     if backend == "xla":
         return partial(xla.add_lora, slice_sizes=(24, 8))
     if backend == "triton":
-        return partial(triton.add_lora, slice_sizes=(24, 8), tiles=TILES, interpret=True)
-    return partial(mosaic_tpu.add_lora, slice_sizes=(24, 8), interpret=True)
+        return partial(triton.add_lora, slice_sizes=(24, 8), tiles=TILES, interpret=interpret_of("triton"))
+    return partial(mosaic_tpu.add_lora, slice_sizes=(24, 8), interpret=interpret_of("mosaic_tpu"))
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu"])

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 
 from jlora.errors import LoRAError
 from jlora.pallas import mosaic_tpu
 from jlora.pallas.mosaic_tpu_visits import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
+from tests.pallas.running import interpret_of
 
-INTERPRET = pltpu.InterpretParams()
+pytestmark = pytest.mark.device("tpu")
+
+INTERPRET = interpret_of("mosaic_tpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
 
 

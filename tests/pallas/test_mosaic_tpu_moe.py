@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from jlora import ops
 from jlora.errors import LoRAError
 from jlora.pallas import api, moe, mosaic_tpu
 from tests import oracle
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
 from tests.pallas.test_mosaic_tpu import TOLERANCE, force_tiles, same_bits
 
-INTERPRET = pltpu.InterpretParams()
+pytestmark = pytest.mark.device("tpu")
+
+INTERPRET = interpret_of("mosaic_tpu")
 
 
 def batch(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype="float32"):

@@ -19,7 +19,7 @@ from tests.pallas.lowering import shared_memory
 from tests.pallas.test_triton_product import expected, of_weights, poisoned
 from tests.pallas.test_xla import close, problem
 
-pytestmark = pytest.mark.skipif(platform() != "gpu", reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
+pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
 
 add_lora = jax.jit(api.add_lora, static_argnames=("slice_sizes", "backend"))
 

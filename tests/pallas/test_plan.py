@@ -12,6 +12,8 @@ from jlora.errors import LoRAError
 from jlora.pallas.plan import Plan, make_plan
 from jlora.pallas.tiles import max_tiles
 
+pytestmark = pytest.mark.device
+
 
 @st.composite
 def mixes(draw):

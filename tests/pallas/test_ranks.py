@@ -14,8 +14,11 @@ import pytest
 from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
 from tests import oracle
 from tests.matrix import thinned
+from tests.pallas.running import interpret_of
 from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close
+
+pytestmark = pytest.mark.device
 
 SIZES, K, ROWS = (20, 9), 40, 11
 IDS = np.array([0, 1, 0, 4, 1, 2, 0, 2, 1, 3, -1])
@@ -31,6 +34,8 @@ BACKENDS = {
     "mosaic_tpu": mosaic_tpu,
 }
 XLA = pytest.param("xla", marks=pytest.mark.optimised)
+TRITON = pytest.param("triton", marks=pytest.mark.device("gpu"))
+MOSAIC = pytest.param("mosaic_tpu", marks=pytest.mark.device("tpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +48,8 @@ def interpreted(request):
 def run_of(backend, op):
     run = getattr(BACKENDS[backend], op)
     if backend == "triton":
-        return partial(run, tiles=TILES, interpret=True)
-    return partial(run, interpret=True) if backend == "mosaic_tpu" else run
+        return partial(run, tiles=TILES, interpret=interpret_of("triton"))
+    return partial(run, interpret=interpret_of("mosaic_tpu")) if backend == "mosaic_tpu" else run
 
 
 @pytest.fixture(params=RANKS, ids=lambda case: f"R{case[0]}")
@@ -68,7 +73,7 @@ def poisoned(request):
     return *floats, plan, jnp.asarray(ranks, jnp.int32)
 
 
-@pytest.mark.parametrize("backend", [XLA, "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 def test_add_lora(poisoned, backend):
     base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
     got = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")(
@@ -79,7 +84,7 @@ def test_add_lora(poisoned, backend):
     np.testing.assert_array_equal(np.asarray(got)[untouched], np.asarray(base)[untouched])
 
 
-@pytest.mark.parametrize("backend", [XLA, "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 def test_shrink(poisoned, backend):
     _, x, a, _, bad_a, _, plan, ranks = poisoned
     got = np.asarray(jax.jit(run_of(backend, "shrink"))(x, bad_a, plan, ranks=ranks))
@@ -88,7 +93,7 @@ def test_shrink(poisoned, backend):
     close(got, want * owned[None, :, None], 2e-6)
 
 
-@pytest.mark.parametrize("backend", [XLA, "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 @pytest.mark.parametrize("with_base", thinned([True, False], 0))
 def test_expand(poisoned, backend, with_base):
     """As an embedding calls it: h is gathered from the slot arrays, so it holds what they hold past the rank."""
@@ -104,7 +109,7 @@ def test_expand(poisoned, backend, with_base):
     close(got, delta + np.asarray(base) if with_base else delta, 3e-6)
 
 
-@pytest.mark.parametrize("backend", [XLA, "triton"])
+@pytest.mark.parametrize("backend", [XLA, TRITON])
 def test_gradients(poisoned, backend):
     """Against a dense float64 gradient, row by row. The kernels share one backward pass: Triton's stands for both."""
     base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
@@ -133,7 +138,7 @@ def test_gradients(poisoned, backend):
         close(have, want, 1e-5)
 
 
-@pytest.mark.parametrize("backend", [XLA, "triton"])
+@pytest.mark.parametrize("backend", [XLA, TRITON])
 def test_gradients_of_expand(poisoned, backend):
     """dh at and past the rank is zero, and dh and db below it do not know what lies past it."""
     base, x, a, b, _, bad_b, plan, ranks = poisoned

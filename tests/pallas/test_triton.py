@@ -13,10 +13,11 @@ from jlora.pallas.tiles import GPUTiles
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
 from tests.pallas.test_xla import close, problem
 
 # What XLA's optimisations make of kernels that are interpreted, nobody runs.
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
+pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
 TILES = GPUTiles(
     block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1
@@ -25,7 +26,9 @@ TILES = GPUTiles(
 
 def add_lora(base, x, a, b, plan, sizes, ranks, tiles=TILES):
     run = jax.jit(triton.add_lora, static_argnames=("slice_sizes", "tiles", "interpret"))
-    return run(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=True)
+    return run(
+        base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=interpret_of("triton")
+    )
 
 
 SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
@@ -158,9 +161,9 @@ def test_shrink_and_expand_alone():
     sizes = (20, 9)
     base, x, a, b, ids, ranks = problem(9, 19, 50, sizes, 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
-    h = jax.jit(partial(triton.shrink, tiles=TILES, interpret=True))(x, a, plan, ranks=ranks)
+    h = jax.jit(partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton")))(x, a, plan, ranks=ranks)
     close(h, jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks), 1e-6)
-    run = jax.jit(partial(triton.expand, slice_sizes=sizes, tiles=TILES, interpret=True))
+    run = jax.jit(partial(triton.expand, slice_sizes=sizes, tiles=TILES, interpret=interpret_of("triton")))
     close(run(h, b, plan, base=None, ranks=ranks), oracle.lora_delta(x, ids, a, b, sizes), 2e-6)
     close(run(h, b, plan, base=base, ranks=ranks), oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
 

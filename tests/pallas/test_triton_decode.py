@@ -10,6 +10,9 @@ from jlora.models import Decoder, DecoderConfig, attention
 from jlora.pallas import triton_decode
 from jlora.pallas.triton_decode import decode_attention
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
+
+pytestmark = pytest.mark.device("gpu")
 
 
 def expected(q, keys, values, begin, end, sinks):
@@ -36,7 +39,9 @@ def test_values(monkeypatch, rng, heads, groups, programs, sinks):
     dead = (np.arange(capacity) < begin[:, None]) | (np.arange(capacity) >= end[:, None])
     keys, values = (jnp.where(dead[:, :, None, None], jnp.nan, array) for array in (keys, values))  # is not looked at
     given = jnp.asarray(rng.normal(size=heads), jnp.bfloat16) if sinks else None
-    found = decode_attention(q, keys, values, jnp.asarray(begin), jnp.asarray(end), given, interpret=True)
+    found = decode_attention(
+        q, keys, values, jnp.asarray(begin), jnp.asarray(end), given, interpret=interpret_of("triton")
+    )
     want = expected(q, keys, values, begin, end, given)
     np.testing.assert_allclose(np.asarray(found, np.float64), want, atol=0.02)
     assert found.dtype == jnp.bfloat16
@@ -69,7 +74,7 @@ def test_a_decoder_decodes_the_same_with_it(monkeypatch):
 
     def interpreted(*operands):
         calls.append(operands)
-        return decode_attention(*operands, interpret=True)
+        return decode_attention(*operands, interpret=interpret_of("triton"))
 
     monkeypatch.setattr(attention, "platform", lambda: "gpu")
     monkeypatch.setattr(triton_decode, "decode_attention", interpreted)

@@ -19,11 +19,12 @@ from jlora.pallas.tiles import ProductTiles, rows_bucket
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
 from tests.pallas.test_triton import TILES as LORA
 from tests.pallas.test_xla import close, problem
 
 # What XLA's optimisations make of kernels that are interpreted, nobody runs.
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
+pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
 TILES = ProductTiles(
     product_block_n=16, product_block_k=16, product_split_k=2, product_warps=4, product_stages=1, lora=LORA
@@ -39,7 +40,7 @@ def tiles_of(product_split_k=2, split_k=2, **lora):
 
 def linear_lora(x, w, a, b, plan, sizes, ranks, tiles=TILES):
     run = jax.jit(KERNEL, static_argnames=("slice_sizes", "tiles", "interpret"))
-    return run(x, w, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=True)
+    return run(x, w, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=interpret_of("triton"))
 
 
 def of_weights(seed, rows, k, sizes, rank, groups, ids=None, dtype=jnp.float32):
@@ -205,10 +206,10 @@ def interpreted(monkeypatch, folder):
 
     def spy(x, *args, **kwargs):
         calls.append(x.shape[0])
-        return KERNEL(x, *args, interpret=True, **kwargs)
+        return KERNEL(x, *args, interpret=interpret_of("triton"), **kwargs)
 
     monkeypatch.setattr(triton_product, "linear_lora", spy)
-    monkeypatch.setattr(triton, "add_lora", partial(add_lora, tiles=LORA, interpret=True))
+    monkeypatch.setattr(triton, "add_lora", partial(add_lora, tiles=LORA, interpret=interpret_of("triton")))
     return calls
 
 
@@ -328,7 +329,7 @@ def test_gradients_of_the_kernels():
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
 
     def run(x, w, a, b, plan, ranks):
-        return KERNEL(x, w, a, b, plan, slice_sizes=SIZES, ranks=ranks, tiles=TILES, interpret=True)
+        return KERNEL(x, w, a, b, plan, slice_sizes=SIZES, ranks=ranks, tiles=TILES, interpret=interpret_of("triton"))
 
     @partial(jax.jit, static_argnums=0)
     def pull(call, operands, cotangent):
@@ -448,7 +449,7 @@ def test_vmap_beside_other_transformations(half, monkeypatch, how):
     text = lowered_text(together, operands, "cuda")
     assert "lora_shrink" in text
     assert "lora_product" not in text
-    monkeypatch.setattr(triton, "add_lora", partial(triton.add_lora, tiles=LORA, interpret=True))
+    monkeypatch.setattr(triton, "add_lora", partial(triton.add_lora, tiles=LORA, interpret=interpret_of("triton")))
     alike(jax.jit(together)(*operands), jax.jit(reference)(*operands))
 
 

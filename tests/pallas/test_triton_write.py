@@ -7,6 +7,9 @@ import pytest
 
 from jlora.pallas import triton_write
 from tests.pallas.lowering import lowered_text
+from tests.pallas.running import interpret_of
+
+pytestmark = pytest.mark.device("gpu")
 
 SHAPES = {  # of the arrays, how many, ranks of a block
     "A of three slices": ((4, 3, 8, 40), 5, 4),
@@ -26,7 +29,7 @@ def test_a_block_of_many_layers(rng, what, dtype):
     @jax.jit
     def write(arrays, block, slot, start):
         assert triton_write.suits(shape, rows)
-        return triton_write.write_rows(arrays, block, slot, start, interpret=True)
+        return triton_write.write_rows(arrays, block, slot, start, interpret=interpret_of("triton"))
 
     for slot, start in ((0, 0), (shape[0] - 1, shape[-2] - step), (1, (shape[-2] - step) // 2)):
         written = write(held, block, np.int32(slot), np.int32(start))

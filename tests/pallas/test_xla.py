@@ -12,7 +12,7 @@ from jlora.errors import LoRAError
 from jlora.pallas import api
 from tests import oracle
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
 shrink = jax.jit(api.shrink, static_argnames=("backend",))
 expand = jax.jit(api.expand, static_argnames=("slice_sizes", "backend"))
@@ -183,6 +183,7 @@ def test_cost_does_not_grow_with_slots(rows, max_active):
         assert larger[1] <= small[1] * 1.10
 
 
+@pytest.mark.device("cpu")  # counts the operations of the program that XLA makes for a CPU
 def test_few_rows_are_cheap_and_many_share_their_weights():
     """A row alone costs its own 2 r (K + N) operations; many rows of one adapter do not copy A once a row."""
     k = n = 256

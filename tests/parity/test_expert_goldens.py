@@ -10,6 +10,8 @@ from tests.matrix import thinned
 from tests.models import goldens as checkpoints
 from tests.parity import expert_goldens as goldens
 
+pytestmark = pytest.mark.device
+
 TOLERANCE = 1e-4  # of the largest logit
 
 each = pytest.mark.parametrize("model", thinned(list(goldens.MODELS), 2))

@@ -12,6 +12,8 @@ import jlora.models
 from tests.matrix import thinned
 from tests.parity import goldens
 
+pytestmark = pytest.mark.device
+
 TOLERANCE = 1e-4  # of the largest logit
 
 each = pytest.mark.parametrize("model", thinned(list(goldens.MODELS), 0, 2))

@@ -1,7 +1,11 @@
 """The engine over the demo model: its answers against `jlora.models.generate`, whatever else runs."""
 
+import dataclasses
+import os
+import shutil
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -9,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from tokenizers import Tokenizer, models
 
 import jlora
@@ -459,6 +464,46 @@ def test_running_sequences_keep_their_generation_through_load_inplace(world, ora
     world.engine.add_lora(request_of("sort", load_inplace=True))
 
 
+def write_same_size(folder, source):
+    """A demo adapter as files of fixed sizes and times, whichever it is: rank 32, with zeros, on all modules."""
+    sources = {name: jlora.Adapter.from_pretrained(ADAPTERS[name]).modules for name in ("sort", "reverse")}
+    arrays = {}
+    for name in sorted(set().union(*sources.values())):
+        shapes = next(modules[name] for modules in sources.values() if name in modules)
+        a, b = (np.zeros(shape, np.float32) for shape in ((32, shapes.a.shape[1]), (shapes.b.shape[0], 32)))
+        if (lora := sources[source].get(name)) is not None:
+            a[: lora.rank], b[:, : lora.rank] = lora.a, lora.b * lora.scaling
+        arrays[name] = a, b
+    jlora.Adapter.from_arrays("same", arrays, alpha=32).save_pretrained(folder / "new")
+    for file in (folder / "new").iterdir():
+        shutil.copy(file, folder / file.name)
+        os.utime(folder / file.name, (1, 1))
+    return tuple(file.stat().st_size for file in sorted(folder.glob("adapter_*")))
+
+
+def test_new_files_of_the_old_size_and_time_are_served_after_load_inplace_while_requests_run(world, tmp_path):
+    right = {"sort": "aelnpt", "reverse": "tenalp"}
+    sizes = {write_same_size(tmp_path, "sort")}
+    request = jlora.LoRARequest("same", str(tmp_path))
+    world.engine.add_lora(request)
+    before, wrong = "sort", []
+    for source in ["reverse", "sort"] * 20:
+        with world.paused() as go:
+            old = world.engine.submit(WORD, GREEDY, lora="same")
+            until(lambda: world.engine.stats().running == 1)
+            sizes.add(write_same_size(tmp_path, source))
+            world.engine.add_lora(dataclasses.replace(request, load_inplace=True), timeout=30)
+            new = world.engine.submit(WORD, GREEDY, lora="same")
+            go.set()
+            found = old.result(60).text, new.result(60).text
+        if found != (right[before], right[source]):
+            wrong.append(found)
+        before = source
+        world.wait_idle()
+    assert len(sizes) == 1
+    assert wrong == []
+
+
 def test_requests_may_bring_their_adapter_and_a_bad_one_ends_only_its_own(world, oracle, tmp_path):
     good = world.engine.submit(WORD, GREEDY, lora=request_of("guest", "swap"))
     bad = [world.engine.submit(WORD, GREEDY, lora=jlora.LoRARequest("bad", str(tmp_path))) for _ in range(2)]
@@ -666,6 +711,56 @@ def test_logits_that_are_no_numbers_end_the_request(world, monkeypatch):
     monkeypatch.setattr(steps, "prefill", broken)
     with pytest.raises(StepFailedError, match="NaN"):
         world.engine.submit(WORD, GREEDY).result(60)
+
+
+def overflowing(folder):
+    """An adapter whose weights are finite, and whose products are not."""
+    shutil.copytree(ADAPTERS["sort"], folder)
+    file = folder / "adapter_model.safetensors"
+    arrays = {name: array.astype(np.float32) for name, array in safetensors.numpy.load_file(file).items()}
+    arrays = {name: array * np.float32(1e37) if "lora_B" in name else array for name, array in arrays.items()}
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    safetensors.numpy.save_file(arrays, file)
+    return folder
+
+
+@pytest.mark.parametrize(("count", "hostile"), [(20, 4), pytest.param(1000, 100, marks=pytest.mark.slow)])
+def test_requests_that_overflow_change_no_other_answer(world, oracle, tmp_path, count, hostile):
+    """Their prompts fill rows of the cache with NaN, in two chunks; others then get these rows, in part."""
+    bad = Request("bad", "ab=" * 15)
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=1)
+    known = demo_requests(DENSE)[:10]
+
+    def run(requests):
+        found, ahead = [], deque()
+
+        def take():
+            request, generation = ahead.popleft()
+            if request == bad:
+                with pytest.raises(StepFailedError, match="NaN"):
+                    generation.result(60)
+            else:
+                found.append(generation.result(60))
+
+        for request in requests:
+            ahead.append((request, world.engine.submit(request.prompt, params, lora=request.adapter)))
+            if len(ahead) > 4 * ROWS:
+                take()
+        while ahead:
+            take()
+        return found
+
+    want = run(known)
+    assert [list(one.tokens) for one in want] == oracle(known)
+    world.engine.add_lora(jlora.LoRARequest("bad", str(overflowing(tmp_path / "bad"))))
+    gap = count // hostile
+    mixed = [bad if i % gap == gap // 2 else known[i % len(known)] for i in range(count)]
+    assert mixed.count(bad) == hostile
+    right = dict(zip(known, want, strict=True))
+    assert run(mixed) == [right[request] for request in mixed if request != bad]  # log probabilities to the bit
+    run([bad] * ROWS)
+    world.engine.remove_lora("bad")
+    assert run(known) == want
 
 
 def test_a_listener_that_raises_harms_nobody(world, caplog):

@@ -62,6 +62,26 @@ def test_every_field_of_vllm(service, engine):
     assert (engine.loras["new"].load_inplace, engine.loras["new"].is_3d_lora_weight) == (True, True)
 
 
+@pytest.mark.parametrize(("given", "parent"), [(None, "base"), ("", "base"), ("base", "base"), ("alias", "alias")])
+def test_the_name_of_the_base_model_that_was_given_is_the_parent(service, given, parent):
+    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one", "base_model_name": given}).status == 200
+    assert ask(service, "GET", "/v1/models/new").json["parent"] == parent
+
+
+def test_a_failed_load_is_logged_once_with_its_lines(service, engine, monkeypatch, caplog):
+    def fail(*args, **options):
+        raise AdapterMismatchError("adapter 'new' (one) does not fit this model:\n  a: this\n  b: that")
+
+    monkeypatch.setattr(engine, "add_lora", fail)
+    with caplog.at_level("INFO", "jlora.serve"):
+        answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    assert answer.status == 500
+    assert answer.error["message"].count("'new'") == 1
+    (message,) = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    assert message.count("'new'") == 1
+    assert message.split("\n")[1:] == ["  a: this", "  b: that"]
+
+
 def test_a_name_that_is_loaded(service, engine, root):
     before = dict(engine.loras)
     answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one"})

@@ -51,6 +51,8 @@ class Recurrent(nnx.Module):
             keys, values = memory[i, :, :, 0], memory[i, :, :, 1]  # [C, B, W]
             scores = jnp.einsum("blw,cbw->blc", block.q(x), keys)
             seen = jnp.arange(keys.shape[0])[None, None] <= positions[:, :, None]
+            ends = jnp.take_along_axis(positions, last[:, None], 1)[:, 0]
+            values = jnp.where((jnp.arange(values.shape[0])[:, None] <= ends[None])[..., None], values, 0)
             x = x + block.out(jnp.einsum("blc,cbw->blw", jax.nn.softmax(jnp.where(seen, scores, -1e30)), values))
         return self.embed.attend(x[jnp.arange(tokens.shape[0]), last]), {"memory": memory}
 

@@ -52,9 +52,8 @@ def begin():
 
 def end(state):
     """As if its process had ended, at once."""
-    if state._lock is not None:
-        os.close(state._lock)
-        state._lock = None
+    while state._locks:
+        os.close(state._locks.pop())
 
 
 def names(folder):
@@ -106,6 +105,15 @@ def test_what_is_being_unloaded_does_not_come_back(world, tmp_path, begin):
 
 def test_one_server_has_a_folder(world, tmp_path, begin):
     state, _ = begin(tmp_path, world)
+    with pytest.raises(LoRAError, match="another server keeps its adapters there"):
+        State(tmp_path)
+    end(state)
+    begin(tmp_path, world)
+
+
+def test_a_second_server_is_refused_though_the_lock_file_is_gone(world, tmp_path, begin):
+    state, _ = begin(tmp_path, world)
+    (tmp_path / "server.lock").unlink()
     with pytest.raises(LoRAError, match="another server keeps its adapters there"):
         State(tmp_path)
     end(state)

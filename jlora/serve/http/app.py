@@ -119,7 +119,8 @@ class _Outermost:
                 note["client"] = "left"
             except Exception as error:
                 failure = _as_answer(error)
-                note["error"] = failure.message
+                if not failure.logged:
+                    note["error"] = failure.message
                 if status:
                     raise  # too late to say so: the connection is closed
                 headers = {

@@ -29,13 +29,21 @@ class ApiError(Exception):
       status, kind, message: of the answer; the status is `code` in its body, and the kind `type`.
       param: the field at fault.
       retry_after: seconds, for the header of that name.
+      logged: whether the log has the message already.
     """
 
     def __init__(
-        self, status: int, kind: str, message: str, param: str | None = None, retry_after: float | None = None
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        logged: bool = False,
     ):
         super().__init__(message)
         self.status, self.kind, self.param, self.retry_after = status, kind, param, retry_after
+        self.logged = logged
         self.message = message if len(message) <= _LONGEST else message[: _LONGEST - 4] + " ..."
 
     def body(self) -> dict[str, Any]:

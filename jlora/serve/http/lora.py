@@ -72,10 +72,11 @@ class Places:
 
 @dataclass(frozen=True)
 class Known:
-    """An adapter that may be asked for: where it came from, and when."""
+    """An adapter that may be asked for: where it came from, when, and the name of its base model if one was given."""
 
     path: str
     created: int
+    parent: str | None = None
 
 
 class Adapters:
@@ -132,8 +133,14 @@ class Adapters:
         if shown(name) != name or len(name) > LONGEST_NAME:
             raise _invalid(f"lora_name {name!r:.80} must be printable, and of at most {LONGEST_NAME} characters")
 
-    def load(self, request: LoRARequest, path: str, timeout: float | None) -> None:
-        """Load an adapter and let it be asked for; `path` is what is shown of where it came from. Blocks.
+    def load(self, request: LoRARequest, path: str, timeout: float | None, parent: str | None = None) -> None:
+        """Load an adapter and let it be asked for. Blocks.
+
+        Args:
+          request: what to load.
+          path: shown as where it came from.
+          timeout: seconds to wait; None for as long as it takes.
+          parent: the name of the base model that it is shown under; None for the first.
 
         Raises:
           AdapterExistsError: the name is loaded, and the request does not say to replace it.
@@ -144,7 +151,7 @@ class Adapters:
             self._engine.add_lora(request, timeout=timeout)
             seconds = time.monotonic() - started
             with self._books:
-                self._known[request.name] = Known(path, int(time.time()))
+                self._known[request.name] = Known(path, int(time.time()), parent)
             self.changed()
         log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
         own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
@@ -225,7 +232,8 @@ async def load_adapter(service: "Service", request: Request) -> Response:
             raise AdapterExistsError(name)
         found = service.adapters.places.find(path)
         wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
-        service.adapters.load(wanted, path, service.limits.load_seconds)
+        parent = based_on if based_on in service.names else None
+        service.adapters.load(wanted, path, service.limits.load_seconds, parent)
 
     try:
         await service.load(load)
@@ -238,8 +246,9 @@ async def load_adapter(service: "Service", request: Request) -> Response:
     except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
     except LoRAError as error:  # found, but not what can be served; vLLM too answers 500
-        log.warning("loading adapter %r failed: %s", name, shown(str(error)))
-        raise ApiError(500, INTERNAL, f"adapter '{name}' cannot be loaded: {error}") from None
+        about = str(error) if repr(name) in str(error) else f"adapter {name!r}: {error}"
+        log.warning("a load failed: %s", about)
+        raise ApiError(500, INTERNAL, f"cannot be loaded: {about}", logged=True) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -37,12 +37,16 @@ class State:
         self.unloading: Callable[[], Collection[str]] = frozenset
         self.behind = False
         self._folder = folder
+        self._locks: list[int] = []
         try:
             make_folder(folder)
-            self._lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            # Until this process ends. A file alone could be deleted; a folder on NFS is locked for one machine alone.
+            for path, flags in ((folder, os.O_RDONLY), (folder / "server.lock", os.O_RDWR | os.O_CREAT)):
+                self._locks.append(os.open(path, flags, 0o666))
+                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
+            for number in self._locks:
+                os.close(number)
             raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
         except OSError as error:
             raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
@@ -50,6 +54,11 @@ class State:
         self._work = threading.Condition()
         self._dirty = self._closing = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def saved(self) -> bool:
+        """Whether a server before has left anything."""
+        return (self._folder / "names.json").exists()
 
     def restore(self, manager: "LoRAManager") -> frozenset[str]:
         """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
@@ -61,7 +70,7 @@ class State:
           LoRAError: names and requests cannot be read, or a pinned adapter cannot be loaded.
         """
         self._manager = manager
-        if not (self._folder / "names.json").exists():
+        if not self.saved:
             return frozenset()
         try:
             return manager.restore(self._folder)

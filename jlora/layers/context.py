@@ -1,0 +1,73 @@
+"""What is open around the code that runs: one context variable, and one key for all that JAX traces inside."""
+
+import contextlib
+import contextvars
+from collections.abc import Generator, Hashable, Iterator
+
+import jax
+
+from jlora.errors import LoRAError
+
+_ORDER = (
+    "{what} was closed out of order: something that was opened inside it, or in another context, is still open. Code "
+    "that yields inside it takes turns with other code; open it around each step, and close it before the yield"
+)
+
+
+class Opened:
+    """Something that is open: a scope, a row map, a verification. Each knows the one around it.
+
+    Attributes:
+      what: what opened it, for messages.
+      key: functions that are traced inside are used again inside equal keys alone.
+      outer: what it was opened in.
+      closed: whether it has ended.
+    """
+
+    def __init__(self, what: str, key: Hashable):
+        self.what = what
+        self.key = key
+        self.outer: Opened | None = None
+        self.closed = False
+
+
+_innermost: contextvars.ContextVar[Opened | None] = contextvars.ContextVar("jlora_opened", default=None)
+
+# Functions traced inside close over what is open, so JAX must not reuse their traces inside something else.
+_trace_key = jax.make_user_context(None)
+
+
+def around() -> Iterator[Opened]:
+    """All that is open here, innermost first."""
+    opened = _innermost.get()
+    while opened is not None:
+        if not opened.closed:
+            yield opened
+        opened = opened.outer
+
+
+@contextlib.contextmanager
+def opening(opened: Opened) -> Generator[None, None, None]:
+    """Open it for the code inside.
+
+    Raises:
+      LoRAError: on leaving, where that comes before the end of what was opened inside.
+    """
+    opened.outer = next(around(), None)
+    _innermost.set(opened)
+    _set_trace_key()
+    try:
+        yield
+    finally:
+        opened.closed = True
+        in_order = _innermost.get() is opened
+        if in_order:
+            _innermost.set(next(around(), None))
+        _set_trace_key()
+        if not in_order:
+            raise LoRAError(_ORDER.format(what=opened.what))
+
+
+def _set_trace_key() -> None:
+    # Entered and never left: leaving restores what was there before, which has ended too if that was out of order.
+    _trace_key(tuple(each.key for each in around()) or None).__enter__()

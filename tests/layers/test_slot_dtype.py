@@ -1,0 +1,140 @@
+"""The dtype of a layer's slots: configured, else of its spec, of the layer, of its parameter; never 8 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.layers.discover import register_layer
+from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, normal, serve
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+D, X = 6, normal(3, 2, 6)
+ADAPTER = make_adapter("one", [Target("proj", D, D, "")], 3)
+FLOAT8 = jnp.float8_e4m3fn
+
+
+class Dense(nnx.Module):
+    """A product in float32, whatever its kernel is held in."""
+
+    def __init__(self, stored, **attributes):
+        self.w = nnx.Param(jnp.asarray(normal(D, D)).astype(stored))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __call__(self, x):
+        return x @ self.w[...].astype(jnp.float32)
+
+
+class Model(nnx.Module):
+    def __init__(self, stored, **attributes):
+        self.proj = Dense(stored, **attributes)
+        self.other = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.proj(x) + self.other(x)
+
+
+def register(dtype=None):
+    given = {} if dtype is None else {"dtype": dtype}
+    register_layer(Dense, lambda layer: jlora.LinearSpec(*layer.w.shape, param="w", **given))
+
+
+def slot_dtype(manager):
+    return manager.model.proj.jlora_a.dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "layer", "stored", "expected"),
+    [
+        (jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float16),
+        (None, jnp.float16, jnp.bfloat16, jnp.float32, jnp.float16),
+        (None, "float16", None, FLOAT8, jnp.float16),
+        (None, None, jnp.bfloat16, jnp.float32, jnp.bfloat16),
+        (None, None, jnp.bfloat16, FLOAT8, jnp.bfloat16),
+        (None, None, jnp.float32, jnp.int8, jnp.float32),
+        (None, None, None, jnp.bfloat16, jnp.bfloat16),
+        (None, None, FLOAT8, jnp.bfloat16, jnp.bfloat16),  # computed in 8 bits, as no slot is held
+        (None, None, "of the config", jnp.float32, jnp.float32),
+    ],
+)
+def test_who_says_the_dtype_of_the_slots(config, spec, layer, stored, expected):
+    register(spec)
+    assert slot_dtype(make_manager(Model(stored, dtype=layer), dtype=config)) == expected
+
+
+@pytest.mark.parametrize("stored", [FLOAT8, jnp.float8_e5m2, jnp.int8])
+@pytest.mark.parametrize("layer", [None, FLOAT8])
+def test_a_kernel_of_8_bits_gives_no_dtype_and_the_layer_says_what_to_write(stored, layer):
+    register()
+    manager = make_manager(Model(stored, dtype=layer))
+    reason = rf"parameter 'w' is {jnp.dtype(stored).name}, .*LoRAConfig\(dtype=.*jlora\.LinearSpec\(\.\.\., dtype="
+    with pytest.raises(AdapterMismatchError, match=f"'proj' is not wrapped: .*{reason}"):
+        manager.add_adapter(ADAPTER)
+    assert [info.path for info in manager.layers() if info.wrapped] == ["other"]
+
+
+@pytest.mark.parametrize("how", ["config", "spec", "layer"])
+def test_a_float8_kernel_is_served_as_precisely_as_its_slots(how):
+    register(jnp.float32 if how == "spec" else None)
+    model = Model(FLOAT8, dtype=jnp.float32 if how == "layer" else None)
+    base = np.asarray(jax.jit(lambda model, x: model(x))(nnx.clone(model), X), np.float64)
+    manager = make_manager(model, [ADAPTER], dtype=jnp.float32 if how == "config" else None)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = serve(model, X, batch)
+    change = np.asarray(X, np.float64) @ delta(ADAPTER.modules["proj"]).T
+    change[1] = 0
+    assert_close(found, base + change)
+
+
+def test_tables_and_experts_take_it_from_their_specs():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.t = nnx.Param(jnp.ones((11, D), FLOAT8))
+
+        def __call__(self, tokens):
+            return self.t[...].astype(jnp.float32)[tokens]
+
+        def logits(self, x):
+            return x @ self.t[...].astype(jnp.float32).T
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Param(jnp.ones((3, D, 8), FLOAT8))
+            self.down = nnx.Param(jnp.ones((3, 8, D), FLOAT8))
+
+    class Both(nnx.Module):
+        def __init__(self):
+            self.table, self.experts = Table(), Experts()
+
+    register_layer(Table, lambda _: jlora.EmbedSpec(11, D, "t", attend="logits", dtype=jnp.float16))
+    products = {"up": jlora.LinearSpec(D, 8, "up", dtype=jnp.float32), "down": jlora.LinearSpec(8, D, "down")}
+    register_layer(Experts, lambda _: jlora.ExpertsSpec(3, products, dtype=jnp.bfloat16))
+    model = make_manager(Both()).model
+    assert model.table.jlora_a.dtype == model.table.jlora_attend_b.dtype == jnp.float16
+    assert model.experts.jlora_up_a.dtype == jnp.float32
+    assert model.experts.jlora_down_a.dtype == jnp.bfloat16
+
+
+def test_an_einsum_spec_takes_it_too():
+    register_layer(Dense, lambda layer: jlora.einsum_spec("btd,df->btf", layer.w.shape, dtype="bfloat16"))
+    assert slot_dtype(make_manager(Model(FLOAT8))) == jnp.bfloat16
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dtype: jlora.LinearSpec(D, D, dtype=dtype),
+        lambda dtype: jlora.EmbedSpec(D, D, dtype=dtype),
+        lambda dtype: jlora.ExpertsSpec(2, {"up": jlora.LinearSpec(D, D)}, dtype=dtype),
+    ],
+)
+@pytest.mark.parametrize("dtype", [FLOAT8, jnp.int8, "floaty", 3])
+def test_a_spec_of_a_dtype_that_slots_cannot_have(make, dtype):
+    with pytest.raises(LoRAUsageError, match=r"Spec.dtype must be None or one of"):
+        make(dtype)

@@ -5,18 +5,16 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jlora.cli.generate import device_errors
 from jlora.cli.loading import check_adapters, load_model, load_tokenizer
-from jlora.cli.text import error_lines, one_line, shown
+from jlora.cli.text import one_line, shown
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 
@@ -25,20 +23,13 @@ if TYPE_CHECKING:
 
     from jlora.cli.budget import Budget
     from jlora.models.config import DecoderConfig
-    from jlora.serve.engine import Engine
     from jlora.serve.lookups import Resolve
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serves until a signal."""
-    with _among_others(args):
-        return _serve(args)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    """What can be checked is checked before anything is allocated."""
+    """Serves until a signal. What can be checked is checked before anything is allocated."""
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
@@ -101,16 +92,13 @@ def _serve(args: argparse.Namespace) -> int:
     plan = _plan(plan_over, shards)
     plan.check()
     mesh = _mesh(shards, axis)
-    if args.lora_state is not None and jax.process_count() > 1:
-        raise LoRAUsageError("--lora-state: a model over several processes is not saved yet")
     state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
     if state is None or not state.saved:  # else what was saved stands, whatever has become of the folders since
         check_adapters([module for module, _ in modules], skeleton(config, dtype, mesh), lora)
 
-    first = jax.process_index() == 0
     try:
-        bound = listen(args.host, args.port) if first else None  # before minutes of loading, for it may be taken
+        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
@@ -139,8 +127,6 @@ def _serve(args: argparse.Namespace) -> int:
             logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
         else:
             adapters.load(request, request.path, None, parent=base if base in names else None)
-    if bound is None:
-        return _follow(engine)
     service = Service(
         engine=engine,
         manager=manager,
@@ -160,55 +146,6 @@ def _serve(args: argparse.Namespace) -> int:
 
     with device_errors():
         return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
-
-
-@contextmanager
-def _among_others(args: argparse.Namespace) -> Generator[None, None, None]:
-    """Joins the other processes, where there are any, before anything asks for a device.
-
-    One that fails ends at once: in JAX's own work at exit it would wait for the others, and they for it.
-    """
-    given = args.coordinator_address, args.num_processes, args.process_id
-    if all(one is None for one in given):
-        yield
-        return
-    if any(one is None for one in given):
-        raise LoRAUsageError("--coordinator-address, --num-processes and --process-id belong together")
-    address, count, process = given
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise LoRAUsageError(f"expected --coordinator-address HOST:PORT of process 0, got {address!r:.200}")
-    if process >= count:
-        raise LoRAUsageError(f"--process-id {process}: the processes are 0 to {count - 1}")
-    import jax
-
-    try:
-        jax.distributed.initialize(address, count, process)
-        yield
-    except BaseException as error:
-        if isinstance(error, LoRAError | OSError):
-            print(f"jlora: error: {error_lines(error)}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        os._exit(1)
-
-
-def _follow(engine: "Engine") -> int:
-    """A process that takes no requests. A signal that all of them get is process 0's to hear, which drains; a second
-    one ends this process at once."""
-
-    def stay(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        log.info("signal %d: this process goes on until process 0 has drained", number)
-
-    log = logging.getLogger("jlora.serve")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stay)
-    with device_errors():
-        engine.start()
-        log.info("ready: this process follows process 0")
-        engine.follow()
-    return 0
 
 
 def _resolver(given: list[str], root: Path | None, repos: list[str]) -> "Resolve | None":
@@ -285,20 +222,18 @@ def _shards(args: argparse.Namespace, config: "DecoderConfig") -> tuple[int, str
     """Over how many devices the model is split, and the axis of a mesh that they are."""
     import jax
 
-    devices, several = len(jax.devices()), jax.process_count() > 1
-    count: int = args.tensor_parallel_size or (devices if several else 1)
+    devices, count = len(jax.devices()), int(args.tensor_parallel_size or 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
-    if count > devices or (several and count != devices):
-        whose = f"in {jax.process_count()} processes, and all are used" if several else "in all"
-        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices {whose}")
+    if count > devices:
+        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices in all")
     return count, "expert" if args.enable_expert_parallel else "tensor"
 
 
 def _mesh(shards: int, axis: str) -> "jax.sharding.Mesh | None":
     import jax
 
-    if shards == 1 and jax.process_count() == 1:
+    if shards == 1:
         return None
     return jax.make_mesh((shards,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards])
 

@@ -6,12 +6,10 @@ sequence is thus seen one step late, and the token that this step drew for it is
 """
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jlora._compat import asked_for
-from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
+from jlora.errors import LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
-from jlora.serve.peers import Peers
 from jlora.serve.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
 from jlora.serve.scheduler import Queue, Waiting
 from jlora.serve.sequence import Sequence
 from jlora.serve.steps import Chosen, How, Steps
-from jlora.serve.turn import Over, Turn, why_over
-from jlora.serve.writer import News, Nobody, Writer
+from jlora.serve.writer import News, Writer
 
 _log = logging.getLogger("jlora")
 _POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
 _OFTEN = 0.002  # seconds between looks at the queue, however often it is told of
 _IDLE = 1.0
-_WHY = 0.5  # seconds for another thread to say that a process is gone, where a step has failed
 _ROWS_A_PROMPT = 8  # free rows for which one more prompt is taken on between two decode steps
 
 
@@ -57,7 +52,6 @@ class Dispatcher:
       loras: the adapters.
       writer: takes what comes out.
       counts: of the engine.
-      peers: the processes that dispatch the same.
       max_wait_ratio: see `EngineOptions`.
     """
 
@@ -66,9 +60,8 @@ class Dispatcher:
         manager: Any,
         steps: Steps,
         loras: Loras,
-        writer: Writer | Nobody,
+        writer: Writer,
         counts: Counts,
-        peers: Peers,
         max_wait_ratio: int,
     ):
         self._manager = manager
@@ -76,10 +69,8 @@ class Dispatcher:
         self._loras = loras
         self._writer = writer
         self._counts = counts
-        self._peers = peers
         self._arrived: deque[Sequence] = deque()
-        self._heard = 0  # how many have arrived so far
-        self._live: dict[int, Sequence] = {}  # that have not left, by number
+        self._live: dict[Sequence, None] = {}  # that have not left, in order of arrival
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
@@ -108,8 +99,6 @@ class Dispatcher:
         """End what runs and waits with EngineClosedError, and the thread."""
         self._stop = True
         self._signal.set()
-        if not self._peers.leads:  # it hears of nothing else
-            self._peers.close()
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -119,34 +108,29 @@ class Dispatcher:
                 while self._turn():
                     pass
         except BaseException as error:
-            if self._stop and not self._peers.leads:
-                self.failure = EngineClosedError("this process has left the others")
-                return
             _log.exception("the engine ends")
-            self._wait_for_why()
-            self.failure = self.failure or EngineClosedError(
-                f"the engine failed: {type(error).__name__}: {str(error)[:500]}"
-            )
+            self.failure = EngineClosedError(f"the engine failed: {type(error).__name__}: {str(error)[:500]}")
         finally:
-            self._peers.close()
             self._end_all(self.failure or EngineClosedError("the engine was closed before the request ended"))
-            self._loras.close()
 
     def _turn(self) -> bool:
         """Whether it was not the last."""
-        turn = self._peers.share(self._hear)
-        if turn.stop:
+        self._told |= self._signal.is_set()
+        self._signal.clear()
+        if self._stop:
             return False
-        for sequence in turn.arrived:
-            self._live[sequence.number] = sequence
+        now = time.monotonic()
+        looked = now - self._looked >= (_OFTEN if self._told else _POLL)
+        while self._arrived:
+            sequence = self._arrived.popleft()
+            self._live[sequence] = None
             self._queue.add(Waiting(sequence.lora, sequence))
-        for number, why in turn.over:
-            self._over(self._live[number], why)
-        if turn.orders and self._stale:  # those that ended give up their adapters
-            self._compose()
-        failed = self._loras.carry_out(turn.orders)
-        if turn.looked:
-            self._look(failed)
+        for one in tuple(self._live) if looked else (self._filling, *self._rows):
+            if one is not None:
+                self._end_if_over(one, now)
+        if looked:
+            self._looked, self._told = now, False
+            self._look()
         busy = self._fill_some()
         busy |= self._decode()
         while len(self._drawn) > busy:
@@ -155,39 +139,25 @@ class Dispatcher:
             return True
         if self._stale:  # what nobody runs with any more is let go at once
             self._compose()
-        elif self._peers.leads:  # the others wait for it
+        else:
             self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
 
-    def _hear(self) -> Turn:
-        """What has happened since the last turn."""
-        woken = self._signal.is_set()
-        self._signal.clear()
-        arrived: list[Sequence] = []
-        while self._arrived:
-            arrived.append(self._arrived.popleft())
-            self._heard += 1
-            arrived[-1].number = self._heard
-            self._live[self._heard] = arrived[-1]  # from here on: should this turn fail, it ends with the others
-        now = time.monotonic()
-        self._told |= woken
-        looked = now - self._looked >= (_OFTEN if self._told else _POLL)
-        if looked:
-            self._looked, self._told = now, False
-        known = self._live.values() if looked else (self._filling, *self._rows)
-        over: list[tuple[int, Over]] = []
-        for one in known:
-            if one is not None and (why := why_over(one, now)) is not None:
-                over.append((one.number, why))
-        waiting = itertools.chain((one.item for one in self._queue), arrived)
-        orders = self._loras.look(waiting) if looked else ()
-        return Turn(tuple(arrived), tuple(over), looked, orders, self._stop)
+    def _end_if_over(self, sequence: Sequence, now: float) -> None:
+        if sequence.ended:  # by a stop string
+            self._leave(sequence)
+        elif sequence.cancelled:
+            self._end(sequence, "abort")
+        elif sequence.deadline is not None and now >= sequence.deadline:
+            seconds = sequence.deadline - sequence.arrived
+            self._end(sequence, RequestTimeoutError(f"the request took longer than {seconds:.3g} s"))
 
-    def _look(self, failed: Mapping[str, LoRAError]) -> None:
-        """Who waits in vain."""
-        for one in tuple(self._queue):
+    def _look(self) -> None:
+        """See to the adapters of those that wait, and end those that wait in vain."""
+        for one in self._queue:
             if one.item.left:
                 self._queue.remove(one)
+        failed = self._loras.look(one.item for one in self._queue)
         pinned = self._loras.all_pinned()
         if not failed and pinned is None:
             return
@@ -200,15 +170,6 @@ class Dispatcher:
                 continue
             self._queue.remove(one)
             self._end(one.item, error)
-
-    def _over(self, sequence: Sequence, why: Over) -> None:
-        if why == "done":
-            self._leave(sequence)
-        elif why == "abort":
-            self._end(sequence, "abort")
-        else:
-            seconds = (sequence.deadline or sequence.arrived) - sequence.arrived
-            self._end(sequence, RequestTimeoutError(f"the request took longer than {seconds:.3g} s"))
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
@@ -267,8 +228,6 @@ class Dispatcher:
                 self._compose()  # those that ended give up their slots
                 continue
             except Exception as error:  # as may the device, while a slot is written
-                if self._peers.count > 1 and not isinstance(error, AdapterNotFoundError):  # see `_failed`
-                    raise
                 if not isinstance(error, LoRAError):
                     error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
                 self._end(sequence, error)
@@ -359,7 +318,7 @@ class Dispatcher:
         if sequence.left:
             return
         sequence.left = True
-        self._live.pop(sequence.number, None)
+        self._live.pop(sequence, None)
         if sequence.held is None and sequence.row < 0 and sequence.lora is not None:
             self._loras.not_wanted(sequence.lora)
         if self._filling is sequence:
@@ -377,13 +336,8 @@ class Dispatcher:
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception, sequences: Seq[Sequence], *, lost: bool = False) -> None:
-        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one.
-
-        One of several processes ends: whether it raised in the others too, nobody knows.
-        """
+        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one."""
         _log.error("a step failed", exc_info=error)
-        if self._peers.count > 1:
-            raise error
         with self._counts.lock:
             self._counts.failed_steps += 1
         message = f"the step that served this request failed: {type(error).__name__}: {str(error)[:500]}"
@@ -396,14 +350,8 @@ class Dispatcher:
         if lost:
             self._steps.reset()
 
-    def _wait_for_why(self) -> None:
-        """Where another process is gone, a step may fail before the thread that hears of it has said so."""
-        end = time.monotonic() + _WHY
-        while self._peers.count > 1 and self.failure is None and time.monotonic() < end:
-            time.sleep(_OFTEN)
-
     def _end_all(self, error: LoRAError) -> None:
-        for sequence in tuple(self._live.values()):
+        for sequence in tuple(self._live):
             self._end(sequence, error)
         self._refuse(error)
         self._compose()

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 from jlora.config import LoRARequest
@@ -17,10 +16,8 @@ from jlora.serve.dispatch import Dispatcher
 from jlora.serve.generation import Answer
 from jlora.serve.lookups import Lookups, Resolve
 from jlora.serve.loras import Loras
-from jlora.serve.loras_in_step import LorasInStep
 from jlora.serve.model import context_of
 from jlora.serve.options import EngineOptions, check_options
-from jlora.serve.peers import peers_of
 from jlora.serve.request import (
     EngineBusyError,
     EngineClosedError,
@@ -31,7 +28,7 @@ from jlora.serve.request import (
 from jlora.serve.sequence import Sequence, check_params, room_for, seed_of
 from jlora.serve.steps import Steps
 from jlora.serve.text import Decoding, silent_tokens
-from jlora.serve.writer import News, Nobody, Writer
+from jlora.serve.writer import News, Writer
 
 _WAIT_FOR_NAMES = 0.25  # the most of the queue that requests take whose adapter is looked up
 
@@ -47,9 +44,7 @@ class Engine:
     sequence of the batch decides, and the compiler may add up in another order where that differs (512, 1024, ...): so
     across extents, logits agree to rounding.
 
-    Where the model lies on devices of several processes (`jax.distributed`), each makes an engine, with the same
-    arguments and the same adapters added before `start`, and all call `start`. From then on process 0 takes requests
-    and changes adapters, and the others `follow`. Should one fail or be gone, or a step raise, the engine ends in all.
+    The model lies on devices of this process. Replicas of it run under Ray Serve (`examples/ray_serve`).
 
     Args:
       model: a `jlora.serve.ServableModel`; `jlora.models.Decoder`, or your own.
@@ -89,28 +84,17 @@ class Engine:
         self._silent = silent_tokens(tokenizer, self._vocab)
         self._counts = Counts(lambda name: manager.level(name) is not None)
         self._writer = Writer(self._counts, self._ended)
-        same = repr(replace(options, max_model_len=self._longest))
-        self._peers = peers_of(model, manager.config.process_timeout, same)
         self._lookups: Lookups | None = None
         if resolve is not None:
             most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
             self._lookups = Lookups(resolve, most, lambda: self._dispatcher.wake(), self._not_found)
-        self._loras = self._loras_of(manager)
-        writer = self._writer if self._peers.leads else Nobody()
+        self._loras = Loras(manager, lambda: self._dispatcher.wake(), self._lookups)
         self._dispatcher = Dispatcher(
-            manager, self._steps, self._loras, writer, self._counts, self._peers, options.max_wait_ratio
+            manager, self._steps, self._loras, self._writer, self._counts, options.max_wait_ratio
         )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
         self._state = "new"  # then "starting", "ready", "closing", "closed"
-
-    def _loras_of(self, manager: LoRAManager) -> Loras:
-        def wake() -> None:
-            self._dispatcher.wake()
-
-        if self._peers.count == 1:
-            return Loras(manager, wake, self._lookups)
-        return LorasInStep(manager, wake, self._peers, self._lookups)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -133,35 +117,17 @@ class Engine:
                 raise LoRAUsageError(f"the engine cannot be started: it is {self._state}")
             self._state = "starting"
         try:
-            self._loras.start(self._lost)
             self._steps.warm(progress or (lambda done, total: None))
             with self._changed:
                 if self._state != "starting":
                     raise EngineClosedError("the engine was closed while it started")
-                if self._peers.leads:
-                    self._writer.thread.start()
+                self._writer.thread.start()
                 self._dispatcher.thread.start()
                 self._state = "ready"
         except BaseException:
             self._state = "closed"
-            self._peers.close()
-            self._loras.close()
             self._steps.close()
             raise
-
-    def follow(self) -> None:
-        """In another process than the first of several: wait until that closes its engine, and end with it.
-
-        Raises:
-          EngineClosedError: it failed, or process 0 is gone, or this process called `close` before.
-          LoRAUsageError: this process takes requests itself, or the engine was not started.
-        """
-        if self._peers.leads or self._dispatcher.thread.ident is None:
-            raise LoRAUsageError("follow is for an engine that was started in a process that another one leads")
-        self._dispatcher.thread.join()
-        self.close()
-        if self._dispatcher.failure is not None:
-            raise self._dispatcher.failure
 
     @property
     def ready(self) -> bool:
@@ -182,23 +148,12 @@ class Engine:
             self._state = "closing" if running else "closed"
             done = self._changed.wait_for(lambda: not self._open, timeout) if running else True
         if running:
-            here = threading.current_thread()
-            for part in (self._dispatcher, self._writer) if self._peers.leads else (self._dispatcher,):
-                part.stop() if isinstance(part, Dispatcher) else part.close()
-                if part.thread is not here:
+            for part in (self._dispatcher, self._writer):
+                part.stop()
+                if part.thread is not threading.current_thread():
                     part.thread.join()
             self._state = "closed"
         return done
-
-    def _lost(self, process: int) -> None:
-        """Another process is gone. A step that waits for it on the device may wait for long; requests need not."""
-        error = EngineClosedError(f"the engine failed: process {process} of {self._peers.count} is gone")
-        with self._changed:
-            if self._dispatcher.failure is None:
-                self._dispatcher.failure = error
-            under_way = tuple(self._open)
-        self._writer.put([News(sequence, end=error) for sequence in under_way])
-        self._loras.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -226,7 +181,6 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine takes none.
         """
-        self._check_leads()
         tokens = self._tokens(prompt)
         limit = check_params(params, tokens, self._vocab, self._longest)
         if params.stop and self._tokenizer is None:
@@ -365,13 +319,8 @@ class Engine:
         return self._loras.list()
 
     def _check_open(self) -> None:
-        self._check_leads()
         if self._state == "closed":
             raise EngineClosedError("the engine is closed")
-
-    def _check_leads(self) -> None:
-        if not self._peers.leads and self._state != "new":
-            raise LoRAUsageError(f"this is one of {self._peers.count} processes, and process 0 takes the requests")
 
     # --- what it tells ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from jlora.serve.lookups import Lookups, check_name
 from jlora.serve.request import AdapterExistsError
 from jlora.serve.scheduler import Slots
 from jlora.serve.sequence import Held, Sequence
-from jlora.serve.turn import Order
 
 _LOADS_AT_ONCE = 4
 _AHEAD = 8  # adapters of waiting requests that are loaded before their turn
@@ -64,11 +63,8 @@ class Loras:
             inplace = self._manager.level(name) is not None
             self._coming[name] += 1
         try:
-            if inplace or request.load_inplace:
-                # Loaded from the host's memory it would come back as it was, and it must not be forgotten in between.
-                loaded = self._load(replace(request, load_inplace=True), timeout)
-            else:
-                loaded = self._load(request, timeout)
+            # Loaded from the host's memory it would come back as it was, and it must not be forgotten in between.
+            loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
             info = self._manager.list_adapters().get(name)
@@ -78,14 +74,13 @@ class Loras:
                     self._infos[name] = info
         finally:
             with self._lock:
-                one_less(self._coming, name)
+                _one_less(self._coming, name)
             self._wake()
 
     def remove(self, name: str) -> None:
         """Refuse a name from now on, and remove it as soon as no request waits for it."""
         with self._lock:
-            if not self._known(name):
-                raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
+            self._check(name)
             self._going.add(name)
             self._pinned.discard(name)
             self._let_go()
@@ -93,12 +88,14 @@ class Loras:
     def pin(self, name: str) -> None:
         with self._lock:
             self._check(name)
-        self._pin(name)
+        self._manager.pin_adapter(name)
+        self._note_pin(name)
 
     def unpin(self, name: str) -> None:
         with self._lock:
             self._check(name)
-        self._unpin(name)
+        self._manager.unpin_adapter(name)
+        self._note_pin(name)
         self._wake()
 
     def list(self) -> dict[str, AdapterInfo]:
@@ -141,27 +138,10 @@ class Loras:
     def not_wanted(self, name: str) -> None:
         """One request less waits for it: it has begun, or it has ended before."""
         with self._lock:
-            if not one_less(self._waiting, name):
+            if not _one_less(self._waiting, name):
                 if self._lookups is not None:
                     self._lookups.forget(name)
                 self._let_go()
-
-    def start(self, lost: Callable[[int], None]) -> None:
-        """Turns are about to begin. `lost` hears of a process without which there are none any more."""
-
-    def close(self) -> None:
-        """There are no more turns."""
-
-    def _load(self, request: LoRARequest, timeout: float | None) -> bool:
-        return self._manager.add_adapter(request, timeout=timeout)
-
-    def _pin(self, name: str) -> None:
-        self._manager.pin_adapter(name)
-        self._note_pin(name)
-
-    def _unpin(self, name: str) -> None:
-        self._manager.unpin_adapter(name)
-        self._note_pin(name)
 
     def _note_pin(self, name: str) -> None:
         """As the manager has it now: another thread may have unpinned or unloaded it meanwhile."""
@@ -221,16 +201,19 @@ class Loras:
     def loaded(self, name: str) -> bool:
         return self._manager.level(name) in ("slot", "host")
 
-    def look(self, waiting: Iterable[Sequence]) -> tuple[Order, ...]:
+    def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
         """Remove what could not be removed before, and load the adapters of those that wait longest.
 
+        Args:
+          waiting: requests, in their order.
+
         Returns:
-          What is left to be done.
+          The adapters whose requests cannot be served, and why.
         """
         if self._going:
             with self._lock:
                 self._let_go()
-        orders: list[Order] = []
+        failed: dict[str, LoRAError] = {}
         for name, (load, ended) in tuple(self._loads.items()):
             if not load.done():
                 if not self._waiting[name]:  # those that asked for it have left: it may hang, and others need its place
@@ -242,32 +225,24 @@ class Loras:
                 self._lookups.forget(name)
             error = None if load.cancelled() else load.exception()
             if isinstance(error, NoFreeSlotError) and (self._held or self._ended > ended):
-                self.later(name)
+                # There was no room for it, and running sequences will make some, or have made it since.
+                self._not_before[name] = time.monotonic() + _PAUSE
             elif error is not None:
-                orders.append(Order("fail", name, error=as_error(name, error)))
-        coming = {*self._loads, *(order.name for order in orders)}
-        for name, request in self.ahead(waiting, coming, len(self._loads)):
+                failed[name] = _as_error(name, error)
+        for name, request in self._ahead(waiting, {*self._loads, *failed}):
             try:
                 if request is None:
-                    raise removed(name)
+                    raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
                 load = self._manager.prefetch(request)
             except Exception as error:  # as where there is no thread for it
-                orders.append(Order("fail", name, error=as_error(name, error)))
+                failed[name] = _as_error(name, error)
                 continue
             self._loads[name] = load, self._ended
             load.add_done_callback(lambda _: self._wake())
-        return tuple(orders)
+        return failed
 
-    def ahead(
-        self, waiting: Iterable[Sequence], coming: Collection[str], loads: int
-    ) -> Iterator[tuple[str, LoRARequest | None]]:
-        """The adapters that are to be loaded now, beside those that are; with None where nobody knows from where.
-
-        Args:
-          waiting: requests, in their order.
-          coming: what is not to be loaded now.
-          loads: how many are under way that requests wait for.
-        """
+    def _ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
+        """The adapters that are to be loaded now, `coming` ones left out; with None where nobody knows from where."""
         room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
         now, seen = time.monotonic(), set[str]()
         for sequence in waiting:
@@ -277,7 +252,7 @@ class Loras:
             if self._lookups is not None and self._lookups.under_way(name) and sequence.request is None:
                 continue
             seen.add(name)
-            if len(seen) > room or loads >= _LOADS_AT_ONCE:
+            if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
                 break
             if name in coming or self.loaded(name) or now < self._not_before.get(name, 0.0):
                 continue
@@ -285,16 +260,7 @@ class Loras:
             if request is None and self._manager.level(name) is not None:  # since just now
                 continue
             self._not_before.pop(name, None)
-            loads += 1
             yield name, request
-
-    def later(self, name: str) -> None:
-        """There was no room for it, and running sequences will make some, or have made it since."""
-        self._not_before[name] = time.monotonic() + _PAUSE
-
-    def carry_out(self, orders: Iterable[Order]) -> dict[str, LoRAError]:
-        """Do what is to be done. Returns the adapters whose requests cannot be served, and why."""
-        return {order.name: order.error for order in orders if order.error is not None}
 
     def begin(self, name: str | None) -> tuple[Held | None, LoRABatch]:
         """The newest generation of an adapter for one more sequence, and a batch of one with it. Loads nothing.
@@ -338,17 +304,12 @@ class Loras:
             held.handle.close()
 
 
-def as_error(name: str, error: BaseException) -> LoRAError:
+def _as_error(name: str, error: BaseException) -> LoRAError:
     """What a load raised."""
     return error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
 
 
-def removed(name: str) -> LoRAError:
-    """For requests that waited for an adapter which came from memory."""
-    return AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
-
-
-def one_less(counts: Counter[str], name: str) -> int:
+def _one_less(counts: Counter[str], name: str) -> int:
     """How many are left; of none nothing is kept."""
     counts[name] -= 1
     return counts[name] or counts.pop(name)

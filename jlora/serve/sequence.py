@@ -32,7 +32,6 @@ class Sequence:
     """One request.
 
     Attributes:
-      number: its own among the requests of an engine, from 1; 0 before the dispatching thread has heard of it.
       prompt: token ids.
       params: how its tokens are chosen; `seed` of it, or the one that was drawn.
       limit: the most new tokens.
@@ -61,7 +60,6 @@ class Sequence:
     answer: Answer
     decoding: Decoding
     absent: bool = False
-    number: int = 0
     arrived: float = field(default_factory=time.monotonic)
     held: Held | None = None
     batch: Any = None

@@ -122,6 +122,11 @@ class Steps:
         graph, slots, rest = nnx.split(model, jlora.SlotParam, ...)
         self._slot_tree = jax.tree.structure(slots)
         self._rest, rest_tree = jax.tree.flatten(rest)
+        if not all(leaf.is_fully_addressable for leaf in self._rest if isinstance(leaf, jax.Array)):
+            raise LoRAUsageError(
+                "an engine serves from one process, and the model lies on devices of several; step it in a loop of "
+                "your own, as examples/serve_multihost.py does"
+            )
         self._axes = cache_axes(model)
         knows_extent = "extent" in inspect.signature(model.extend).parameters
 

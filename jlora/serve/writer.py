@@ -30,13 +30,6 @@ class News(NamedTuple):
     end: FinishReason | LoRAError | None = None
 
 
-class Nobody:
-    """Where another process gives the answers."""
-
-    def put(self, news: Seq[News]) -> None:
-        pass
-
-
 class Writer:
     """Takes news of sequences and gives pieces to their consumers, in order.
 
@@ -54,7 +47,7 @@ class Writer:
     def put(self, news: Seq[News]) -> None:
         self._news.put(news)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the thread once all news are out."""
         self._news.put(None)
 

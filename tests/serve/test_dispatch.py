@@ -4,14 +4,11 @@ import threading
 import time
 from types import SimpleNamespace
 
-import pytest
-
-from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora.errors import LoRAError
 from jlora.serve import SamplingParams, dispatch
 from jlora.serve.counts import Counts
 from jlora.serve.dispatch import Dispatcher
 from jlora.serve.generation import Answer
-from jlora.serve.peers import Alone
 from jlora.serve.request import EngineClosedError
 from jlora.serve.scheduler import Slots
 from jlora.serve.sequence import Sequence
@@ -26,26 +23,20 @@ class Ends(list):
         self.extend((one.sequence.lora, one.end) for one in news if one.end is not None)
 
 
-class Two(Alone):
-    count = 2
-
-
-def dispatcher_of(ends, peers=None, **loras):
+def dispatcher_of(ends, **loras):
     """One whose thread is not started; `loras`: what the adapters do instead of nothing."""
     idle = {
-        "look": lambda waiting: (),
-        "carry_out": lambda orders: {},
+        "look": lambda waiting: {},
         "all_pinned": lambda: None,
         "slots": lambda: Slots(2, set(), set(), 0),
         "loaded": lambda name: True,
         "not_wanted": lambda name: None,
-        "close": lambda: None,
         "num_held": 0,
         **loras,
     }
     steps = SimpleNamespace(rows=2, chunk=8, capacity=16, close=lambda: None)
     counts = Counts(lambda name: True)
-    return Dispatcher(None, steps, SimpleNamespace(**idle), ends, counts, peers or Alone(), 8)
+    return Dispatcher(None, steps, SimpleNamespace(**idle), ends, counts, 8)
 
 
 def sequence(lora=None):
@@ -88,40 +79,18 @@ def test_requests_that_the_last_turn_hears_of_end():
     assert [(lora, type(end)) for lora, end in ends] == [("a", EngineClosedError)]
 
 
-@pytest.mark.parametrize(
-    ("peers", "error", "goes_on"),
-    [
-        (Alone(), RuntimeError("on fire"), True),
-        (Two(), AdapterNotFoundError("on fire"), True),  # in all of them
-        (Two(), RuntimeError("on fire"), False),
-        (Two(), LoRAError("on fire"), False),
-    ],
-)
-def test_a_request_that_cannot_begin_ends_alone_where_all_processes_know_of_it(peers, error, goes_on):
+def test_a_request_that_cannot_begin_ends_alone():
     ends = Ends()
-    dispatcher = dispatcher_of(ends, peers, begin=lambda name: fail(error))
+    dispatcher = dispatcher_of(ends, begin=lambda name: fail(RuntimeError("on fire")))
     dispatcher.submit(sequence("a"))
     dispatcher.thread.start()
     until(lambda: ends)
     dispatcher.stop()
     dispatcher.thread.join(30)
     ((lora, end),) = ends
-    assert lora == "a"
+    assert (lora, type(end)) == ("a", LoRAError)
     assert "on fire" in str(end)
-    assert isinstance(end, EngineClosedError) == (not goes_on)
-    assert isinstance(dispatcher.failure, EngineClosedError) == (not goes_on)
-
-
-def test_a_step_that_fails_as_another_process_is_gone_says_that():
-    """A thread hears of that, maybe later than the step."""
-    ends, gone = Ends(), EngineClosedError("process 1 of 2 is gone")
-    dispatcher = dispatcher_of(ends, Two(), look=lambda waiting: fail(RuntimeError("closed by peer")))
-    threading.Timer(0.05, setattr, (dispatcher, "failure", gone)).start()
-    dispatcher.submit(sequence("a"))
-    dispatcher.thread.start()
-    dispatcher.thread.join(30)
-    assert ends == [("a", gone)]
-    assert dispatcher.failure is gone
+    assert dispatcher.failure is None
 
 
 def test_what_it_was_told_of_just_after_a_look_is_looked_at_soon_though_nobody_waits():
@@ -134,17 +103,3 @@ def test_what_it_was_told_of_just_after_a_look_is_looked_at_soon_though_nobody_w
     dispatcher._looked = 0.0
     dispatcher._turn()
     assert waits == [dispatch._OFTEN, dispatch._IDLE]
-
-
-def test_those_that_ended_give_up_their_adapters_before_orders_are_carried_out():
-    done = []
-
-    def carry_out(orders):
-        done.append(orders)
-        return {}
-
-    dispatcher = dispatcher_of(Ends(), look=lambda waiting: ("an order",), carry_out=carry_out)
-    dispatcher._signal.wait = lambda seconds: None
-    dispatcher._batch, dispatcher._stale = SimpleNamespace(close=lambda: done.append("closed")), True
-    dispatcher._turn()
-    assert done == ["closed", ("an order",)]

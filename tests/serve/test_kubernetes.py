@@ -21,15 +21,11 @@ DOCUMENTS = [
 ]
 BY_KIND = {document["kind"]: document for document in DOCUMENTS if "kind" in document}
 (VALUES,) = [document for document in DOCUMENTS if "kind" not in document]
-LWS = {"LWS_LEADER_ADDRESS": "llama-large-0.llama-large.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
 
 (COMMANDS,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
 FLAGS = COMMANDS.choices["serve"]._option_string_actions.keys()
 
 POD = BY_KIND["Deployment"]["spec"]["template"]
-GROUP = BY_KIND["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
-LEADER, WORKER = GROUP["leaderTemplate"], GROUP["workerTemplate"]
-PODS = {"deployment": POD, "leader": LEADER, "worker": WORKER}
 
 
 def container(pod):
@@ -42,7 +38,7 @@ def arguments(pod):
     command, *line = [*container(pod)["command"], *container(pod)["args"]]
     assert command == "jlora"
     assert {part.split("=")[0] for part in line if part.startswith("--")} <= FLAGS  # no abbreviations
-    return _parser().parse_args([re.sub(r"\$\((\w+)\)", lambda name: LWS[name[1]], part) for part in line])
+    return _parser().parse_args(line)
 
 
 def port(pod):
@@ -51,33 +47,31 @@ def port(pod):
 
 def test_every_manifest():
     kinds = {"Deployment", "Service", "PodMonitor", "InferencePool", "HTTPRoute", "ModelAdapter", "LoraAdapter"}
-    assert BY_KIND.keys() == kinds | {"LeaderWorkerSet"}
+    assert BY_KIND.keys() == kinds
     for document in BY_KIND.values():
         assert document["metadata"]["name"]
         assert re.fullmatch(r"([\w.-]+/)?v1(alpha1)?", document["apiVersion"])
 
 
-@pytest.mark.parametrize("pod", PODS)
-def test_command_lines(pod):
-    args = arguments(PODS[pod])
+def test_command_line():
+    args = arguments(POD)
     assert args.host == "0.0.0.0"  # a probe comes from outside of the container
-    mounts = {mount["mountPath"] for mount in container(PODS[pod])["volumeMounts"]}
-    volumes = {volume["name"] for volume in PODS[pod]["spec"]["volumes"]}
-    assert {mount["name"] for mount in container(PODS[pod])["volumeMounts"]} == volumes
+    mounts = {mount["mountPath"] for mount in container(POD)["volumeMounts"]}
+    volumes = {volume["name"] for volume in POD["spec"]["volumes"]}
+    assert {mount["name"] for mount in container(POD)["volumeMounts"]} == volumes
     paths = [args.model, args.lora_root, *([args.compilation_cache_dir] if args.compilation_cache_dir else [])]
     assert all(any(path == mount or path.startswith(f"{mount}/") for mount in mounts) for path in paths)
-    assert PODS[pod]["spec"]["terminationGracePeriodSeconds"] > (
-        container(PODS[pod]).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    assert POD["spec"]["terminationGracePeriodSeconds"] > (
+        container(POD).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         + args.drain_timeout
         + _LAST_SECONDS
     )
 
 
-@pytest.mark.parametrize("pod", ["deployment", "leader"])
-def test_probes(pod):
+def test_probes():
     paths = {route.path for route in build_app(make_service())._router.routes}
-    args, found = arguments(PODS[pod]), container(PODS[pod])
-    assert port(PODS[pod]) == args.port == 8000  # which AIBrix and production-stack call
+    args, found = arguments(POD), container(POD)
+    assert port(POD) == args.port == 8000  # which AIBrix and production-stack call
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert found[name]["httpGet"]["path"] in paths
         assert found[name]["httpGet"]["port"] == "http"
@@ -93,13 +87,6 @@ def test_what_the_probes_ask(state, ready, status):
     engine.ready = ready
     path = container(POD)["readinessProbe"]["httpGet"]["path"]
     assert ask(make_service(engine, state=state), "GET", path).status == status
-
-
-def test_followers_are_reached_by_nobody():
-    assert not {"ports", "startupProbe", "readinessProbe", "livenessProbe"} & container(WORKER).keys()
-    assert "metadata" not in WORKER
-    assert container(LEADER)["args"] == container(WORKER)["args"]
-    assert int(LWS["LWS_GROUP_SIZE"]) == GROUP["size"]
 
 
 def test_selectors_find_the_pods():

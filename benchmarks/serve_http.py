@@ -77,7 +77,7 @@ def make_tokenizer(size: int) -> Any:
 def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
     """One server of each batch size after another; `tell` hears of ("about", ...), ("bare", ...) and ("ready", ...)."""
     from jlora.serve import Engine, EngineOptions
-    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.adapters import Adapters, Places
     from jlora.serve.http.server import listen, serve
     from jlora.serve.http.service import Service
 

@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
+from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import check_adapters, load_model, load_tokenizer
-from jlora.cli.text import one_line, shown
-from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import LoRAError, LoRAUsageError
-
-if TYPE_CHECKING:
-    import jax
-
-    from jlora.cli.budget import Budget
-    from jlora.models.config import DecoderConfig
-    from jlora.serve.lookups import Resolve
+from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.text import one_line
+from jlora.errors import LoRAError, LoRAUsageError, printable
+from jlora.models import DecoderConfig, read_config
+from jlora.serve import Engine, EngineOptions, Resolve
+from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
@@ -33,11 +32,7 @@ def run_serve(args: argparse.Namespace) -> int:
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
-    import jax
-
-    from jlora.cli.budget import budget, skeleton, stored_dtype
-    from jlora.models.config import read_config
-    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.adapters import Adapters, Places
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
     from jlora.serve.http.state import State
@@ -77,7 +72,7 @@ def run_serve(args: argparse.Namespace) -> int:
         bitwise_base=args.bitwise_base,
     )
 
-    def plan_over(shards: int) -> "Budget":
+    def plan_over(shards: int) -> Budget:
         return budget(
             config,
             lora,
@@ -95,7 +90,9 @@ def run_serve(args: argparse.Namespace) -> int:
     state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
     if state is None or not state.saved:  # else what was saved stands, whatever has become of the folders since
-        check_adapters([module for module, _ in modules], skeleton(config, dtype, mesh), lora)
+        survey = Survey(skeleton(config, dtype, mesh), lora)
+        for request, _ in modules:
+            survey.check(request)
 
     try:
         bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
@@ -103,10 +100,6 @@ def run_serve(args: argparse.Namespace) -> int:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
     _log_to_stderr()
-    from jlora.manager.manager import LoRAManager
-    from jlora.serve.engine import Engine
-    from jlora.serve.options import EngineOptions
-
     logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
     with device_errors():
         model = load_model(folder, dtype, mesh)
@@ -142,16 +135,14 @@ def run_serve(args: argparse.Namespace) -> int:
     )
 
     def ready() -> None:
-        print(f"jlora serves {shown(names[0])} at {address(bound)}", flush=True)
+        print(f"jlora serves {printable(names[0])} at {address(bound)}", flush=True)
 
     with device_errors():
         return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
 
 
-def _resolver(given: list[str], root: Path | None, repos: list[str]) -> "Resolve | None":
+def _resolver(given: list[str], root: Path | None, repos: list[str]) -> Resolve | None:
     """Those of `--lora-resolver`, one after the other."""
-    from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
-
     found: list[Resolve] = []
     for where in given:
         if where == "folder":
@@ -186,7 +177,7 @@ def _module(text: str) -> tuple[LoRARequest, str | None]:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise LoRAUsageError(f'expected --lora-modules NAME=PATH or {{"name": ..., "path": ...}}, got {text!r:.200}')
-    if shown(name) != name:
+    if printable(name) != name:
         raise LoRAUsageError(f"--lora-modules: the name {name!r:.200} has characters that do not print")
     if base is not None and not isinstance(base, str):
         raise LoRAUsageError(f"--lora-modules {text!r:.200}: base_model_name must be a string")
@@ -218,10 +209,8 @@ def _keys(given: list[str] | None, variable: str) -> list[str]:
     return given
 
 
-def _shards(args: argparse.Namespace, config: "DecoderConfig") -> tuple[int, str]:
+def _shards(args: argparse.Namespace, config: DecoderConfig) -> tuple[int, str]:
     """Over how many devices the model is split, and the axis of a mesh that they are."""
-    import jax
-
     devices, count = len(jax.devices()), int(args.tensor_parallel_size or 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
@@ -230,18 +219,14 @@ def _shards(args: argparse.Namespace, config: "DecoderConfig") -> tuple[int, str
     return count, "expert" if args.enable_expert_parallel else "tensor"
 
 
-def _mesh(shards: int, axis: str) -> "jax.sharding.Mesh | None":
-    import jax
-
+def _mesh(shards: int, axis: str) -> jax.sharding.Mesh | None:
     if shards == 1:
         return None
     return jax.make_mesh((shards,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards])
 
 
-def _plan(plan_over: "Callable[[int], Budget]", shards: int) -> "Budget":
+def _plan(plan_over: Callable[[int], Budget], shards: int) -> Budget:
     """`plan_over(shards)`. Raises `LoRAUsageError`, with the numbers that can be served, where this one cannot."""
-    import jax
-
     try:
         return plan_over(shards)
     except LoRAError as error:
@@ -265,7 +250,7 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         first, *rest = super().format(record).split("\n")
-        return "\n".join([shown(first), *(f"    {shown(line)}" for line in rest)])
+        return "\n".join([printable(first), *(f"    {printable(line)}" for line in rest)])
 
 
 def _is_news(record: logging.LogRecord) -> bool:

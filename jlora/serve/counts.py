@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 
-from jlora.manager.histogram import Histogram
+from jlora import Histogram
 from jlora.serve.request import EngineStats
 from jlora.serve.sequence import Sequence
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora._compat import asked_for
 from jlora.errors import LoRAError, NoFreeSlotError
 from jlora.serve.counts import Counts
 from jlora.serve.loras import Loras, NotLoaded
@@ -104,7 +103,7 @@ class Dispatcher:
 
     def _work(self) -> None:
         try:
-            with asked_for():  # what this thread moves, it means to
+            with jax.transfer_guard("allow"):  # what this thread moves, it means to
                 while self._turn():
                     pass
         except BaseException as error:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jlora.config import LoRARequest
+from jlora import AdapterInfo, LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.manager.manager import LoRAManager
-from jlora.manager.report import AdapterInfo
 from jlora.serve.counts import Counts
 from jlora.serve.dispatch import Dispatcher
 from jlora.serve.generation import Answer

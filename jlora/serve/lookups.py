@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jlora.cli.text import shown
-from jlora.config import LoRARequest
-from jlora.errors import AdapterNotFoundError, LoRAError
+from jlora import LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAError, printable
 from jlora.serve.request import EngineBusyError
 from jlora.serve.sequence import Sequence
 
@@ -28,7 +27,7 @@ def check_name(name: str) -> None:
     empty part, "." or "..".
     """
     parts = re.split(r"[/\\]", name)
-    if not name or len(name) > LONGEST_NAME or shown(name) != name:
+    if not name or len(name) > LONGEST_NAME or printable(name) != name:
         why = f"it must be printable, of 1 to {LONGEST_NAME} characters"
     elif os.path.isabs(name) or name.startswith("~") or not {"", ".", ".."}.isdisjoint(parts):
         why = "it is a path that leads elsewhere"

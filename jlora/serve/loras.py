@@ -12,11 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-from jlora.config import LoRARequest
+from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
-from jlora.layers.batch import LoRABatch
-from jlora.manager.manager import LoRAManager
-from jlora.manager.report import AdapterInfo
 from jlora.serve.lookups import Lookups, check_name
 from jlora.serve.request import AdapterExistsError
 from jlora.serve.scheduler import Slots

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from jlora import HistogramCounts
 from jlora.errors import LoRAError
-from jlora.manager.histogram import Counted
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -161,8 +161,8 @@ class EngineStats:
     failed_steps: int = 0
     by_lora: Mapping[str, int] = field(default_factory=dict)
     by_unloaded: int = 0
-    time_to_first_token: Counted = ((), (), 0.0)
-    time_per_output_token: Counted = ((), (), 0.0)
-    request_seconds: Counted = ((), (), 0.0)
-    queue_seconds: Counted = ((), (), 0.0)
-    adapter_wait_seconds: Counted = ((), (), 0.0)
+    time_to_first_token: HistogramCounts = ((), (), 0.0)
+    time_per_output_token: HistogramCounts = ((), (), 0.0)
+    request_seconds: HistogramCounts = ((), (), 0.0)
+    queue_seconds: HistogramCounts = ((), (), 0.0)
+    adapter_wait_seconds: HistogramCounts = ((), (), 0.0)

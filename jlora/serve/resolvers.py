@@ -3,16 +3,18 @@
 import errno
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from jlora.adapters.config_file import CONFIG_FILE
-from jlora.adapters.resolve import REPO_ID, resolve
-from jlora.config import LoRARequest
+from jlora import LoRARequest, local_folder
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.serve.lookups import Resolve
+
+_CONFIG_FILE = "adapter_config.json"  # which a folder has that is an adapter
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def below(root: Path, path: str) -> Path | None:
@@ -27,8 +29,8 @@ def below(root: Path, path: str) -> Path | None:
 
 def listed(repos: Sequence[str], name: str) -> bool:
     """Whether a repository is one of these: "owner/name", or "owner/*" for all of an owner."""
-    owner, _, rest = name.partition("/")
-    return REPO_ID.fullmatch(name) is not None and bool(rest) and (name in repos or f"{owner}/*" in repos)
+    owner = name.partition("/")[0]
+    return _REPO_ID.fullmatch(name) is not None and (name in repos or f"{owner}/*" in repos)
 
 
 def of_folder(root: Path) -> Resolve:
@@ -39,7 +41,7 @@ def of_folder(root: Path) -> Resolve:
 def _in_folder(root: Path, name: str) -> LoRARequest | None:
     found = below(root, name)
     try:
-        there = found is not None and (found / CONFIG_FILE).is_file()
+        there = found is not None and (found / _CONFIG_FILE).is_file()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -61,14 +63,14 @@ def _on_hub(repos: tuple[str, ...], name: str) -> LoRARequest | None:
     if os.path.exists(name):  # which the library would take for it
         raise LoRAError(f"adapter {name!r} is a repository, and a folder or file where the server runs")
     try:
-        found = resolve(name, name)
+        folder = local_folder(LoRARequest(name, name))
     except AdapterNotFoundError as error:
         from huggingface_hub.errors import RepositoryNotFoundError  # imported by now
 
         if isinstance(error.__cause__, RepositoryNotFoundError):
             return None
         raise LoRAError(str(error)) from error  # it may well be there
-    return LoRARequest(name, name, revision=found.folder.name)
+    return LoRARequest(name, name, revision=folder.name)
 
 
 def of_function(where: str) -> Resolve:

@@ -6,9 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from jlora.config import LoRARequest
+from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
-from jlora.manager.leases import AdapterHandle
 from jlora.serve.generation import Answer
 from jlora.serve.request import MAX_LOGPROBS, SamplingParams
 from jlora.serve.text import Decoding

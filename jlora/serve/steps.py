@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import jlora
 from jlora.errors import LoRAUsageError
-from jlora.models.sampling import HOTTEST, Sampling, choose, likeliest
+from jlora.models import HOTTEST, Sampling, choose, likeliest
 from jlora.serve.model import ServableModel, cache_axes, row_of, with_row
 from jlora.serve.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 

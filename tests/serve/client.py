@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import httpx
 
 from jlora.config import LoRARequest
+from jlora.serve.http.adapters import Adapters, Places
 from jlora.serve.http.app import build_app
-from jlora.serve.http.lora import Adapters, Places
 from jlora.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine, fake_manager
 

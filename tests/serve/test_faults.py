@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.http.adapters import Adapters, Places
 from jlora.serve.http.service import Keys, Service
 from jlora.serve.request import Piece, SamplingParams
 from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.serve.http.adapters import Places
 from jlora.serve.http.errors import ApiError
-from jlora.serve.http.lora import Places
 from jlora.serve.request import EngineClosedError
 from tests.serve.client import ask, make_service, post, until
 from tests.serve.fake_engine import BROKEN, FakeEngine

@@ -16,7 +16,7 @@ import jlora
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
 from jlora.serve import EngineBusyError, RequestTimeoutError
 from jlora.serve.counts import Counts
-from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.http.adapters import Adapters, Places
 from jlora.serve.http.service import Service
 from jlora.serve.lookups import Lookups, check_name
 from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from jlora.adapters.strict_json import Json
-from jlora.serve.http.body import Fields, Limits
+from jlora.serve.http.body import Fields, Json, Limits
 from jlora.serve.http.errors import bad_request
 from jlora.serve.request import MAX_LOGPROBS, SamplingParams
 

@@ -62,6 +62,10 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, BAD_REQUEST, message, param)
 
 
+def invalid_input(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, INVALID_INPUT, message, param)
+
+
 def no_such_model(name: str) -> ApiError:
     return ApiError(404, NOT_FOUND, f"The model `{name[:256]}` does not exist.", "model")
 

@@ -11,11 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jlora.adapters.strict_json import Json
 from jlora.errors import LoRAError
 from jlora.serve.http.answers import Choice, Writer, to_event, usage_of
 from jlora.serve.http.asked import Asked, read_chat, read_completion
-from jlora.serve.http.body import Limits, parse_body, read_body
+from jlora.serve.http.body import Json, Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
 from jlora.serve.http.mailbox import Event, Mailbox
 from jlora.serve.http.service import Service

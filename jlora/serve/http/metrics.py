@@ -11,7 +11,7 @@ from dataclasses import fields
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jlora.cli.text import shown
+from jlora.errors import printable
 from jlora.serve.http.service import Service
 
 _MOST = 1000
@@ -138,7 +138,7 @@ def _labels(labels: Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    value = shown(value).encode("utf-8", "backslashreplace").decode()
+    value = printable(value).encode("utf-8", "backslashreplace").decode()
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

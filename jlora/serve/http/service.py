@@ -9,18 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from jlora import LoRAManager
+from jlora.serve.engine import Engine
+from jlora.serve.http.adapters import Adapters
 from jlora.serve.http.body import Limits
 from jlora.serve.http.errors import UNAVAILABLE, ApiError
-from jlora.serve.http.lora import Adapters
 from jlora.serve.http.mailbox import Mailbox
 from jlora.serve.http.template import ChatTemplate
 from jlora.serve.http.tokens import TokenTexts
-
-if TYPE_CHECKING:
-    from jlora.manager.manager import LoRAManager
-    from jlora.serve.engine import Engine
 
 T = TypeVar("T")
 State = Literal["warming", "serving", "closing", "failed"]
@@ -67,8 +65,8 @@ class Service:
       progress: how much of the warm-up is done, and of how much.
     """
 
-    engine: "Engine"
-    manager: "LoRAManager"
+    engine: Engine
+    manager: LoRAManager
     tokenizer: Any
     names: tuple[str, ...]
     root: str

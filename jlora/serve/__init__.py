@@ -13,6 +13,7 @@ from jlora.serve.request import EngineStats as EngineStats
 from jlora.serve.request import FinishReason as FinishReason
 from jlora.serve.request import Generation as Generation
 from jlora.serve.request import Piece as Piece
+from jlora.serve.request import RegisteredLoRA as RegisteredLoRA
 from jlora.serve.request import RequestTimeoutError as RequestTimeoutError
 from jlora.serve.request import SamplingParams as SamplingParams
 from jlora.serve.request import StepFailedError as StepFailedError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jlora import AdapterInfo, LoRAManager, LoRARequest
+from jlora import LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.counts import Counts
 from jlora.serve.dispatch import Dispatcher
@@ -21,6 +21,7 @@ from jlora.serve.request import (
     EngineClosedError,
     EngineStats,
     Generation,
+    RegisteredLoRA,
     SamplingParams,
 )
 from jlora.serve.sequence import Sequence, check_params, room_for, seed_of
@@ -271,12 +272,16 @@ class Engine:
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
-    def add_lora(self, request: LoRARequest, *, timeout: float | None = None) -> None:
+    def add_lora(
+        self, request: LoRARequest, *, timeout: float | None = None, path: str | None = None, parent: str | None = None
+    ) -> None:
         """Load an adapter. With `load_inplace` it replaces one of its name; sequences that run go on with theirs.
 
         Args:
           request: what to load.
           timeout: seconds to wait; None for as long as it takes.
+          path: shown as where it came from; None for that of the request.
+          parent: the name of the base model that it is shown under; None for the first.
 
         Raises:
           AdapterExistsError: the name is loaded, and the request does not say `load_inplace`.
@@ -284,7 +289,7 @@ class Engine:
           EngineClosedError: the engine is closed.
         """
         self._check_open()
-        self._loras.add(request, timeout)
+        self._loras.add(request, timeout, path, parent)
 
     def remove_lora(self, name: str) -> None:
         """Unload an adapter. Returns at once, and the name is refused from now on.
@@ -312,8 +317,8 @@ class Engine:
         """The adapters that were removed, and that requests which wait still need."""
         return self._loras.unloading()
 
-    def list_loras(self) -> Mapping[str, AdapterInfo]:
-        """The adapters that requests may name; those that are not on the host with what was known when they were."""
+    def list_loras(self) -> Mapping[str, RegisteredLoRA]:
+        """The adapters that requests may name, those that were evicted among them."""
         return self._loras.list()
 
     def _check_open(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
+from jlora import LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.lookups import Lookups, check_name
-from jlora.serve.request import AdapterExistsError
+from jlora.serve.request import AdapterExistsError, RegisteredLoRA
 from jlora.serve.scheduler import Slots
 from jlora.serve.sequence import Held, Sequence
 
@@ -37,10 +37,10 @@ class Loras:
         self._lookups = lookups
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
+        # What the manager does not know of its adapters; the one book of the server beside the manager's own.
+        self._registered: dict[str, RegisteredLoRA] = {}
         self._going: set[str] = set()  # unloaded, but some that wait need them
-        self._coming: Counter[str] = Counter()  # being added by callers, or read to be pinned
-        self._infos = manager.list_adapters()  # of those that are there, or were added here, as they were then
-        self._pinned = {name for name, info in self._infos.items() if info.pinned}
+        self._coming: Counter[str] = Counter()  # being added by callers
         self._held: dict[tuple[str, int], Held] = {}
         self._ended = 0  # how often the last sequence with an adapter has ended
         self._loads: dict[str, tuple[Future[bool], int]] = {}  # and how often it had when the load began
@@ -48,7 +48,7 @@ class Loras:
 
     # --- any thread ---------------------------------------------------------------------------------------------
 
-    def add(self, request: LoRARequest, timeout: float | None) -> None:
+    def add(self, request: LoRARequest, timeout: float | None, path: str | None, parent: str | None) -> None:
         """Load an adapter; see `Engine.add_lora`."""
         name = request.name
         with self._lock:
@@ -64,11 +64,9 @@ class Loras:
             loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
-            info = self._manager.list_adapters().get(name)
             with self._lock:
                 self._going.discard(name)
-                if info is not None:
-                    self._infos[name] = info
+                self._registered[name] = RegisteredLoRA(path or request.path, int(time.time()), parent)
         finally:
             with self._lock:
                 _one_less(self._coming, name)
@@ -79,32 +77,34 @@ class Loras:
         with self._lock:
             self._check(name)
             self._going.add(name)
-            self._pinned.discard(name)
+            self._registered.pop(name, None)
             self._let_go()
 
     def pin(self, name: str) -> None:
         with self._lock:
             self._check(name)
         self._manager.pin_adapter(name)
-        self._note_pin(name)
 
     def unpin(self, name: str) -> None:
         with self._lock:
             self._check(name)
         self._manager.unpin_adapter(name)
-        self._note_pin(name)
         self._wake()
 
-    def list(self) -> dict[str, AdapterInfo]:
-        """Those that requests may name: of the host first, then those that were evicted, as they were added."""
-        found = self._manager.list_adapters()
-        for name, request in self._manager.list_evicted().items():
-            if name not in found:
-                known = self._infos.get(name)
-                blank = AdapterInfo(name, 0, 0, 0, None, False, False, request.path, request.base_model_name, 0)
-                found[name] = replace(known or blank, slot=None, pinned=False, leased=False)
+    def list(self) -> dict[str, RegisteredLoRA]:
+        """Those that requests may name: of the host first, then those that were evicted."""
         with self._lock:
-            return {name: info for name, info in found.items() if name not in self._going}
+            evicted, infos = self._manager.list_evicted(), self._manager.list_adapters()
+            found: dict[str, RegisteredLoRA] = {}
+            for name in dict.fromkeys((*infos, *evicted, *self._registered)):
+                if name in self._going or not (name in infos or name in evicted or self._known(name)):
+                    continue
+                if name not in self._registered:  # by a resolver, or beside the engine
+                    path = infos[name].path if name in infos else evicted[name].path
+                    self._registered[name] = RegisteredLoRA(path or "", int(time.time()))
+                found[name] = replace(self._registered[name], info=infos.get(name))
+            self._registered = {name: self._registered[name] for name in found}
+            return found
 
     def unloading(self) -> frozenset[str]:
         """Those that requests may not name any more, though some that wait still need them."""
@@ -140,14 +140,6 @@ class Loras:
                     self._lookups.forget(name)
                 self._let_go()
 
-    def _note_pin(self, name: str) -> None:
-        """As the manager has it now: another thread may have unpinned or unloaded it meanwhile."""
-        with self._lock:
-            if self._manager.pinned(name):
-                self._pinned.add(name)
-            else:
-                self._pinned.discard(name)
-
     def _known(self, name: str) -> bool:
         return name not in self._going and self._manager.level(name) is not None
 
@@ -165,12 +157,7 @@ class Loras:
                 self._manager.remove_adapter(name, timeout=0)
             except AdapterInUseError:  # a batch of somebody else; asked for again
                 continue
-            self._gone(name)
-
-    def _gone(self, name: str) -> None:
-        self._going.discard(name)
-        self._pinned.discard(name)
-        self._infos.pop(name, None)
+            self._going.discard(name)
 
     # --- the dispatching thread ---------------------------------------------------------------------------------
 
@@ -180,20 +167,23 @@ class Loras:
 
     def slots(self) -> Slots:
         """What the slots are used for now."""
-        with self._lock:
-            pinned = set(self._pinned)
+        resident = [name for name in self._manager.slot_names if name is not None]
+        pinned = {name for name in resident if self._stays(name)}
         names = {name for name, _ in self._held}
         return Slots(
             total=self._manager.config.max_loras,
             running=names | pinned,
-            resident={name for name in self._manager.slot_names if name is not None},
+            resident=set(resident),
             taken=len(self._held) + len(pinned - names),
         )
 
     def all_pinned(self) -> set[str] | None:
         """The pinned adapters, where they take every slot: no other can run until somebody unpins one."""
-        with self._lock:
-            return set(self._pinned) if len(self._pinned) >= self._manager.config.max_loras else None
+        names = {name for name in self._manager.slot_names if name is not None}
+        return names if len(names) == self._manager.config.max_loras and all(map(self._stays, names)) else None
+
+    def _stays(self, name: str) -> bool:
+        return name not in self._going and self._manager.pinned(name)
 
     def loaded(self, name: str) -> bool:
         return self._manager.level(name) in ("slot", "host")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from jlora import HistogramCounts
+from jlora import AdapterInfo, HistogramCounts
 from jlora.errors import LoRAError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -129,6 +129,23 @@ class Generation(Protocol):
     def cancel(self) -> None:
         """End it soon; its row and its adapter are given back. Does nothing once it has ended."""
         ...
+
+
+@dataclass(frozen=True)
+class RegisteredLoRA:
+    """An adapter that requests may name.
+
+    Attributes:
+      path: shown as where it came from.
+      created: when it was added, or seen first; Unix seconds.
+      parent: the name of the base model that it is shown under; None for the first.
+      info: as the manager has it; None where it was evicted, and is loaded again when a request asks for it.
+    """
+
+    path: str
+    created: int
+    parent: str | None = None
+    info: AdapterInfo | None = None
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_flags_reach_the_server(monkeypatch, tmp_path):
     assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
     assert service.manager.config.bitwise_base
     assert (service.adapters.places.root, service.adapters.places.repos) == (tmp_path, ("a/b", "c/*"))
-    assert {name: known.path for name, known in service.adapters.known().items()} == {"mine": SORT}
+    assert {name: lora.path for name, lora in service.engine.list_loras().items()} == {"mine": SORT}
     # Keys of the environment, which no list of processes shows.
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("user", "admin", "x")] == [True, True, False]
     assert [service.keys.admit(f"Bearer {key}", admin=True) for key in ("user", "admin", "x")] == [False, True, False]

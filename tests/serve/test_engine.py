@@ -630,13 +630,34 @@ def test_stats_tell_of_loads_swaps_and_waits(world):
     assert world.engine.stats().by_unloaded == unloaded + count
 
 
+def test_what_is_listed_of_an_adapter(world):
+    """It outlives eviction, and ends with the adapter."""
+    engine, manager = world.engine, world.manager
+    began = int(time.time())
+    engine.add_lora(request_of("guest", "sort"), path="shown", parent="base")
+    manager.add_adapter(request_of("beside", "sort"))
+    found = engine.list_loras()
+    assert (found["guest"].path, found["guest"].parent, found["guest"].info.name) == ("shown", "base", "guest")
+    assert (found["beside"].path, found["beside"].parent) == (request_of("sort").path, None)
+    assert began <= found["guest"].created <= found["beside"].created <= time.time()
+    while manager.level("guest") != "evicted":
+        assert manager.remove_oldest_adapter()
+    assert engine.list_loras()["guest"] == dataclasses.replace(found["guest"], info=None)
+    engine.remove_lora("guest")
+    assert "guest" not in engine.list_loras()
+    engine.add_lora(request_of("guest", "sort"))
+    assert engine.list_loras()["guest"].path == request_of("sort").path
+    for name in ADAPTERS:
+        manager.prepare([name]).close()
+
+
 def test_pinned_adapters_stay_in_their_slot(world):
     world.engine.pin_lora("swap")
     answers(world, [Request(name, WORD) for name in ("sort", "shift", "reverse")])
     assert "swap" in world.manager.slot_names
-    assert world.engine.list_loras()["swap"].pinned
+    assert world.engine.list_loras()["swap"].info.pinned
     world.engine.unpin_lora("swap")
-    assert not world.engine.list_loras()["swap"].pinned
+    assert not world.engine.list_loras()["swap"].info.pinned
     with pytest.raises(jlora.AdapterNotFoundError):
         world.engine.pin_lora("nobody")
 

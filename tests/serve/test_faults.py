@@ -101,14 +101,14 @@ def test_an_unauthorised_call_changes_nothing_and_nothing_is_read(tmp_path, monk
     (tmp_path / "one").mkdir()
     engine = FakeEngine()
     service = make_service(engine, root=tmp_path, keys=Keys(("user",), ("admin",)))
-    before = (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state)
+    before = (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state)
     monkeypatch.setattr("jlora.serve.http.lora.read_object", lambda *args: pytest.fail("the body is read"))
     monkeypatch.setattr(Places, "find", lambda *args: pytest.fail("the disk is read"))
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     answers = [ask(service, method, path, sent, **headers) for sent in (body, b"{", {**body, "lora_name": "nobody"})]
     assert {answer.status for answer in answers} == {401}
     assert len({answer.body for answer in answers}) == 1
-    assert (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state) == before
+    assert (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state) == before
     assert not engine.calls
 
 

@@ -1,9 +1,9 @@
-"""Adapters that come and go over HTTP: from where they may be loaded, and which there are."""
+"""Adapters that come and go over HTTP: from where they may be loaded, and what each change takes."""
 
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,17 +60,9 @@ class Places:
         return str(found)
 
 
-@dataclass(frozen=True)
-class Known:
-    """An adapter that may be asked for: where it came from, when, and the name of its base model if one was given."""
-
-    path: str
-    created: int
-    parent: str | None = None
-
-
 class Adapters:
-    """Every adapter that may be asked for, in memory or not, and what loads and unloads them. Threads may share it.
+    """Changes of the engine's adapters, as clients ask for them: one of a name at a time, each saved before it is
+    acknowledged. Threads may share it.
 
     Args:
       engine: which serves them.
@@ -86,13 +78,12 @@ class Adapters:
         self.state = state
         if state is not None:
             state.unloading = engine.unloading_loras
-        self._known: dict[str, Known] = {}
-        self._books = threading.Lock()
+        self._lock = threading.Lock()
         self._turns: dict[str, tuple[threading.Lock, int]] = {}  # of each name: a lock, and how many want it
 
     def adopt(self) -> None:
         """Let those be asked for that the engine has already. Raises LoRAError where one has a name of the base."""
-        if clash := sorted(self._taken & self.known().keys()):
+        if clash := sorted(self._taken & self._engine.list_loras().keys()):
             raise LoRAError(f"--lora-state: an adapter has a name of the base model: {clash[0]!r}")
 
     def changed(self) -> None:
@@ -104,17 +95,6 @@ class Adapters:
         """Before a change, which may find that it is made already: save what could not be saved. Raises LoRAError."""
         if self.state is not None and self.state.behind:
             self.state.changed()
-
-    def known(self) -> Mapping[str, Known]:
-        """Those of the engine, however they came there."""
-        with self._books:
-            loaded = self._engine.list_loras()
-            for name, info in loaded.items():
-                if name not in self._known:  # by a resolver, or beside the server
-                    self._known[name] = Known(info.path or "", int(time.time()))
-            for name in [name for name in self._known if name not in loaded]:
-                del self._known[name]
-            return dict(self._known)
 
     def check_name(self, name: str) -> None:
         """Raises `ApiError` (400) for a name that no adapter can have."""
@@ -138,10 +118,8 @@ class Adapters:
         """
         with self._turn(request.name):
             started = time.monotonic()
-            self._engine.add_lora(request, timeout=timeout)
+            self._engine.add_lora(request, timeout=timeout, path=path, parent=parent)
             seconds = time.monotonic() - started
-            with self._books:
-                self._known[request.name] = Known(path, int(time.time()), parent)
             self.changed()
         log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
         own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
@@ -157,8 +135,6 @@ class Adapters:
         with self._turn(name):
             self.catch_up()
             self._engine.remove_lora(name)
-            with self._books:
-                self._known.pop(name, None)
             self.changed()
         log_event("unloaded", adapter=name)
 
@@ -177,14 +153,14 @@ class Adapters:
     @contextmanager
     def _turn(self, name: str) -> Generator[None, None, None]:
         """One change of a name at a time; others go on meanwhile."""
-        with self._books:
+        with self._lock:
             lock, count = self._turns.get(name, (threading.Lock(), 0))
             self._turns[name] = (lock, count + 1)
         try:
             with lock:
                 yield
         finally:
-            with self._books:
+            with self._lock:
                 count = self._turns[name][1] - 1
                 if count:
                     self._turns[name] = (lock, count)

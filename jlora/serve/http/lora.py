@@ -36,7 +36,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
     def load() -> None:
         service.adapters.catch_up()
-        if not inplace and name in service.adapters.known():  # whatever has become of its folder
+        if not inplace and name in service.engine.list_loras():  # whatever has become of its folder
             raise AdapterExistsError(name)
         found = service.adapters.places.find(path)
         wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)

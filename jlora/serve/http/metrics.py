@@ -93,7 +93,7 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("jlora:adapter_requests_total", "counter", used)
     yield from _family("jlora:unloaded_adapter_requests_total", "counter", [({}, stats.by_unloaded)])
 
-    yield from _family("jlora:adapters_registered", "gauge", [({}, len(service.adapters.known()))])
+    yield from _family("jlora:adapters_registered", "gauge", [({}, len(service.engine.list_loras()))])
     yield from _family("jlora:failed_steps_total", "counter", [({}, stats.failed_steps)])
     for field in fields(manager):
         if field.name in _HISTOGRAMS:

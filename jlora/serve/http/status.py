@@ -53,7 +53,7 @@ def _status(service: Service) -> dict[str, Any]:
     for info in loaded.values():
         if info.slot is not None:
             slots[info.slot] = info.name
-    known = service.adapters.known()
+    known = service.engine.list_loras()
     # The busiest ones, those in memory among them first.
     names = heapq.nlargest(_MOST, {**known, **loaded}, key=lambda name: (name in loaded, stats.by_lora.get(name, 0)))
     adapters = [

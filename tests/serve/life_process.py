@@ -30,10 +30,10 @@ class Engine(FakeEngine):
         self.hold = "".join(LETTERS[token] for token in prompt) == "wait"
         return super().submit(prompt, params, lora=lora, timeout=timeout)
 
-    def add_lora(self, request, *, timeout=None):
+    def add_lora(self, request, **more):
         if request.name == "hangs":
             time.sleep(60)
-        super().add_lora(request, timeout=timeout)
+        super().add_lora(request, **more)
 
     def close(self, timeout=None):
         if len(sys.argv) > 3:  # what is under way ends by itself

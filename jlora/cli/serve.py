@@ -22,7 +22,7 @@ from jlora.cli.text import one_line
 from jlora.errors import LoRAError, LoRAUsageError, printable
 from jlora.models import DecoderConfig, read_config
 from jlora.serve import Engine, EngineOptions, Resolve
-from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
+from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
@@ -32,7 +32,7 @@ def run_serve(args: argparse.Namespace) -> int:
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
-    from jlora.serve.http.adapters import Adapters, Places
+    from jlora.serve.http.adapters import Adapters, AllowedSources
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
     from jlora.serve.http.state import State
@@ -113,7 +113,7 @@ def run_serve(args: argparse.Namespace) -> int:
     )
     known = frozenset[str]() if state is None else state.restore(manager)
     engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
-    adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names, state)
+    adapters = Adapters(engine, AllowedSources(root, tuple(args.lora_hub_repos)), names, state)
     adapters.adopt()
     for request, base in modules:
         if request.name in known:  # what came after the flag stands, and be it that it was unloaded

@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 from jlora.manager.report import AdapterInfo, Stats
-from jlora.serve.options import EngineOptions
-from jlora.serve.request import (
+from jlora.serve.engine.options import EngineOptions
+from jlora.serve.engine.request import (
     AdapterExistsError,
     EngineBusyError,
     EngineClosedError,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jlora.cli.serve import _log_to_stderr
 from jlora.errors import LoRAError
+from jlora.serve.engine.request import EngineStats
 from jlora.serve.http.server import address, listen, serve
-from jlora.serve.request import EngineStats
 from tests.serve.client import make_service
 from tests.serve.fake_engine import LETTERS, FakeEngine, _ended
 

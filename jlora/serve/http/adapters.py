@@ -10,18 +10,18 @@ from pathlib import Path
 
 from jlora import LoRARequest
 from jlora.errors import LoRAError, printable
-from jlora.serve.engine import Engine
+from jlora.serve.engine.engine import Engine
+from jlora.serve.engine.resolver_pool import LONGEST_NAME
+from jlora.serve.engine.resolvers import below, listed
 from jlora.serve.http.errors import NOT_FOUND, ApiError, invalid_input
 from jlora.serve.http.log import log_event
 from jlora.serve.http.state import State
-from jlora.serve.lookups import LONGEST_NAME
-from jlora.serve.resolvers import below, listed
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
-class Places:
+class AllowedSources:
     """From where requests may load adapters.
 
     Attributes:
@@ -39,7 +39,7 @@ class Places:
         """What `LoRARequest.path` is for the `lora_path` of a request.
 
         Raises:
-          ApiError: 400 where it is outside of the places (whether it exists or not), 404 where nothing is there.
+          ApiError: 400 where it is outside of the sources (whether it exists or not), 404 where nothing is there.
         """
         if listed(self.repos, path) and not (self.root is not None and os.path.isdir(self.root / path)):
             if os.path.isdir(path):  # which the library would take for it
@@ -66,13 +66,13 @@ class Adapters:
 
     Args:
       engine: which serves them.
-      places: from where requests may load them.
+      sources: from where requests may load them.
       taken: names that none may have: the base model's.
       state: what keeps them for the next server.
     """
 
-    def __init__(self, engine: Engine, places: Places, taken: Sequence[str], state: State | None = None):
-        self.places = places
+    def __init__(self, engine: Engine, sources: AllowedSources, taken: Sequence[str], state: State | None = None):
+        self.sources = sources
         self._engine = engine
         self._taken = frozenset(taken)
         self.state = state

@@ -107,7 +107,7 @@ def _too_long(limits: Limits) -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
-class Fields:
+class RequestFields:
     """Typed look-ups in the JSON object of a request. Null is the same as nothing; each error names its field."""
 
     def __init__(self, values: dict[str, Json], kind: str = BAD_REQUEST):

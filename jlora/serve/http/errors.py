@@ -12,7 +12,7 @@ from jlora.errors import (
     LoRAUsageError,
     NoFreeSlotError,
 )
-from jlora.serve.request import EngineBusyError, EngineClosedError, RequestTimeoutError
+from jlora.serve.engine.request import EngineBusyError, EngineClosedError, RequestTimeoutError
 
 BAD_REQUEST, NOT_FOUND, INTERNAL = "BadRequestError", "NotFoundError", "InternalServerError"
 UNAVAILABLE = "ServiceUnavailableError"

@@ -8,19 +8,19 @@ from starlette.responses import PlainTextResponse, Response
 
 from jlora import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
-from jlora.serve.http.body import Fields, read_object
+from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
+from jlora.serve.http.body import RequestFields, read_object
 from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError, invalid_input
 from jlora.serve.http.log import log
 from jlora.serve.http.service import Service
-from jlora.serve.request import AdapterExistsError, EngineClosedError
 
 _LONGEST_PATH = 4096
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
     """`POST /v1/load_lora_adapter`."""
-    _check_places(service)
-    fields = Fields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
+    _check_sources(service)
+    fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
     name, path = fields.text("lora_name", _LONGEST_PATH), fields.text("lora_path", _LONGEST_PATH)
     if name is None or path is None:
         missing = "lora_name" if name is None else "lora_path"
@@ -38,7 +38,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
         service.adapters.catch_up()
         if not inplace and name in service.engine.list_loras():  # whatever has become of its folder
             raise AdapterExistsError(name)
-        found = service.adapters.places.find(path)
+        found = service.adapters.sources.find(path)
         wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
         parent = based_on if based_on in service.names else None
         service.adapters.load(wanted, path, service.limits.load_seconds, parent)
@@ -62,7 +62,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
 async def unload_adapter(service: Service, request: Request) -> Response:
     """`POST /v1/unload_lora_adapter`."""
-    _check_places(service)
+    _check_sources(service)
     name = await _read_name(service, request, "lora_int_id")
     await _change(service, name, partial(service.adapters.unload, name))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -70,7 +70,7 @@ async def unload_adapter(service: Service, request: Request) -> Response:
 
 async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Response:
     """`POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
-    if not (service.administration or service.adapters.places):
+    if not (service.administration or service.adapters.sources):
         raise ApiError(404, NOT_FOUND, "Not Found")
     name = await _read_name(service, request)
 
@@ -78,13 +78,13 @@ async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Respo
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
 
 
-def _check_places(service: Service) -> None:
-    if not service.adapters.places:  # as if there were no such endpoint
+def _check_sources(service: Service) -> None:
+    if not service.adapters.sources:  # as if there were no such endpoint
         raise ApiError(404, NOT_FOUND, "Not Found")
 
 
 async def _read_name(service: Service, request: Request, *ignored: str) -> str:
-    fields = Fields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
+    fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
     name = fields.text("lora_name", _LONGEST_PATH)
     if name is None:
         raise invalid_input("lora_name is missing", "lora_name")

@@ -77,7 +77,7 @@ def make_tokenizer(size: int) -> Any:
 def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
     """One server of each batch size after another; `tell` hears of ("about", ...), ("bare", ...) and ("ready", ...)."""
     from jlora.serve import Engine, EngineOptions
-    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.adapters import Adapters, AllowedSources
     from jlora.serve.http.server import listen, serve
     from jlora.serve.http.service import Service
 
@@ -91,7 +91,7 @@ def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
     for batch in args.batches:
         options = EngineOptions(max_num_seqs=batch, max_num_batched_tokens=args.chunk)
         engine = Engine(model, manager, tokenizer=tokenizer, options=options)
-        adapters = Adapters(engine, Places(), (_BASE,))
+        adapters = Adapters(engine, AllowedSources(), (_BASE,))
         for path in sorted(folder.iterdir()) if batch == args.batches[-1] else ():
             adapters.load(jlora.LoRARequest(path.name, str(path)), str(path), None)
         service = Service(engine, manager, tokenizer, (_BASE,), _BASE, engine.max_model_len, adapters)

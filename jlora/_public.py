@@ -3,6 +3,7 @@
 from jlora.adapters import Adapter as Adapter
 from jlora.adapters import ExpertsLoRA as ExpertsLoRA
 from jlora.adapters import ModuleLoRA as ModuleLoRA
+from jlora.adapters.resolve import local_folder as local_folder
 from jlora.config import LoRAConfig as LoRAConfig
 from jlora.config import LoRARequest as LoRARequest
 from jlora.errors import AdapterFormatError as AdapterFormatError
@@ -27,9 +28,12 @@ from jlora.layers.specs import EmbedSpec as EmbedSpec
 from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
 from jlora.layers.wrapped import LayerInfo as LayerInfo
+from jlora.manager.histogram import Histogram as Histogram
+from jlora.manager.histogram import HistogramCounts as HistogramCounts
 from jlora.manager.leases import AdapterHandle as AdapterHandle
 from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
+from jlora.manager.survey import Survey as Survey
 from jlora.manager.verify import VerifyReport as VerifyReport

@@ -41,3 +41,13 @@ def error_of(name: str, message: str) -> LoRAError:
     if isinstance(cls, type) and issubclass(cls, LoRAError):
         return cls(message)
     return LoRAError(f"{name}: {message}")
+
+
+# Joiners that emoji, Persian and Indic scripts are written with, and the spaces of other scripts.
+_ORDINARY = frozenset("\u200c\u200d\u00a0\u3000\u202f\u2009")
+
+
+def printable(text: str) -> str:
+    r"""Return text from outside as one line: control characters, line ends, bidi marks and lone surrogates are escaped
+    as `\x1b`, `\n`, `\u202e`, so that it cannot forge a line or command a terminal."""
+    return "".join(c if c.isprintable() or c in _ORDINARY else c.encode("unicode_escape").decode() for c in text)

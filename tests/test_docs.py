@@ -12,7 +12,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
-OTHERS = {"kubernetes.md"}  # of manifests: tests/serve/test_kubernetes.py
+OTHERS = {"kubernetes.md"}  # of manifests: tests/serve/http/test_kubernetes.py
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))

@@ -26,10 +26,14 @@ MAY_IMPORT = {
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's: it knows nothing of LoRA
     "_public": COMMON | {"adapters", "sharding", "layers", "manager"},
     "__init__": {"_public", "models", "ops"},  # all when they are asked for
-    "serve": COMMON | {"__init__", "adapters", "layers", "manager", "models", "cli"},
-    "cli": COMMON | {"__init__", "adapters", "layers", "manager", "models", "serve"},
+    "serve": {"__init__", "errors", "models", "ops"},
+    "cli": {"__init__", "errors", "models", "ops", "serve"},
     "__main__": {"cli"},
 }
+# Parts that use the library as its users do: of these packages the names alone, no module inside.
+OF_PUBLIC_NAMES = {"serve": ("jlora.models",), "cli": ("jlora.models",)}
+# Parts whose modules never import each other in a circle, be it for types alone.
+WITHOUT_CIRCLES = ("serve", "cli")
 # The one import that must stay inside a function: generate() opens the scope of a batch it is handed.
 MAY_IMPORT_LAZILY = {"models": ("jlora.layers.scope",)}
 
@@ -84,15 +88,38 @@ def mentions(source: str, module: str, is_package: bool) -> Iterator[tuple[str, 
             yield ".".join([aliases[head.id], *reversed(chain)]), node.lineno, lazy
 
 
+def module_of(relative: Path) -> str:
+    return ".".join((relative.parent if relative.name == "__init__.py" else relative.with_suffix("")).parts)
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none where there is none."""
+    done: set[str] = set()
+
+    def follow(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in done:
+            for other in sorted(imports[module]):
+                if found := follow(other, [*path, module]):
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in sorted(imports) if (found := follow(module, []))), [])
+
+
 def violations(root: Path) -> list[str]:
     """All breaches of the tables above in `root`/jlora, as "path:line: what is wrong"."""
     files = sorted((root / "jlora").rglob("*.py"))
     parts = {path.relative_to(root / "jlora").parts[0].removesuffix(".py") for path in files}
+    modules = {module_of(path.relative_to(root)): path.relative_to(root) for path in files}
+    imports: dict[str, set[str]] = {}
     found = []
     for path in files:
         relative = path.relative_to(root)
         is_package = path.name == "__init__.py"
-        module = ".".join((relative.parent if is_package else relative.with_suffix("")).parts)
+        module = module_of(relative)
         part = relative.parts[1].removesuffix(".py")
         if part not in MAY_IMPORT:
             found.append(f"{relative}:1: {part} has no row in MAY_IMPORT")
@@ -104,12 +131,23 @@ def violations(root: Path) -> list[str]:
                 lazily = lazy and any(is_within(name, allowed) for allowed in MAY_IMPORT_LAZILY.get(part, ()))
                 if target != part and target not in MAY_IMPORT[part] and not lazily:
                     found.append(f"{relative}:{line}: {part} may not import {target} ({name})")
+                for package in OF_PUBLIC_NAMES.get(part, ()):
+                    if name != package and any(
+                        is_within(name, other) for other in modules if other != package and is_within(other, package)
+                    ):
+                        found.append(f"{relative}:{line}: {part} may only import names of {package} ({name})")
+                if part in WITHOUT_CIRCLES:
+                    origin = name if name in modules else name.rpartition(".")[0]
+                    if origin in modules and origin != module:
+                        imports.setdefault(module, set()).add(origin)
             for place, banned in MAY_NOT_MENTION.items():
                 if is_within(module, place) and any(is_within(name, prefix) for prefix in banned):
                     found.append(f"{relative}:{line}: {place} may not mention {name}")
             for prefix, home in ONLY_IN.items():
                 if is_within(name, prefix) and not is_within(module, home):
                     found.append(f"{relative}:{line}: only {home} may mention {name}")
+    if round_trip := circle({module: imports.get(module, set()) for module in modules}):
+        found.append(f"{modules[round_trip[0]]}:1: a circle of imports: {' -> '.join(round_trip)}")
     return found
 
 
@@ -139,7 +177,11 @@ CLEAN = {
     "jlora/manager/__init__.py": "from jlora.layers import scope\nfrom jlora.adapters import Adapter\n",
     "jlora/manager/lru.py": "from collections import OrderedDict\n",
     "jlora/models/__init__.py": "def generate():\n    from jlora.layers.scope import use\n",
-    "jlora/cli/__init__.py": "import jlora\nfrom jlora.manager import lru\nfrom jlora import models\njlora.use\n",
+    "jlora/models/generation.py": "",
+    "jlora/serve/__init__.py": "from jlora.serve.engine import Engine\n",
+    "jlora/serve/engine.py": "import jlora\nfrom jlora.models import generate\nfrom jlora.serve.steps import Steps\n",
+    "jlora/serve/steps.py": "from jlora import LoRAManager\nfrom jlora.errors import LoRAError\n",
+    "jlora/cli/__init__.py": "import jlora\nfrom jlora.serve import Engine\nfrom jlora import models\njlora.use\n",
 }
 
 
@@ -187,6 +229,22 @@ def test_a_clean_tree_passes(tmp_path):
         ("jlora/models/x.py", "def f():\n    from jlora.layers import linear", "models may not import layers"),
         ("jlora/models/x.py", "from jlora.config import LoRAConfig", "models may not import config"),
         ("jlora/cli/__init__.py", "from jlora.pallas import plan", "cli may not import pallas"),
+        ("jlora/cli/x.py", "from jlora.config import LoRAConfig", "cli may not import config"),
+        ("jlora/cli/x.py", "def f():\n    from jlora.adapters import Adapter", "cli may not import adapters"),
+        ("jlora/cli/x.py", "from jlora.models import generation", "cli may only import names of jlora.models"),
+        ("jlora/serve/x.py", "from jlora.models.generation import run", "serve may only import names of jlora.models"),
+        (
+            "jlora/serve/x.py",
+            "if TYPE_CHECKING:\n    from jlora.manager.lru import LRU",
+            "serve may not import manager",
+        ),
+        ("jlora/serve/x.py", "import jlora.layers.scope", "serve may not import layers"),
+        ("jlora/serve/x.py", "from jlora.cli.text import size", "serve may not import cli"),
+        (
+            "jlora/serve/steps.py",
+            "if TYPE_CHECKING:\n    from jlora.serve.engine import Engine",
+            "a circle of imports: jlora.serve.engine -> jlora.serve.steps -> jlora.serve.engine",
+        ),
         ("jlora/__init__.py", "from jlora import cli", "__init__ may not import cli"),
         ("jlora/__init__.py", "from jlora.manager import lru", "__init__ may not import manager"),
         ("jlora/_public.py", "import jlora.models", "_public may not import models"),
@@ -214,5 +272,5 @@ def test_a_clean_tree_passes(tmp_path):
 def test_the_checker_can_fail(tmp_path, path, source, message):
     found = violations(write_tree(tmp_path, CLEAN | {path: source}))
     assert found
-    assert all(violation.startswith(f"{path}:") for violation in found)
+    assert all(violation.startswith(f"{path}:") or "circle" in violation for violation in found)
     assert message in found[0]

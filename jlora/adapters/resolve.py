@@ -12,6 +12,7 @@ from pathlib import Path
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.files import in_hub_cache
 from jlora.adapters.messages import printable, shown, shown_path, shown_value
+from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -79,6 +80,18 @@ def resolve(
             f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
         )
     return Found(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
+
+
+def local_folder(request: LoRARequest) -> Path:
+    """Return the folder of a request's adapter, downloaded from the Hugging Face hub if its path is a repository there.
+
+    A resolver of yours may call it: a repository's folder is named after the commit, which a `revision` may be.
+
+    Raises:
+      AdapterNotFoundError: no such folder, and no such repository or no way to reach it.
+      AdapterFormatError: the path is a file.
+    """
+    return resolve(request.path, request.name, request.revision, local_only=request.local_only).folder
 
 
 def _mode(path: str, where: str) -> int | None:

@@ -2,21 +2,18 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
 
-from jlora._compat import Device
-from jlora._memory import device_bytes
+from jlora import LoRAConfig, Survey
 from jlora.cli.text import size
-from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
-from jlora.layers.wrap import survey
-from jlora.models import Decoder
-from jlora.models.config import DecoderConfig
+from jlora.models import Decoder, DecoderConfig
 
 MOST_SEQUENCES = 64  # by default
 _FLAGS = {
@@ -101,12 +98,7 @@ def budget(
     """
     model = skeleton(config, dtype, mesh)
     weights = sum(_on_one_device(leaf.shape, leaf.sharding, leaf.dtype.itemsize) for leaf in _leaves(model))
-    slots = 0
-    for site in survey(model, lora).modules:
-        spec = site.spec
-        itemsize = jax.numpy.dtype(spec.dtype).itemsize
-        for j, (shape, sharding) in enumerate(zip(spec.shapes, spec.shardings, strict=True)):
-            slots += _on_one_device(shape, sharding, itemsize if j < 2 else 4)
+    slots = Survey(model, lora).device_slot_bytes
     shards = 1 if mesh is None else mesh.shape.get("tensor", 1)
     heads = math.ceil(config.num_key_value_heads / shards)
     itemsize = jax.numpy.dtype(dtype).itemsize
@@ -114,7 +106,7 @@ def budget(
     capacity = math.ceil(max_model_len / chunk) * chunk
     one = 2 * config.num_hidden_layers * heads * config.head_dim * itemsize * capacity
     wide = max(2 * config.intermediate_size, config.hidden_size * 4) // shards
-    memory = device_bytes(cast("Device", jax.local_devices()[0]))
+    memory = device_bytes(jax.local_devices()[0])
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
@@ -134,6 +126,16 @@ def budget(
 def skeleton(config: DecoderConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Decoder:
     """A model whose parameters are shapes alone. Raises `ModelError` where the mesh cannot share it evenly."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
+
+
+def machine_bytes() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_bytes(device: Any) -> int | None:
+    """Bytes that JAX may use of a device, where it says so; of a CPU, all of the machine's."""
+    return machine_bytes() if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _leaves(model: nnx.Module) -> list[Any]:

@@ -112,18 +112,6 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker (default: none)"
     )
 
-    processes = serve.add_argument_group("several processes, with one model; the same flags in each but for the last")
-    processes.add_argument(
-        "--coordinator-address",
-        type=_text,
-        metavar="HOST:PORT",
-        help="of process 0, any free port (default: one process)",
-    )
-    processes.add_argument("--num-processes", type=_whole(1, 4096), metavar="N", help="(default: one)")
-    processes.add_argument(
-        "--process-id", type=_whole(0, 4095), metavar="I", help="process 0 answers HTTP (default: one process)"
-    )
-
     lora = serve.add_argument_group("adapters")
     lora.add_argument("--enable-lora", action="store_true", help="always on, given or not")
     lora.add_argument("--lora-modules", nargs="+", default=[], type=_text, metavar="NAME=PATH")

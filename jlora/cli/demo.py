@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jlora import LoRAConfig, LoRAManager, LoRARequest
 from jlora.cli.generate import Request, answer_all, complete
 from jlora.cli.loading import load_model, load_tokenizer, progress
-from jlora.config import LoRAConfig, LoRARequest
+from jlora.models import compiled_variants
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -28,9 +29,6 @@ MIXTURE = Shipped(DEMO / "moe", slots=1, rank=16)
 
 def run_demo(shipped: Shipped) -> int:
     """One batch with every adapter and the base; then 64 held-out prompts over fewer slots than adapters."""
-    from jlora.manager.manager import LoRAManager
-    from jlora.models import generation
-
     folder = shipped.folder
     model, tokenizer = load_model(folder / "model", "float32"), load_tokenizer(folder / "model" / "tokenizer.json")
     adapters = {path.name: path for path in sorted((folder / "adapters").iterdir())}
@@ -56,7 +54,7 @@ def run_demo(shipped: Shipped) -> int:
     slots = f"{shipped.slots} slot{'s' * (shipped.slots > 1)}"
     with progress(f"compiling for {slots}"):
         manager.warmup(lambda batch: complete(manager, tokenizer, [filler] * size, batch, 10), num_sequences=size)
-    compiled, started, tokens = generation.compiled_variants(), time.perf_counter(), 0
+    compiled, started, tokens = compiled_variants(), time.perf_counter(), 0
     answered: dict[Request, str] = {}
     for batch in schedule(requests, size, shipped.slots):
         padded = [*batch, *[filler] * (size - len(batch))]
@@ -74,7 +72,7 @@ def run_demo(shipped: Shipped) -> int:
         verdict = "right" if good else f"wrong: {request.answer}"
         print(f"  {request.prompt:<12}{request.adapter or '(base)':<10}{answered[request]:<12}{verdict}")
     stats = manager.stats()
-    late = generation.compiled_variants() - compiled
+    late = compiled_variants() - compiled
     print(
         f"\n  {right} of {len(requests)} right; {stats.slot_loads} adapter loads, {stats.slot_evictions} evictions, "
         f"{stats.compilations + late - 1} compilations after warm-up, {tokens / seconds:.0f} tokens/s"

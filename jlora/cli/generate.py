@@ -5,19 +5,16 @@ import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jlora._memory import machine_bytes
-from jlora.adapters import Adapter
+import jax
+
+from jlora import Adapter, LoRABatch, LoRAConfig, LoRAManager
+from jlora.cli.budget import machine_bytes
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
-from jlora.cli.text import shown, shown_lines, size
-from jlora.config import LoRAConfig
-from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-
-if TYPE_CHECKING:
-    from jlora.layers.scope import LoRABatch
-    from jlora.manager.manager import LoRAManager
-    from jlora.models import Decoder
+from jlora.cli.text import shown_lines, size
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
+from jlora.models import Decoder, cache_size, check_context, generate, read_config
 
 # The largest rank the command line makes slots for: far above any in use, since slots cost memory in proportion to it
 # whatever the adapter's own sizes.
@@ -54,10 +51,6 @@ def run_generate(args: argparse.Namespace) -> int:
             loaded.append(Adapter.from_pretrained(path, name=name))
         check_rank(loaded[-1])
 
-    from jlora.manager.manager import LoRAManager
-    from jlora.models.config import read_config
-    from jlora.models.generation import check_context
-
     folder = Path(args.model)
     requests = [Request(name or None, text) for name, text in prompts]
     config, tokenizer = read_config(folder / "config.json"), load_tokenizer(folder / "tokenizer.json")
@@ -76,7 +69,7 @@ def run_generate(args: argparse.Namespace) -> int:
     with progress("compiling and generating"), device_errors():
         answers = answer_all(manager, tokenizer, requests, max_new_tokens=limit, **options)
     for request, (text, _) in zip(requests, answers, strict=True):
-        print(f"{shown(request.adapter or '(base)')}: {shown_lines(request.prompt + text, indent='    ')}")
+        print(f"{printable(request.adapter or '(base)')}: {shown_lines(request.prompt + text, indent='    ')}")
     return 0
 
 
@@ -91,7 +84,7 @@ def check_rank(adapter: Adapter) -> None:
 
 
 def answer_all(
-    manager: "LoRAManager", tokenizer: Any, requests: Sequence[Request], *, max_new_tokens: int, **options: Any
+    manager: LoRAManager, tokenizer: Any, requests: Sequence[Request], *, max_new_tokens: int, **options: Any
 ) -> list[tuple[str, int]]:
     """The decoded answer of each request, and its number of tokens; all of them in one batch."""
     with manager.prepare([request.adapter for request in requests]) as batch:
@@ -101,16 +94,14 @@ def answer_all(
 
 
 def complete(
-    manager: "LoRAManager",
+    manager: LoRAManager,
     tokenizer: Any,
     requests: Sequence[Request],
-    batch: "LoRABatch",
+    batch: LoRABatch,
     max_new_tokens: int,
     **options: Any,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, for a batch that was prepared for these requests."""
-    from jlora.models import generate
-
     model: Any = manager.model
     return generate(
         model,
@@ -149,12 +140,8 @@ def _check_utf8(usage: str, text: str) -> None:
         raise LoRAUsageError(f"{usage}: {text!r:.80} is not UTF-8 text: character {error.start + 1}") from None
 
 
-def check_memory(model: "Decoder", lengths: Sequence[int], limit: int) -> None:
+def check_memory(model: Decoder, lengths: Sequence[int], limit: int) -> None:
     """Raises `LoRAUsageError` if the cache would take more than the whole machine has; a GPU or TPU says so itself."""
-    import jax
-
-    from jlora.models.generation import cache_size
-
     config, (rows, capacity) = model.config, cache_size(lengths, limit)
     one = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     have = machine_bytes()
@@ -168,8 +155,6 @@ def check_memory(model: "Decoder", lengths: Sequence[int], limit: int) -> None:
 @contextlib.contextmanager
 def device_errors() -> Generator[None, None, None]:
     """Errors of the device, such as one that is out of memory, as `LoRAError`."""
-    import jax
-
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

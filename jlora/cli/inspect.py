@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jlora.adapters import Adapter
+from jlora import Adapter, LoRAConfig, Survey
 from jlora.cli.generate import check_rank
-from jlora.cli.text import shown, size
-from jlora.errors import AdapterMismatchError
+from jlora.cli.text import size
+from jlora.errors import AdapterMismatchError, LoRAUsageError, printable
+from jlora.models import read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
@@ -32,16 +33,16 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
     patterns = _patterns(skip)
     adapter = Adapter.from_pretrained(path)
     passed = [name for name in adapter.modules if any(pattern.search(name) for pattern in patterns)]
-    print(f"adapter      {shown(adapter.name)}")
-    print(f"base model   {shown(adapter.base_model_name or '(not said)')}")
+    print(f"adapter      {printable(adapter.name)}")
+    print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
     for line in adapter.unchecked:
-        print(f"not checked  {shown(line)}")
+        print(f"not checked  {printable(line)}")
     if skip:
         print(f"skipped      {len(passed)} modules")
         for name in passed[:_SHOWN_PROBLEMS]:
-            print(f"  {shown(name)}")
+            print(f"  {printable(name)}")
         if len(passed) > _SHOWN_PROBLEMS:
             print(f"  ... and {len(passed) - _SHOWN_PROBLEMS} more")
     if len(passed) == len(adapter.modules):
@@ -54,18 +55,17 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
         slots = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
         print(
-            f"fits         {shown(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
+            f"fits         {printable(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
             f"{adapter.rank}, float32 ({kinds})"
         )
     return 0
 
 
 def _patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    if not skip:
-        return ()
-    from jlora.layers.wrap import skip_patterns  # imports JAX, which takes its time
-
-    return skip_patterns(skip)
+    try:
+        return tuple(re.compile(pattern) for pattern in skip)
+    except re.error as error:
+        raise LoRAUsageError(f"--skip: {error.pattern!r} is not a regular expression: {error}") from None
 
 
 def _print_modules(adapter: Adapter) -> None:
@@ -74,7 +74,7 @@ def _print_modules(adapter: Adapter) -> None:
         key = (name.rpartition(".")[2], module.kind, module.rank, module.scaling, module.a.dtype.name)
         groups[key] = groups.get(key, 0) + 1
     for (name, kind, rank, scaling, dtype), count in list(groups.items())[:_SHOWN_GROUPS]:
-        print(f"  {count:4d} x {shown(name):<20} {kind:<9} rank {rank:<4} scaling {scaling:<8g} {dtype}")
+        print(f"  {count:4d} x {printable(name):<20} {kind:<9} rank {rank:<4} scaling {scaling:<8g} {dtype}")
     if len(groups) > _SHOWN_GROUPS:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
 
@@ -91,17 +91,10 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
         model's; a rank above what the command line makes slots for.
       LoRAError: the folder holds no model that is served.
     """
-    from jlora.config import LoRAConfig
-    from jlora.layers.wrap import survey
-    from jlora.manager.fit import place
-    from jlora.manager.names import SiteIndex
-    from jlora.models.checkpoint import read_skeleton
-
     check_rank(adapter)
     config = LoRAConfig(max_loras=2, max_shared_expert_loras=1, max_lora_rank=adapter.rank, dtype=np.float32)
-    wrapped = survey(read_skeleton(folder), config)
-    index = SiteIndex(wrapped, ())
-    place(f"adapter {adapter.name!r}", adapter.modules, index)
+    survey = Survey(read_skeleton(folder), config)
+    survey.check(adapter)
     problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]
     problems += [
         f"{name}: its scaling must be a finite float32, found {module.scaling}"
@@ -114,7 +107,7 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
             f"adapter {adapter.name!r} does not fit {folder}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
         )
     sizes = {"dense": 0, "experts": 0, "experts that share factors": 0}
-    for layer in wrapped.layers():
+    for layer in survey.layers():
         sizes["experts" if layer.kind == "experts" else "dense"] += layer.slot_bytes
         sizes["experts that share factors"] += layer.shared_slot_bytes
     return sizes
@@ -122,8 +115,6 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
 
 def _base_differs(adapter: Adapter, name: str, folder: Path) -> str | None:
     """PEFT may save the whole embedding beside its LoRA: it must be the one that the model has."""
-    from jlora.models.checkpoint import read_weight
-
     own, stored = read_weight(folder, name), adapter.base_weights[name]
     if own is None:
         return "holds base weights of a module that the model lacks"

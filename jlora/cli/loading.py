@@ -3,75 +3,34 @@
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jlora.cli.text import shown, size
-from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import LoRAError
+from jax.sharding import Mesh
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from jlora.adapters import AdapterShapes
-    from jlora.models import Decoder
+from jlora.cli.text import size
+from jlora.errors import LoRAError, printable
+from jlora.models import Decoder, from_pretrained
 
 # The largest that are in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
 
 
-def load_model(folder: Path, dtype: str, mesh: "Mesh | None" = None) -> "Decoder":
+def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
     """The model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
     Raises:
       LoRAError: a file is missing, malformed or asks for what is not served; the message names it.
     """
-    from jlora.models import from_pretrained
-
     what = f"reading model {folder} ({size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))})"
 
     def percent(done: int, total: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{shown(what)} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
+            print(f"\r{printable(what)} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
 
     with progress(what):
         return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=percent)
-
-
-def check_adapters(requests: Sequence[LoRARequest], skeleton: "Decoder", config: LoRAConfig) -> None:
-    """Check configurations and shapes of adapters against a model; no tensor is read, of them or of the model.
-
-    Args:
-      requests: which adapters; those of the hub are downloaded.
-      skeleton: the model, whose parameters may be shapes alone.
-      config: of its slots.
-
-    Raises:
-      LoRAError: what loading the first that does not fit would raise.
-    """
-    from jlora.adapters import Adapter
-    from jlora.layers.wrap import survey
-    from jlora.manager.fit import check_base_shapes, describe, place
-    from jlora.manager.names import SiteIndex
-
-    if not requests:
-        return
-    index = SiteIndex(survey(skeleton, config), ())
-    for request in requests:
-        where = describe(request.name, request.path)
-
-        def check(shapes: "AdapterShapes", where: str = where) -> None:
-            place(where, shapes.modules, index)
-            check_base_shapes(where, shapes.base_weights, index)
-            raise _Fits
-
-        with contextlib.suppress(_Fits):
-            Adapter.from_pretrained(request.path, name=request.name, check=check)
-
-
-class _Fits(Exception):
-    """Ends the reading of an adapter before its tensors."""
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -102,7 +61,7 @@ def native_errors(problem: str) -> Generator[None, None, None]:
 @contextlib.contextmanager
 def progress(what: str) -> Generator[None, None, None]:
     """`what ...` on stderr while it runs, with the seconds it took."""
-    print(f"{shown(what)} ...", end="", file=sys.stderr, flush=True)
+    print(f"{printable(what)} ...", end="", file=sys.stderr, flush=True)
     started = time.perf_counter()
     try:
         yield

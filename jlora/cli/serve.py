@@ -5,48 +5,34 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
+from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import check_adapters, load_model, load_tokenizer
-from jlora.cli.text import error_lines, one_line, shown
-from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import LoRAError, LoRAUsageError
-
-if TYPE_CHECKING:
-    import jax
-
-    from jlora.cli.budget import Budget
-    from jlora.models.config import DecoderConfig
-    from jlora.serve.engine import Engine
-    from jlora.serve.lookups import Resolve
+from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.text import one_line
+from jlora.errors import LoRAError, LoRAUsageError, printable
+from jlora.models import DecoderConfig, read_config
+from jlora.serve import Engine, EngineOptions, Resolve
+from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serves until a signal."""
-    with _among_others(args):
-        return _serve(args)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    """What can be checked is checked before anything is allocated."""
+    """Serves until a signal. What can be checked is checked before anything is allocated."""
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
-    import jax
-
-    from jlora.cli.budget import budget, skeleton, stored_dtype
-    from jlora.models.config import read_config
-    from jlora.serve.http.lora import Adapters, Places
+    from jlora.serve.http.adapters import Adapters, AllowedSources
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
     from jlora.serve.http.state import State
@@ -86,7 +72,7 @@ def _serve(args: argparse.Namespace) -> int:
         bitwise_base=args.bitwise_base,
     )
 
-    def plan_over(shards: int) -> "Budget":
+    def plan_over(shards: int) -> Budget:
         return budget(
             config,
             lora,
@@ -101,24 +87,19 @@ def _serve(args: argparse.Namespace) -> int:
     plan = _plan(plan_over, shards)
     plan.check()
     mesh = _mesh(shards, axis)
-    if args.lora_state is not None and jax.process_count() > 1:
-        raise LoRAUsageError("--lora-state: a model over several processes is not saved yet")
     state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
     if state is None or not state.saved:  # else what was saved stands, whatever has become of the folders since
-        check_adapters([module for module, _ in modules], skeleton(config, dtype, mesh), lora)
+        survey = Survey(skeleton(config, dtype, mesh), lora)
+        for request, _ in modules:
+            survey.check(request)
 
-    first = jax.process_index() == 0
     try:
-        bound = listen(args.host, args.port) if first else None  # before minutes of loading, for it may be taken
+        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
     _log_to_stderr()
-    from jlora.manager.manager import LoRAManager
-    from jlora.serve.engine import Engine
-    from jlora.serve.options import EngineOptions
-
     logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
     with device_errors():
         model = load_model(folder, dtype, mesh)
@@ -132,15 +113,13 @@ def _serve(args: argparse.Namespace) -> int:
     )
     known = frozenset[str]() if state is None else state.restore(manager)
     engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
-    adapters = Adapters(engine, Places(root, tuple(args.lora_hub_repos)), names, state)
+    adapters = Adapters(engine, AllowedSources(root, tuple(args.lora_hub_repos)), names, state)
     adapters.adopt()
     for request, base in modules:
         if request.name in known:  # what came after the flag stands, and be it that it was unloaded
             logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
         else:
             adapters.load(request, request.path, None, parent=base if base in names else None)
-    if bound is None:
-        return _follow(engine)
     service = Service(
         engine=engine,
         manager=manager,
@@ -156,65 +135,14 @@ def _serve(args: argparse.Namespace) -> int:
     )
 
     def ready() -> None:
-        print(f"jlora serves {shown(names[0])} at {address(bound)}", flush=True)
+        print(f"jlora serves {printable(names[0])} at {address(bound)}", flush=True)
 
     with device_errors():
         return serve(service, bound, drain_seconds=args.drain_timeout, log_level=args.uvicorn_log_level, ready=ready)
 
 
-@contextmanager
-def _among_others(args: argparse.Namespace) -> Generator[None, None, None]:
-    """Joins the other processes, where there are any, before anything asks for a device.
-
-    One that fails ends at once: in JAX's own work at exit it would wait for the others, and they for it.
-    """
-    given = args.coordinator_address, args.num_processes, args.process_id
-    if all(one is None for one in given):
-        yield
-        return
-    if any(one is None for one in given):
-        raise LoRAUsageError("--coordinator-address, --num-processes and --process-id belong together")
-    address, count, process = given
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise LoRAUsageError(f"expected --coordinator-address HOST:PORT of process 0, got {address!r:.200}")
-    if process >= count:
-        raise LoRAUsageError(f"--process-id {process}: the processes are 0 to {count - 1}")
-    import jax
-
-    try:
-        jax.distributed.initialize(address, count, process)
-        yield
-    except BaseException as error:
-        if isinstance(error, LoRAError | OSError):
-            print(f"jlora: error: {error_lines(error)}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        os._exit(1)
-
-
-def _follow(engine: "Engine") -> int:
-    """A process that takes no requests. A signal that all of them get is process 0's to hear, which drains; a second
-    one ends this process at once."""
-
-    def stay(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        log.info("signal %d: this process goes on until process 0 has drained", number)
-
-    log = logging.getLogger("jlora.serve")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stay)
-    with device_errors():
-        engine.start()
-        log.info("ready: this process follows process 0")
-        engine.follow()
-    return 0
-
-
-def _resolver(given: list[str], root: Path | None, repos: list[str]) -> "Resolve | None":
+def _resolver(given: list[str], root: Path | None, repos: list[str]) -> Resolve | None:
     """Those of `--lora-resolver`, one after the other."""
-    from jlora.serve.resolvers import in_order, of_folder, of_function, of_hub
-
     found: list[Resolve] = []
     for where in given:
         if where == "folder":
@@ -249,7 +177,7 @@ def _module(text: str) -> tuple[LoRARequest, str | None]:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise LoRAUsageError(f'expected --lora-modules NAME=PATH or {{"name": ..., "path": ...}}, got {text!r:.200}')
-    if shown(name) != name:
+    if printable(name) != name:
         raise LoRAUsageError(f"--lora-modules: the name {name!r:.200} has characters that do not print")
     if base is not None and not isinstance(base, str):
         raise LoRAUsageError(f"--lora-modules {text!r:.200}: base_model_name must be a string")
@@ -281,32 +209,24 @@ def _keys(given: list[str] | None, variable: str) -> list[str]:
     return given
 
 
-def _shards(args: argparse.Namespace, config: "DecoderConfig") -> tuple[int, str]:
+def _shards(args: argparse.Namespace, config: DecoderConfig) -> tuple[int, str]:
     """Over how many devices the model is split, and the axis of a mesh that they are."""
-    import jax
-
-    devices, several = len(jax.devices()), jax.process_count() > 1
-    count: int = args.tensor_parallel_size or (devices if several else 1)
+    devices, count = len(jax.devices()), int(args.tensor_parallel_size or 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
-    if count > devices or (several and count != devices):
-        whose = f"in {jax.process_count()} processes, and all are used" if several else "in all"
-        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices {whose}")
+    if count > devices:
+        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices in all")
     return count, "expert" if args.enable_expert_parallel else "tensor"
 
 
-def _mesh(shards: int, axis: str) -> "jax.sharding.Mesh | None":
-    import jax
-
-    if shards == 1 and jax.process_count() == 1:
+def _mesh(shards: int, axis: str) -> jax.sharding.Mesh | None:
+    if shards == 1:
         return None
     return jax.make_mesh((shards,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards])
 
 
-def _plan(plan_over: "Callable[[int], Budget]", shards: int) -> "Budget":
+def _plan(plan_over: Callable[[int], Budget], shards: int) -> Budget:
     """`plan_over(shards)`. Raises `LoRAUsageError`, with the numbers that can be served, where this one cannot."""
-    import jax
-
     try:
         return plan_over(shards)
     except LoRAError as error:
@@ -330,7 +250,7 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         first, *rest = super().format(record).split("\n")
-        return "\n".join([shown(first), *(f"    {shown(line)}" for line in rest)])
+        return "\n".join([printable(first), *(f"    {printable(line)}" for line in rest)])
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -1,31 +1,26 @@
 """What comes from files, arguments and models, made fit to print: it cannot forge a line or command a terminal."""
 
-# Joiners that emoji, Persian and Indic scripts are written with, and the spaces of other scripts.
-_ORDINARY = frozenset("\u200c\u200d\u00a0\u3000\u202f\u2009")
+from jlora.errors import printable
+
 _LONGEST_ERROR = 2000
-
-
-def shown(text: str) -> str:
-    r"""`text` on one line: control characters, line ends, bidi marks and lone surrogates as `\x1b`, `\n`, `\u202e`."""
-    return "".join(c if c.isprintable() or c in _ORDINARY else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown_lines(text: str, indent: str) -> str:
     """The same for text of several lines, such as a model's answer: line ends and tabs stay, and every line but the
     first is indented, so that none can pass for the start of another answer."""
     lines = text.replace("\r\n", "\n").split("\n")
-    return f"\n{indent}".join("\t".join(map(shown, line.split("\t"))) for line in lines)
+    return f"\n{indent}".join("\t".join(map(printable, line.split("\t"))) for line in lines)
 
 
 def one_line(error: object) -> str:
     """An error's message on one line, cut where it is longer than anybody reads."""
-    text = shown(" ".join(str(error).split())) or type(error).__name__
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 4] + " ..."
 
 
 def error_lines(error: object) -> str:
     """An error's message, cut as `one_line` does; its lines stay lines, and those after the first are indented."""
-    lines = [shown(" ".join(line.split())) for line in str(error).split("\n") if line.strip()]
+    lines = [printable(" ".join(line.split())) for line in str(error).split("\n") if line.strip()]
     text = "\n  ".join(lines) or type(error).__name__
     return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 4] + " ..."
 

@@ -4,7 +4,7 @@ import bisect
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 
-Counted = tuple[tuple[float, ...], tuple[int, ...], float]  # upper bounds, counts, sum
+HistogramCounts = tuple[tuple[float, ...], tuple[int, ...], float]  # upper bounds, counts, sum
 
 
 class Histogram:
@@ -18,5 +18,5 @@ class Histogram:
         self._counts[bisect.bisect_left(BOUNDS, seconds)] += 1
         self._sum += seconds
 
-    def read(self) -> Counted:
+    def read(self) -> HistogramCounts:
         return BOUNDS, tuple(self._counts), self._sum

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jlora.layers.batch import Served
 from jlora.manager.content import Content
-from jlora.manager.histogram import Counted
+from jlora.manager.histogram import HistogramCounts
 from jlora.manager.lru import LRU
 
 
@@ -60,8 +60,8 @@ class Stats:
     slot_bytes: int
     host_bytes: int
     open_leases: int
-    load_seconds: Counted
-    swap_seconds: Counted
+    load_seconds: HistogramCounts
+    swap_seconds: HistogramCounts
 
 
 def listed(

@@ -23,7 +23,7 @@ from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
 from jlora.models import from_pretrained
 from jlora.models.config import read_config
-from jlora.serve.steps import Steps
+from jlora.serve.engine.steps import Steps
 from tests.cli.test_commands import error_of
 from tests.serve.client import ask
 
@@ -152,8 +152,8 @@ def test_flags_reach_the_server(monkeypatch, tmp_path):
     assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
     assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
     assert service.manager.config.bitwise_base
-    assert (service.adapters.places.root, service.adapters.places.repos) == (tmp_path, ("a/b", "c/*"))
-    assert {name: known.path for name, known in service.adapters.known().items()} == {"mine": SORT}
+    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
+    assert {name: lora.path for name, lora in service.engine.list_loras().items()} == {"mine": SORT}
     # Keys of the environment, which no list of processes shows.
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("user", "admin", "x")] == [True, True, False]
     assert [service.keys.admit(f"Bearer {key}", admin=True) for key in ("user", "admin", "x")] == [False, True, False]

@@ -2,14 +2,15 @@
 
 import pytest
 
-from jlora.cli.text import one_line, shown, shown_lines, size
+from jlora.cli.text import one_line, shown_lines, size
+from jlora.errors import printable
 
 
 @pytest.mark.parametrize(
     "text", ["plain, with spaces", "größer 漢字　かな", "नमस्ते", "👩‍👩‍👧", "می‌خواهم", "C:\\x", "1\u00a0kg"]
 )
 def test_ordinary_text_stays(text):
-    assert shown(text) == text
+    assert printable(text) == text
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_ordinary_text_stays(text):
     ],
 )
 def test_what_could_forge_is_escaped(text, expected):
-    assert shown(text) == expected
+    assert printable(text) == expected
 
 
 def test_lines_of_an_answer_stay_and_are_indented():

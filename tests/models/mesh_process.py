@@ -1,6 +1,7 @@
 """One of two processes that share a mesh: `python -m tests.models.mesh_process NUMBER PORT CHECKPOINT RESULT`.
 
-Writes the logits, the answers, and for every stored tensor how often this process read each of its values.
+Writes the logits, the answers, why an engine refuses the model, and for every stored tensor how often this process read
+each of its values.
 """
 
 import os
@@ -11,7 +12,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its o
 import jax
 import numpy as np
 
+import jlora
 from jlora.models import checkpoint, from_pretrained, generate
+from jlora.serve import Engine
 from tests.models.recording import opened
 
 
@@ -28,7 +31,12 @@ def main(number: str, port: str, folder: str, result: str) -> None:
     logits = jax.jit(lambda model, tokens: model(tokens), out_shardings=whole)(model, tokens)
     answers = generate(model, tokens.tolist(), max_new_tokens=6)
     sampled = generate(by_data, tokens.tolist(), max_new_tokens=6, temperature=1.0, top_k=20)
-    np.savez(result, logits=np.asarray(logits), answers=answers, sampled=sampled, **counts)
+    try:
+        Engine(model, jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4)))
+        refusal = ""
+    except jlora.LoRAUsageError as error:
+        refusal = str(error)
+    np.savez(result, logits=np.asarray(logits), answers=answers, sampled=sampled, refusal=refusal, **counts)
 
 
 if __name__ == "__main__":

@@ -345,6 +345,7 @@ def test_two_processes(folders, tmp_path):
         assert goldens.relative_error(mine["logits"], forward(one, TOKENS)) < 1e-5
         assert mine["answers"].tolist() == answers
         assert mine["sampled"].tolist() == sampled
+        assert "the model lies on devices of several" in mine["refusal"].item()
     for name in tensors:
         times = [mine[name] for mine in found]
         if "norm" in name:  # on every device

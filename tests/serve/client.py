@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import httpx
 
 from jlora.config import LoRARequest
+from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.app import build_app
-from jlora.serve.http.lora import Adapters, Places
 from jlora.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine, fake_manager
 
@@ -21,7 +21,7 @@ JSON = {"content-type": "application/json"}
 
 def make_service(engine=None, *, root=None, repos=(), state="serving", names=("base", "alias"), **options) -> Service:
     engine = engine or FakeEngine()
-    adapters = Adapters(engine, Places(root, tuple(repos)), names)
+    adapters = Adapters(engine, AllowedSources(root, tuple(repos)), names)
     before, engine.loras = engine.loras, {}
     for request in before.values():
         adapters.load(LoRARequest(request.name, request.path), request.path, None)

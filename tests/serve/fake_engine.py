@@ -11,13 +11,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 from jlora.manager.report import AdapterInfo, Stats
-from jlora.serve.options import EngineOptions
-from jlora.serve.request import (
+from jlora.serve.engine.options import EngineOptions
+from jlora.serve.engine.request import (
     AdapterExistsError,
     EngineBusyError,
     EngineClosedError,
     EngineStats,
     Piece,
+    RegisteredLoRA,
     TokenLogprob,
 )
 
@@ -75,6 +76,7 @@ class FakeEngine:
     def __init__(self, names=("sort", "reverse"), tokenizer=None):
         self.tokenizer = tokenizer or letters()
         self.loras = {name: LoRARequest(name, f"/adapters/{name}") for name in names}
+        self.shown = {}
         self.generations = []
         self.script = self.refuse = None
         self.hold = False
@@ -123,7 +125,7 @@ class FakeEngine:
                 logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
             yield Piece(letter, (token,), logprobs, finish)
 
-    def add_lora(self, request, *, timeout=None):
+    def add_lora(self, request, *, timeout=None, path=None, parent=None):
         self.calls["add"] += 1
         self.gate.wait(10)
         if request.name in self.loras and not request.load_inplace:
@@ -132,6 +134,7 @@ class FakeEngine:
             if request.path.endswith(path):
                 raise error
         self.loras[request.name] = request
+        self.shown[request.name] = RegisteredLoRA(path or request.path, int(time.time()), parent)
 
     def remove_lora(self, name):
         self.calls["remove"] += 1
@@ -153,7 +156,7 @@ class FakeEngine:
 
     def list_loras(self):
         return {
-            name: AdapterInfo(name, 8, 2, 100, None, name in self.pinned, False, request.path, None, 0)
+            name: self.shown.get(name) or RegisteredLoRA(request.path, int(time.time()))
             for name, request in self.loras.items()
         }
 

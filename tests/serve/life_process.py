@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jlora.cli.serve import _log_to_stderr
 from jlora.errors import LoRAError
+from jlora.serve.engine.request import EngineStats
 from jlora.serve.http.server import address, listen, serve
-from jlora.serve.request import EngineStats
 from tests.serve.client import make_service
 from tests.serve.fake_engine import LETTERS, FakeEngine, _ended
 
@@ -30,10 +30,10 @@ class Engine(FakeEngine):
         self.hold = "".join(LETTERS[token] for token in prompt) == "wait"
         return super().submit(prompt, params, lora=lora, timeout=timeout)
 
-    def add_lora(self, request, *, timeout=None):
+    def add_lora(self, request, **more):
         if request.name == "hangs":
             time.sleep(60)
-        super().add_lora(request, timeout=timeout)
+        super().add_lora(request, **more)
 
     def close(self, timeout=None):
         if len(sys.argv) > 3:  # what is under way ends by itself

@@ -15,15 +15,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jlora.serve.http.lora import Adapters, Places
+from jlora.serve.engine.request import Piece, SamplingParams
+from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Keys, Service
-from jlora.serve.request import Piece, SamplingParams
 from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until
 from tests.serve.conftest import ADAPTERS
 from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, children_of, recipe
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.fake_hub import FakeHub
-from tests.serve.test_http_keys import ADMINS
+from tests.serve.http.test_keys import ADMINS
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATH = "/v1/completions"
@@ -47,7 +47,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def service(world, root):
-    adapters = Adapters(world.engine, Places(root), ("demo",))
+    adapters = Adapters(world.engine, AllowedSources(root), ("demo",))
     return Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
 
 
@@ -101,14 +101,14 @@ def test_an_unauthorised_call_changes_nothing_and_nothing_is_read(tmp_path, monk
     (tmp_path / "one").mkdir()
     engine = FakeEngine()
     service = make_service(engine, root=tmp_path, keys=Keys(("user",), ("admin",)))
-    before = (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state)
+    before = (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state)
     monkeypatch.setattr("jlora.serve.http.lora.read_object", lambda *args: pytest.fail("the body is read"))
-    monkeypatch.setattr(Places, "find", lambda *args: pytest.fail("the disk is read"))
+    monkeypatch.setattr(AllowedSources, "find", lambda *args: pytest.fail("the disk is read"))
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     answers = [ask(service, method, path, sent, **headers) for sent in (body, b"{", {**body, "lora_name": "nobody"})]
     assert {answer.status for answer in answers} == {401}
     assert len({answer.body for answer in answers}) == 1
-    assert (dict(engine.loras), set(engine.pinned), dict(service.adapters._known), service.state) == before
+    assert (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state) == before
     assert not engine.calls
 
 

@@ -1,16 +1,18 @@
 """Bodies of requests: read with a limit of bytes and of time, and JSON that is checked field by field."""
 
 import asyncio
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 from starlette.requests import Request
 
-from jlora.adapters.strict_json import Json, parse_object
-from jlora.errors import AdapterFormatError
+from jlora.errors import printable
 from jlora.serve.http.errors import BAD_REQUEST, ApiError
+
+Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,37 @@ async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -
 
 
 def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
-    """The JSON object that a body is. Raises `ApiError` (400)."""
+    """Parse the JSON object of a body.
+
+    Raises:
+      ApiError: 400 for what is not UTF-8, not JSON, nested too deeply or no object; a name that is given twice; NaN,
+        Infinity, integers of thousands of digits, and halves of surrogate pairs, which no UTF-8 holds.
+    """
+
+    def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise ApiError(400, kind, f"the body: field {twice!r:.200} is given twice")
+        return found
+
+    def constant(word: str) -> NoReturn:
+        raise ApiError(400, kind, f"the body: holds {word}, which is not a JSON number")
+
     try:
-        return parse_object(body, "the body")
-    except AdapterFormatError as error:
-        raise ApiError(400, kind, str(error)) from None
+        found = json.loads(body.decode("utf-8"), object_pairs_hook=once, parse_constant=constant)
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ApiError(400, kind, f"the body: is not JSON: a string holds {error.object[error.start]!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, kind, f"the body: is not JSON: {printable(str(error))}") from None
+    if not isinstance(found, dict):
+        kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null or nothing"}
+        found_kind = kinds.get(type(found), "a number")
+        raise ApiError(400, kind, f"the body: must hold a JSON object, found {found_kind}")
+    return cast("dict[str, Json]", found)
 
 
 def _too_long(limits: Limits) -> ApiError:
@@ -79,7 +107,7 @@ def _too_long(limits: Limits) -> ApiError:
     return ApiError(413, "RequestTooLargeError", message)
 
 
-class Fields:
+class RequestFields:
     """Typed look-ups in the JSON object of a request. Null is the same as nothing; each error names its field."""
 
     def __init__(self, values: dict[str, Json], kind: str = BAD_REQUEST):

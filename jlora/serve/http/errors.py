@@ -12,7 +12,7 @@ from jlora.errors import (
     LoRAUsageError,
     NoFreeSlotError,
 )
-from jlora.serve.request import EngineBusyError, EngineClosedError, RequestTimeoutError
+from jlora.serve.engine.request import EngineBusyError, EngineClosedError, RequestTimeoutError
 
 BAD_REQUEST, NOT_FOUND, INTERNAL = "BadRequestError", "NotFoundError", "InternalServerError"
 UNAVAILABLE = "ServiceUnavailableError"
@@ -60,6 +60,10 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, BAD_REQUEST, message, param)
+
+
+def invalid_input(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, INVALID_INPUT, message, param)
 
 
 def no_such_model(name: str) -> ApiError:

@@ -11,17 +11,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jlora.adapters.strict_json import Json
 from jlora.errors import LoRAError
-from jlora.serve.http.answers import Choice, Writer, to_event, usage_of
-from jlora.serve.http.asked import Asked, read_chat, read_completion
-from jlora.serve.http.body import Limits, parse_body, read_body
+from jlora.serve.engine.generation import Event
+from jlora.serve.engine.request import Generation, Piece, SamplingParams
+from jlora.serve.http.body import Json, Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
-from jlora.serve.http.mailbox import Event, Mailbox
+from jlora.serve.http.loop_bridge import LoopBridge
+from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion
+from jlora.serve.http.responses import Choice, ResponseWriter, to_event, usage_of
 from jlora.serve.http.service import Service
-from jlora.serve.request import Generation, Piece, SamplingParams
 
-Read = Callable[[dict[str, Json], Limits], Asked]
+Read = Callable[[dict[str, Json], Limits], ApiRequest]
 Pieces = list[tuple[int, Piece]]  # (which answer, its next part)
 
 
@@ -40,18 +40,20 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
     started = time.monotonic()
     body = await read_body(request, service.limits)
     # Megabytes of JSON or text take a while to read: on a thread, so that streams go on.
-    asked = await service.work(lambda: read(parse_body(body), service.limits))
-    note |= {"model": asked.model, "stream": asked.stream}
+    api_request = await service.work(lambda: read(parse_body(body), service.limits))
+    note |= {"model": api_request.model, "stream": api_request.stream}
     try:
-        generations = await service.work(partial(_submit, service, asked))
-        run = Run(asked, generations, service.mailbox(), request.receive, note)
+        generations = await service.work(partial(_submit, service, api_request))
+        run = Run(api_request, generations, service.bridge(), request.receive, note)
         try:
             # The first part is waited for in streams too: what fails before it is answered by a status of its own.
             pieces = await run.next()
             note["first_seconds"] = round(time.monotonic() - started, 4)
-            logprobs = asked.params.logprobs is not None
-            writer = Writer(asked.chat, asked.model, service.texts, logprobs, asked.include_usage)
-            if asked.stream:
+            logprobs = api_request.params.logprobs is not None
+            writer = ResponseWriter(
+                api_request.chat, api_request.model, service.texts, logprobs, api_request.include_usage
+            )
+            if api_request.stream:
                 return _EventStream(run, writer, pieces)
             while pieces is not None:
                 pieces = await run.next()
@@ -59,23 +61,23 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
             run.end()
             raise
     except LoRAError as error:
-        raise of_generation(error, asked.model) from None
+        raise of_generation(error, api_request.model) from None
     run.end()
     return JSONResponse(writer.whole(run.choices, run.usage()))
 
 
-def _submit(service: Service, asked: Asked) -> list[Generation]:
+def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
     """All sequences of a request, or none."""
-    prompts = asked.prompts or (_rendered(service, asked),)
-    lora = None if asked.model in service.names else asked.model
+    prompts = api_request.prompts or (_rendered(service, api_request),)
+    lora = None if api_request.model in service.names else api_request.model
     generations: list[Generation] = []
     try:
         for prompt in prompts:
             # Once for all answers. A chat's template writes the special tokens itself.
-            tokens = _encode(service, prompt, special=not asked.chat) if isinstance(prompt, str) else prompt
-            for i in range(asked.n):
-                params = _with_seed(asked.params, i)
-                generations.append(service.engine.submit(tokens, params, lora=lora, timeout=asked.timeout))
+            tokens = _encode(service, prompt, special=not api_request.chat) if isinstance(prompt, str) else prompt
+            for i in range(api_request.n):
+                params = _with_seed(api_request.params, i)
+                generations.append(service.engine.submit(tokens, params, lora=lora, timeout=api_request.timeout))
     except BaseException:
         for generation in generations:
             generation.cancel()
@@ -83,11 +85,11 @@ def _submit(service: Service, asked: Asked) -> list[Generation]:
     return generations
 
 
-def _rendered(service: Service, asked: Asked) -> str:
+def _rendered(service: Service, api_request: ApiRequest) -> str:
     if service.chat is None:
         message = "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
         raise bad_request(message)
-    return service.chat.render(asked.messages, asked.template)
+    return service.chat.render(api_request.messages, api_request.template)
 
 
 def _encode(service: Service, text: str, *, special: bool) -> list[int]:
@@ -108,21 +110,21 @@ class Run:
     """The generations of one request. Everything but the engine's `listen` is on the event loop.
 
     Args:
-      asked, generations: what is asked, and what the engine makes of it: `asked.n` for each prompt.
-      mailbox: brings their events here.
+      api_request, generations: the request, and what the engine makes of it: `api_request.n` for each prompt.
+      bridge: brings their events here.
       receive: of the request, whose body is read: all that can come from the client now is that it leaves.
       note: what the log will say of the request.
     """
 
     def __init__(
         self,
-        asked: Asked,
+        api_request: ApiRequest,
         generations: Sequence[Generation],
-        mailbox: Mailbox,
+        bridge: LoopBridge,
         receive: Receive,
         note: dict[str, Any],
     ):
-        self.asked = asked
+        self.api_request = api_request
         self.choices = [Choice() for _ in generations]
         self._generations = generations
         self._note = note
@@ -133,7 +135,7 @@ class Run:
         self._failure: LoRAError | None = None
         self._watch = asyncio.ensure_future(self._until_gone(receive))
         for index, generation in enumerate(generations):
-            generation.listen(partial(mailbox.post, partial(self._put, index)))
+            generation.listen(partial(bridge.post, partial(self._put, index)))
 
     def _put(self, index: int, event: Event) -> None:
         self._events.setdefault(index, []).append(event)
@@ -180,7 +182,7 @@ class Run:
         return found
 
     def usage(self) -> dict[str, int]:
-        prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.asked.n])
+        prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
         return usage_of(prompts, sum(choice.tokens for choice in self.choices))
 
     def end(self) -> None:
@@ -206,7 +208,7 @@ def _together(pieces: Sequence[Piece]) -> Piece:
 class _EventStream(Response):
     """Server-sent events, until all answers have ended or the client left."""
 
-    def __init__(self, run: Run, writer: Writer, first: Pieces | None):
+    def __init__(self, run: Run, writer: ResponseWriter, first: Pieces | None):
         self._run, self._writer, self._first = run, writer, first
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
@@ -221,9 +223,9 @@ class _EventStream(Response):
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                     pieces = await run.next()
-                last = writer.usage_event(run.usage()) if run.asked.include_usage else b""
+                last = writer.usage_event(run.usage()) if run.api_request.include_usage else b""
             except LoRAError as error:  # too late for a status
-                failure = of_generation(error, run.asked.model)
+                failure = of_generation(error, run.api_request.model)
                 scope["jlora.note"]["error"] = failure.message
                 last = to_event(failure.body())
             await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})

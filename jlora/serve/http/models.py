@@ -27,7 +27,7 @@ async def show_model(service: Service, request: Request) -> Response:
 def _cards(service: Service) -> dict[str, dict[str, Any]]:
     base, created = service.names[0], int(service.started)
     cards = {name: _card(service, name, created, service.root, None) for name in service.names}
-    for name, known in service.adapters.known().items():
+    for name, known in service.engine.list_loras().items():
         cards[name] = _card(service, name, known.created, known.path, known.parent or base)
     return cards
 

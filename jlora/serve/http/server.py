@@ -14,7 +14,6 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jlora.cli.text import one_line
 from jlora.serve.http.app import build_app
 from jlora.serve.http.body import Limits
 from jlora.serve.http.log import log_event
@@ -162,7 +161,7 @@ class _Life:
     def _signalled(self, number: int, frame: Any) -> None:
         self._signals += 1
         if self._signals > 1:
-            os.write(2, f"jlora: ended at once, at {one_line(signal.Signals(number).name)}\n".encode())
+            os.write(2, f"jlora: ended at once, at {signal.Signals(number).name}\n".encode())
             os._exit(128 + number)
         # Signals come in on the main thread, which may be waiting for the loop's next event.
         self._stop.get_loop().call_soon_threadsafe(lambda: self._stop.done() or self._stop.set_result(None))

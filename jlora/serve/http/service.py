@@ -9,18 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from jlora import LoRAManager
+from jlora.serve.engine.engine import Engine
+from jlora.serve.http.adapters import Adapters
 from jlora.serve.http.body import Limits
 from jlora.serve.http.errors import UNAVAILABLE, ApiError
-from jlora.serve.http.lora import Adapters
-from jlora.serve.http.mailbox import Mailbox
+from jlora.serve.http.loop_bridge import LoopBridge
 from jlora.serve.http.template import ChatTemplate
 from jlora.serve.http.tokens import TokenTexts
-
-if TYPE_CHECKING:
-    from jlora.manager.manager import LoRAManager
-    from jlora.serve.engine import Engine
 
 T = TypeVar("T")
 State = Literal["warming", "serving", "closing", "failed"]
@@ -63,12 +61,12 @@ class Service:
       adapters: those that may be asked for, and how they are loaded.
       chat: the model's chat template, if it has one.
       keys, limits: of clients.
-      administration: whether adapters may be pinned over HTTP; they may be loaded where `adapters` has places.
+      administration: whether adapters may be pinned over HTTP; they may be loaded where `adapters` has sources.
       progress: how much of the warm-up is done, and of how much.
     """
 
-    engine: "Engine"
-    manager: "LoRAManager"
+    engine: Engine
+    manager: LoRAManager
     tokenizer: Any
     names: tuple[str, ...]
     root: str
@@ -87,7 +85,7 @@ class Service:
         # Loads may hang on a disk or a network: they have threads of their own, so that requests never wait for one.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
-        self._mailbox: Mailbox | None = None
+        self._bridge: LoopBridge | None = None
         self._lock = threading.Lock()
         self._calls = 0  # under way on a thread
 
@@ -104,12 +102,12 @@ class Service:
         what = {"warming": "is warming up", "closing": "is closing", "failed": "has failed"}[state]
         raise ApiError(503, UNAVAILABLE, f"the server {what}", retry_after=5 if state == "warming" else 1)
 
-    def mailbox(self) -> Mailbox:
+    def bridge(self) -> LoopBridge:
         """That of the running event loop."""
         loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop)
-        return self._mailbox
+        if self._bridge is None or self._bridge.loop is not loop:
+            self._bridge = LoopBridge(loop)
+        return self._bridge
 
     async def work(self, call: Callable[[], T]) -> T:
         """A call that takes milliseconds, or waits for locks, on a thread."""

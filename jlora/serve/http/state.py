@@ -5,14 +5,10 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from jlora import LoRAManager
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
-from jlora.manager.saved_content import make_folder
 from jlora.serve.http.log import log
-
-if TYPE_CHECKING:
-    from jlora.manager.manager import LoRAManager
 
 
 class State:
@@ -31,7 +27,7 @@ class State:
       LoRAError: another server has it, or it cannot be written.
     """
 
-    _manager: "LoRAManager"
+    _manager: LoRAManager
 
     def __init__(self, folder: Path):
         self.unloading: Callable[[], Collection[str]] = frozenset
@@ -39,7 +35,10 @@ class State:
         self._folder = folder
         self._locks: list[int] = []
         try:
-            make_folder(folder)
+            made = [one for one in (folder, *folder.parents) if not one.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            for one in made:
+                _sync(one.parent)
             # Until this process ends. A file alone could be deleted; a folder on NFS is locked for one machine alone.
             for path, flags in ((folder, os.O_RDONLY), (folder / "server.lock", os.O_RDWR | os.O_CREAT)):
                 self._locks.append(os.open(path, flags, 0o666))
@@ -60,7 +59,7 @@ class State:
         """Whether a server before has left anything."""
         return (self._folder / "names.json").exists()
 
-    def restore(self, manager: "LoRAManager") -> frozenset[str]:
+    def restore(self, manager: LoRAManager) -> frozenset[str]:
         """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
 
         Weights that do not fit any more (another dtype, another model) or are damaged are left, and adapters are loaded
@@ -117,3 +116,12 @@ class State:
             self._manager.save(self._folder, without=self.unloading)
         except Exception:  # names are there, and the next change tries again
             log.exception("--lora-state: weights of adapters could not be saved")
+
+
+def _sync(folder: Path) -> None:
+    """See that what a folder lists is on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jlora.manager.histogram import Counted
+from jlora import HistogramCounts
 from jlora.serve.http.service import Service
 
 _MOST = 200  # adapters that are shown
@@ -53,7 +53,7 @@ def _status(service: Service) -> dict[str, Any]:
     for info in loaded.values():
         if info.slot is not None:
             slots[info.slot] = info.name
-    known = service.adapters.known()
+    known = service.engine.list_loras()
     # The busiest ones, those in memory among them first.
     names = heapq.nlargest(_MOST, {**known, **loaded}, key=lambda name: (name in loaded, stats.by_lora.get(name, 0)))
     adapters = [
@@ -96,7 +96,7 @@ def _status(service: Service) -> dict[str, Any]:
     }
 
 
-def _quantiles(histogram: Counted) -> dict[str, float | None]:
+def _quantiles(histogram: HistogramCounts) -> dict[str, float | None]:
     """Bounds that half, and 99 of 100, of the values lie below; None where there are none, or no bound is that high."""
     bounds, counts, _ = histogram
     found: dict[str, float | None] = {}

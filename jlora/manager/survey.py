@@ -1,0 +1,78 @@
+"""Which layers of a model LoRA would serve, and which adapters fit them, by shapes alone."""
+
+import contextlib
+import math
+
+import numpy as np
+from flax import nnx
+
+from jlora.adapters import Adapter, AdapterShapes, BaseShape
+from jlora.config import LoRAConfig, LoRARequest
+from jlora.layers.wrap import survey
+from jlora.layers.wrapped import LayerInfo
+from jlora.manager.fit import check_base_shapes, describe, place
+from jlora.manager.names import SiteIndex
+
+
+class Survey:
+    """What `LoRAManager(model, config)` would wrap. The model is left as it is, and no array is made.
+
+    Args:
+      model: any `nnx.Module`; its parameters may be shapes alone (`nnx.eval_shape`).
+      config: of the slots.
+
+    Raises:
+      LoRAError: as `LoRAManager` does where nothing can be wrapped.
+    """
+
+    def __init__(self, model: nnx.Module, config: LoRAConfig):
+        self._wrapped = survey(model, config)
+        self._index = SiteIndex(self._wrapped, ())
+
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """Return what `LoRAManager.layers` would."""
+        return self._wrapped.layers()
+
+    @property
+    def device_slot_bytes(self) -> int:
+        """Bytes of all slots on one device: A, B and the ranks."""
+        total = 0
+        for spec in (site.spec for site in self._wrapped.modules):
+            for j in (*spec.factors, 2):
+                shape, sharding = spec.shapes[j], spec.shardings[j]
+                itemsize = np.dtype(spec.dtype).itemsize if j < 2 else 4
+                total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
+        return total
+
+    def check(self, adapter: LoRARequest | Adapter) -> None:
+        """Check names, kinds, shapes and ranks of an adapter. Of a request no tensor is read.
+
+        Raises:
+          AdapterMismatchError: the adapter does not fit the model.
+          LoRAError: the files of a request cannot be read; see `Adapter.from_pretrained`.
+        """
+        if isinstance(adapter, Adapter):
+            where = describe(adapter.name, None)
+            place(where, adapter.modules, self._index)
+            weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
+            check_base_shapes(where, weights, self._index)
+            return
+        where = describe(adapter.name, adapter.path)
+
+        def check(shapes: AdapterShapes) -> None:
+            place(where, shapes.modules, self._index)
+            check_base_shapes(where, shapes.base_weights, self._index)
+            raise _Fits
+
+        with contextlib.suppress(_Fits):
+            Adapter.from_pretrained(
+                adapter.path,
+                name=adapter.name,
+                revision=adapter.revision,
+                local_only=adapter.local_only,
+                check=check,
+            )
+
+
+class _Fits(Exception):
+    """Ends the reading of an adapter before its tensors."""

@@ -1,0 +1,363 @@
+"""The thread that dispatches every step of an engine.
+
+Each turn: hear of new, cancelled and late requests; let one begin, or take the next chunk of its prompt; decode all
+that run; and only then read the tokens of the step before, so that the device never waits for the host. What ends a
+sequence is thus seen one step late, and the token that this step drew for it is dropped.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlora.errors import LoRAError, NoFreeSlotError
+from jlora.serve.engine.loras import Loras, NotLoaded
+from jlora.serve.engine.metrics import EngineMetrics
+from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
+from jlora.serve.engine.scheduler import Queue, Waiting
+from jlora.serve.engine.sequence import Sequence
+from jlora.serve.engine.steps import Chosen, How, Steps
+from jlora.serve.engine.writer import TokenEvent, TokenWriter
+
+_log = logging.getLogger("jlora")
+_POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
+_OFTEN = 0.002  # seconds between looks at the queue, however often it is told of
+_IDLE = 1.0
+_ROWS_A_PROMPT = 8  # free rows for which one more prompt is taken on between two decode steps
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A step whose tokens have not been read: index among them -> sequence."""
+
+    chosen: Chosen
+    sequences: tuple[tuple[int, Sequence], ...]
+
+
+class Dispatcher:
+    """Runs sequences. `submit`, `wake`, `stop` are for other threads.
+
+    Args:
+      manager: of the model.
+      steps: compiled.
+      loras: the adapters.
+      writer: takes what comes out.
+      metrics: of the engine.
+      max_wait_ratio: see `EngineOptions`.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        steps: Steps,
+        loras: Loras,
+        writer: TokenWriter,
+        metrics: EngineMetrics,
+        max_wait_ratio: int,
+    ):
+        self._manager = manager
+        self._steps = steps
+        self._loras = loras
+        self._writer = writer
+        self._metrics = metrics
+        self._arrived: deque[Sequence] = deque()
+        self._live: dict[Sequence, None] = {}  # that have not left, in order of arrival
+        self._signal = threading.Event()
+        self._stop = False
+        self._queue = Queue(max_wait_ratio)
+        self._filling: Sequence | None = None  # whose prompt is on its way into the cache
+        self._filled = 0  # tokens of the last step that took one on, with padding
+        self._rows: list[Sequence | None] = [None] * steps.rows  # those that decode
+        self._batch: Any = None  # of the rows that run, or ran when it was prepared
+        self._stale = False  # whether others run now
+        self._active = jnp.zeros(steps.rows, bool)
+        self._how = How()
+        self._drawn: deque[_Drawn] = deque()
+        self._looked, self._told = 0.0, False
+        self.failure: LoRAError | None = None
+        self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
+
+    def submit(self, sequence: Sequence) -> None:
+        self._arrived.append(sequence)
+        self._signal.set()
+        if self.failure is not None:  # it may have come after the thread has looked for the last time
+            self._refuse(self.failure)
+
+    def wake(self) -> None:
+        self._signal.set()
+
+    def stop(self) -> None:
+        """End what runs and waits with EngineClosedError, and the thread."""
+        self._stop = True
+        self._signal.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            with jax.transfer_guard("allow"):  # what this thread moves, it means to
+                while self._turn():
+                    pass
+        except BaseException as error:
+            _log.exception("the engine ends")
+            self.failure = EngineClosedError(f"the engine failed: {type(error).__name__}: {str(error)[:500]}")
+        finally:
+            self._end_all(self.failure or EngineClosedError("the engine was closed before the request ended"))
+
+    def _turn(self) -> bool:
+        """Whether it was not the last."""
+        self._told |= self._signal.is_set()
+        self._signal.clear()
+        if self._stop:
+            return False
+        now = time.monotonic()
+        looked = now - self._looked >= (_OFTEN if self._told else _POLL)
+        while self._arrived:
+            sequence = self._arrived.popleft()
+            self._live[sequence] = None
+            self._queue.add(Waiting(sequence.lora, sequence))
+        for one in tuple(self._live) if looked else (self._filling, *self._rows):
+            if one is not None:
+                self._end_if_over(one, now)
+        if looked:
+            self._looked, self._told = now, False
+            self._look()
+        busy = self._fill_some()
+        busy |= self._decode()
+        while len(self._drawn) > busy:
+            self._read(self._drawn.popleft())
+        if busy:
+            return True
+        if self._stale:  # what nobody runs with any more is let go at once
+            self._compose()
+        else:
+            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
+        return True
+
+    def _end_if_over(self, sequence: Sequence, now: float) -> None:
+        if sequence.ended:  # by a stop string
+            self._leave(sequence)
+        elif sequence.cancelled:
+            self._end(sequence, "abort")
+        elif sequence.deadline is not None and now >= sequence.deadline:
+            seconds = sequence.deadline - sequence.arrived
+            self._end(sequence, RequestTimeoutError(f"the request took longer than {seconds:.3g} s"))
+
+    def _look(self) -> None:
+        """See to the adapters of those that wait, and end those that wait in vain."""
+        for one in self._queue:
+            if one.item.left:
+                self._queue.remove(one)
+        failed = self._loras.look(one.item for one in self._queue)
+        pinned = self._loras.all_pinned()
+        if not failed and pinned is None:
+            return
+        for one in self._queue:
+            if one.lora is not None and one.lora in failed:
+                error = failed[one.lora]
+            elif pinned is not None and one.lora is not None and one.lora not in pinned:
+                error = NoFreeSlotError(f"adapter {one.lora!r} needs a slot, and each is pinned; raise max_loras")
+            else:
+                continue
+            self._queue.remove(one)
+            self._end(one.item, error)
+
+    # --- prompts ------------------------------------------------------------------------------------------------
+
+    def _fill_some(self) -> bool:
+        """Take prompts on: one chunk, and more of short ones while many rows are free, which decode nothing yet.
+
+        Those that run wait for no more tokens of prompts than fit one step.
+        """
+        room, tokens = 1 + self._rows.count(None) // _ROWS_A_PROMPT, self._steps.chunk
+        busy = False
+        while room > 0 and tokens > 0 and self._fill():
+            room, busy = room - 1, True
+            tokens -= self._filled
+        return busy
+
+    def _fill(self) -> bool:
+        """Take a prompt on by a chunk. False where there is none."""
+        sequence = self._filling or self._begin()
+        if sequence is None:
+            return False
+        self._filling = sequence
+        self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
+        try:
+            logits, sequence.filled = self._steps.prefill(
+                sequence.batch, sequence.row, sequence.prompt, sequence.filled
+            )
+            if sequence.filled < len(sequence.prompt):
+                return True
+            chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
+        except Exception as error:  # a model's step may raise anything; others must not suffer
+            self._failed(error, [sequence])
+            return True
+        self._filling = None
+        sequence.drawn = 1
+        self._rows[sequence.row] = sequence
+        self._stale = True
+        self._drawn.append(_Drawn(chosen, ((0, sequence),)))
+        return True
+
+    def _begin(self) -> Sequence | None:
+        """The next request, with a row and its adapter in a slot."""
+        while len(self._queue) and None in self._rows:
+            one = self._queue.take(self._loras.slots(), self._loras.loaded)
+            if one is None:
+                return None
+            sequence: Sequence = one.item
+            try:
+                sequence.held, sequence.batch = self._loras.begin(sequence.lora)
+            except (NoFreeSlotError, NotLoaded) as error:
+                if isinstance(error, NotLoaded) or self._loras.num_held or self._stale:
+                    self._queue.put_back(one)
+                else:  # nothing that ends here will free one
+                    self._end(sequence, error)
+                if isinstance(error, NotLoaded) or not self._stale:
+                    return None
+                self._compose()  # those that ended give up their slots
+                continue
+            except Exception as error:  # as may the device, while a slot is written
+                if not isinstance(error, LoRAError):
+                    error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
+                self._end(sequence, error)
+                continue
+            sequence.row = self._rows.index(None)
+            if sequence.lora is not None:
+                self._loras.not_wanted(sequence.lora)
+            self._metrics.begun(sequence)
+            return sequence
+        return None
+
+    # --- detokenizer -----------------------------------------------------------------------------------------------
+
+    def _decode(self) -> bool:
+        """One more token for all that run. False where none needs one."""
+        if self._stale:
+            self._compose()
+        running = [(row, one) for row, one in enumerate(self._rows) if one is not None]
+        if not any(one.drawn < one.limit for _, one in running):
+            return False
+        try:
+            live = min(max(one.live for _, one in running), self._steps.capacity)
+            chosen = self._steps.decode(self._batch, self._active, live, self._how)
+        except Exception as error:  # as above
+            self._failed(error, [one for _, one in running])
+            return True
+        for _, one in running:
+            one.drawn += 1
+        self._drawn.append(_Drawn(chosen, tuple(running)))
+        return True
+
+    def _compose(self) -> None:
+        """The batch of those that run now. It takes no new slot: what it names is held by batches that are open."""
+        before = self._batch
+        if not any(self._rows):
+            self._batch = None
+        else:
+            names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
+            try:
+                self._batch = self._manager.prepare(names)
+                self._active = jax.device_put(np.array([one is not None for one in self._rows]))
+            except Exception as error:  # as above
+                self._failed(error, [one for one in self._rows if one is not None])
+                self._batch = None
+        self._how = How.of([one.params for one in self._rows if one is not None])
+        for one in self._rows:
+            if one is not None and one.batch is not None:
+                one.batch.close()
+                one.batch = None
+        if before is not None:
+            before.close()
+        self._stale = False
+
+    # --- what comes out -----------------------------------------------------------------------------------------
+
+    def _read(self, drawn: _Drawn) -> None:
+        try:
+            chosen = drawn.chosen.read()
+        except Exception as error:  # whatever ran after that step is of no use either
+            self._failed(error, [one for _, one in drawn.sequences], lost=True)
+            return
+        events: list[TokenEvent] = []
+        for i, sequence in drawn.sequences:
+            if sequence.left:
+                continue
+            token = int(chosen.tokens[i])
+            if token < 0:
+                error = StepFailedError("the model's logits are not numbers (NaN); the answer is cut off here")
+                self._end(sequence, error)
+                continue
+            sequence.received += 1
+            end: FinishReason | None = None
+            if token in sequence.stops:
+                end = "stop"
+            elif sequence.received >= sequence.limit:
+                end = "length"
+            events.append(TokenEvent(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
+            if end is not None:
+                self._leave(sequence)
+        self._writer.put(events)
+
+    def _end(self, sequence: Sequence, end: FinishReason | LoRAError) -> None:
+        self._leave(sequence)
+        self._writer.put([TokenEvent(sequence, end=end)])
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back what a sequence has."""
+        if sequence.left:
+            return
+        sequence.left = True
+        self._live.pop(sequence, None)
+        if sequence.held is None and sequence.row < 0 and sequence.lora is not None:
+            self._loras.not_wanted(sequence.lora)
+        if self._filling is sequence:
+            self._filling = None
+        if sequence.batch is not None:
+            sequence.batch.close()
+            sequence.batch = None
+        if sequence.row >= 0 and self._rows[sequence.row] is sequence:
+            self._rows[sequence.row] = None
+            self._stale = True
+        if sequence.held is not None:
+            self._loras.end(sequence.held)
+            sequence.held = None
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception, sequences: Seq[Sequence], *, lost: bool = False) -> None:
+        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one."""
+        _log.error("a step failed", exc_info=error)
+        with self._metrics.lock:
+            self._metrics.failed_steps += 1
+        message = f"the step that served this request failed: {type(error).__name__}: {str(error)[:500]}"
+        lost = lost or self._steps.lost
+        if lost:
+            sequences = [one for one in (self._filling, *self._rows) if one is not None]
+            self._drawn.clear()
+        for sequence in sequences:
+            self._end(sequence, StepFailedError(message))
+        if lost:
+            self._steps.reset()
+
+    def _end_all(self, error: LoRAError) -> None:
+        for sequence in tuple(self._live):
+            self._end(sequence, error)
+        self._refuse(error)
+        self._compose()
+        self._drawn.clear()
+        self._steps.close()
+
+    def _refuse(self, error: LoRAError) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._end(self._arrived.popleft(), error)

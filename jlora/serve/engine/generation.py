@@ -1,0 +1,141 @@
+"""The answer to one request, on its way from the engine's threads to one consumer."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.serve.engine.request import Completion, Piece, RequestTimeoutError
+
+_log = logging.getLogger("jlora")
+Event = Piece | LoRAError
+
+
+class Answer:
+    """A `Generation`. The engine puts events in; one consumer takes them out.
+
+    Args:
+      prompt_tokens: how many tokens the prompt has.
+      cancel: asks the engine to end the request.
+    """
+
+    def __init__(self, prompt_tokens: int, cancel: Callable[[], None]):
+        self._prompt_tokens = prompt_tokens
+        self._cancel = cancel
+        self._changed = threading.Condition(threading.RLock())  # a callback may call in
+        self._events: deque[Event] = deque()
+        self._callback: Callable[[Event], None] | None = None
+        self._taken: str | None = None
+        self._pieces: list[Piece] = []  # of `result`
+        self._error: LoRAError | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return self._prompt_tokens
+
+    def listen(self, callback: Callable[[Event], None]) -> None:
+        """Call this with every event, in order: those that are there already now, the others on a thread of the engine.
+
+        It must not block. What it raises is logged, and it is called no more.
+
+        Raises:
+          LoRAUsageError: the events have a consumer already.
+        """
+        self._take("listen")
+        with self._changed:
+            self._callback = callback
+            while self._events and self._callback is not None:
+                self._call(self._events.popleft())
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces as they come.
+
+        Raises:
+          LoRAError: that the request ended with.
+          LoRAUsageError: the events have a consumer already.
+        """
+        self._take("iteration")
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Piece]:
+        while True:
+            event = self._next(None)
+            assert event is not None
+            if isinstance(event, LoRAError):
+                raise event
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The whole answer, once it is there. May be called again, also after it took too long.
+
+        Raises:
+          LoRAError: that the request ended with.
+          RequestTimeoutError: it is not there after `timeout` seconds; the request goes on.
+          LoRAUsageError: the events have a consumer already.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._take("result")
+        while self._error is None and not (self._pieces and self._pieces[-1].finish_reason):
+            event = self._next(deadline)
+            if event is None:
+                raise RequestTimeoutError(f"the answer is not there after {timeout} s; its request goes on")
+            if isinstance(event, LoRAError):
+                self._error = event
+            else:
+                self._pieces.append(event)
+        if self._error is not None:
+            raise self._error
+        finish = self._pieces[-1].finish_reason
+        assert finish is not None
+        return Completion(
+            text="".join(piece.text for piece in self._pieces),
+            tokens=tuple(token for piece in self._pieces for token in piece.tokens),
+            logprobs=tuple(one for piece in self._pieces for one in piece.logprobs),
+            finish_reason=finish,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    def cancel(self) -> None:
+        """End it soon. Does nothing once it has ended."""
+        self._cancel()
+
+    def put(self, event: Event) -> None:
+        """The next event; by the engine."""
+        with self._changed:
+            if self._callback is None:
+                self._events.append(event)
+                self._changed.notify_all()
+            else:
+                self._call(event)
+
+    def _call(self, event: Event) -> None:
+        assert self._callback is not None
+        try:
+            self._callback(event)
+        except Exception:
+            _log.exception("a listener of a generation raised, and hears no more")
+            self._callback = _deaf
+
+    def _next(self, deadline: float | None) -> Event | None:
+        with self._changed:
+            while not self._events:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return self._events.popleft()
+
+    def _take(self, how: str) -> None:
+        with self._changed:
+            if self._taken is not None and not (how == self._taken == "result"):
+                raise LoRAUsageError(f"the events of a generation come to one consumer, and are taken by {self._taken}")
+            self._taken = how
+
+
+def _deaf(_: Event) -> None:
+    return None

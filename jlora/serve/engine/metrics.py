@@ -1,0 +1,100 @@
+"""What an engine counts, and what it tells of that."""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+
+from jlora import Histogram
+from jlora.serve.engine.request import EngineStats
+from jlora.serve.engine.sequence import Sequence
+
+_RECENT = 64
+_UNSORTED = 1000  # names that may be counted before it is asked which of them are still registered
+
+
+class EngineMetrics:
+    """EngineMetrics since the start. Every field is changed and read under `lock`.
+
+    Args:
+      registered: whether requests may still ask for an adapter of this name.
+    """
+
+    def __init__(self, registered: Callable[[str], bool]):
+        self._registered = registered
+        self._room = _UNSORTED
+        self.lock = threading.Lock()
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.failed_steps = 0
+        self.finished: Counter[str] = Counter()
+        self.by_lora: Counter[str] = Counter()
+        self.unloaded = 0
+        self.first_token, self.per_token, self.whole = Histogram(), Histogram(), Histogram()
+        self.queued, self.absent = Histogram(), Histogram()
+        self._begun: deque[float] = deque(maxlen=_RECENT)  # when requests left the queue
+
+    def begun(self, sequence: Sequence) -> None:
+        """It has left the queue, and its adapter is in a slot."""
+        now = time.monotonic()
+        with self.lock:
+            self._begun.append(now)
+            self.queued.add(now - sequence.arrived)
+            if sequence.absent:
+                self.absent.add(now - sequence.arrived)
+            self.by_lora[sequence.lora or ""] += 1
+            if len(self.by_lora) > self._room:
+                self.sort_out()
+                self._room = 2 * len(self.by_lora) + _UNSORTED
+
+    def sort_out(self) -> None:
+        """Count those whose adapter is not registered any more together. Under `lock`."""
+        for name in [name for name in self.by_lora if name and not self._registered(name)]:
+            self.unloaded += self.by_lora.pop(name)
+
+    def retry_after(self) -> float:
+        """Seconds until a place in a full queue is likely to be free, by the last few that were."""
+        with self.lock:
+            if len(self._begun) < 2:
+                return 1.0
+            seconds = (time.monotonic() - self._begun[0]) / (len(self._begun) - 1)
+        return min(max(seconds, 0.1), 60.0)
+
+    def stats(self, under_way: Collection[Sequence], rows: int, longest: int) -> EngineStats:
+        """These, and what is under way now.
+
+        Args:
+          under_way: requests that have not ended.
+          rows: sequences that decode together.
+          longest: positions of each.
+        """
+        running = [one for one in under_way if one.row >= 0]
+        waiting = [one for one in under_way if one.row < 0]
+        names = [
+            one.lora
+            for one in waiting
+            if one.lora is not None
+            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
+            and (one.request is not None or self._registered(one.lora))
+        ]
+        used = sum(min(one.filled + one.received, longest) for one in running)
+        with self.lock:
+            self.sort_out()
+            return EngineStats(
+                running=len(running),
+                waiting=len(waiting),
+                running_by_lora=Counter(one.lora for one in running if one.lora is not None),
+                waiting_by_lora=Counter(names),
+                cache_usage=min(1.0, used / (rows * longest)),
+                prompt_tokens=self.prompt_tokens,
+                generated_tokens=self.generated_tokens,
+                finished=dict(self.finished),
+                failed_steps=self.failed_steps,
+                by_lora=dict(self.by_lora),
+                by_unloaded=self.unloaded,
+                time_to_first_token=self.first_token.read(),
+                time_per_output_token=self.per_token.read(),
+                request_seconds=self.whole.read(),
+                queue_seconds=self.queued.read(),
+                adapter_wait_seconds=self.absent.read(),
+            )

@@ -1,0 +1,144 @@
+"""One request under way, as the threads of an engine know it."""
+
+import secrets
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from jlora import AdapterHandle, LoRARequest
+from jlora.errors import LoRAUsageError
+from jlora.serve.engine.detokenizer import Detokenizer
+from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
+
+
+@dataclass(eq=False)
+class HeldAdapter:
+    """One generation of an adapter, held for the sequences that began with it.
+
+    Attributes:
+      handle: what `prepare` takes.
+      users: sequences.
+    """
+
+    handle: AdapterHandle
+    users: int = 0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request.
+
+    Attributes:
+      prompt: token ids.
+      params: how its tokens are chosen; `seed` of it, or the one that was drawn.
+      limit: the most new tokens.
+      stops: tokens that end it.
+      lora, request: its adapter's name, and where it is loaded from if it is not known.
+      absent: whether its adapter was in no slot when it came.
+      deadline: `time.monotonic()` at which it ends with RequestTimeoutError.
+      held: its adapter, once it has begun.
+      row: of the cache, once it has begun.
+      filled: how much of the prompt is in the cache.
+      drawn: tokens that steps were dispatched for.
+      received: tokens that came back.
+      left: whether it has been taken out of its row, or never gets one: what comes for it is dropped.
+      ended: whether its consumer has been told the end.
+      cancelled: whether its consumer wants the end.
+    """
+
+    prompt: Seq[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    stops: frozenset[int]
+    lora: str | None
+    request: LoRARequest | None
+    deadline: float | None
+    answer: Answer
+    detokenizer: Detokenizer
+    absent: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    held: HeldAdapter | None = None
+    batch: Any = None
+    row: int = -1
+    filled: int = 0
+    drawn: int = 0
+    received: int = 0
+    newest: float = 0.0  # when the last token came
+    left: bool = False
+    ended: bool = False
+    cancelled: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has neither begun nor ended."""
+        return self.row < 0 and not self.left
+
+    @property
+    def live(self) -> int:
+        """Positions of the cache that its next step reads."""
+        return len(self.prompt) + self.drawn
+
+
+def room_for(prompt: Seq[int], longest: int) -> int:
+    """The most tokens that the answer may have. Looks at the prompt's length alone, which may be in the millions.
+
+    Raises:
+      LoRAUsageError: there are none, or it does not fit `longest`, the engine's `max_model_len`.
+    """
+    if not len(prompt):
+        raise LoRAUsageError("the prompt has no tokens")
+    room = longest - len(prompt)
+    if room < 1:
+        raise LoRAUsageError(
+            f"the prompt has {len(prompt)} tokens, and with at least one new one it must fit max_model_len={longest}"
+        )
+    return room
+
+
+def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: int) -> int:
+    """The most tokens that a request may get.
+
+    Raises:
+      LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
+    """
+    room = room_for(prompt, longest)
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab for token in prompt):
+        raise LoRAUsageError(f"the prompt must hold token ids from 0 to {vocab - 1}")
+    limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, 1)
+    if limit > room:
+        raise LoRAUsageError(
+            f"max_tokens={limit} and a prompt of {len(prompt)} tokens do not fit max_model_len={longest}"
+        )
+    if not _number(params.temperature) or not 0 <= params.temperature < float("inf"):
+        raise LoRAUsageError(f"temperature must be a finite number of at least 0, got {params.temperature!r}")
+    if not _number(params.top_p) or not 0 < params.top_p <= 1:
+        raise LoRAUsageError(f"top_p must be above 0 and at most 1, got {params.top_p!r}")
+    _integer("top_k", params.top_k, 0)
+    if params.seed is not None:
+        _integer("seed", params.seed, -(2**63), 2**64)
+    if params.logprobs is not None:
+        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS + 1)
+    stop: object = params.stop
+    if not isinstance(stop, tuple) or not all(isinstance(one, str) and one for one in params.stop):
+        raise LoRAUsageError(f"stop must be a tuple of non-empty strings, got {params.stop!r:.200}")
+    for token in params.stop_token_ids:
+        _integer("stop_token_ids", token, 0)
+    return limit
+
+
+def seed_of(params: SamplingParams) -> int:
+    """64 bits: the seed that was asked for, or any."""
+    return secrets.randbits(63) if params.seed is None else params.seed % 2**64
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: object, least: int, beyond: int = 2**31) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < beyond:
+        raise LoRAUsageError(f"{name} must be an integer from {least} to {beyond - 1}, got {value!r:.100}")
+    return value

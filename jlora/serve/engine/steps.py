@@ -1,0 +1,388 @@
+"""The compiled steps of an engine, and the state on the device that they pass on, donated.
+
+    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V]
+    begin    its first token, and the row's settings                         -> token [1]
+    decode   the last token of every row into the cache                      -> logits [R, V]
+    pick     the next token of every row                                     -> tokens [R]
+    report   log probabilities of tokens and of the likeliest                where a row asks for them
+
+All shapes are fixed: R rows, a few lengths of chunks, and a few extents of the cache that attention reads. A row that
+decodes nothing computes like the others, and writes where the next token of its own row will be written over it.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+import jlora
+from jlora.errors import LoRAUsageError
+from jlora.models import HOTTEST, Sampling, choose, likeliest
+from jlora.serve.engine.model import ServableModel, cache_axes, row_of, with_row
+from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
+
+_log = logging.getLogger("jlora.serve")
+_LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
+_LEAST_CHUNK = 32
+
+
+class Rows(NamedTuple):
+    """What the steps know of each row.
+
+    Attributes:
+      last: its newest token, which is not in the cache yet.
+      length: how many of its positions the cache holds.
+      drawn: how many tokens were chosen for it.
+      sampling: how.
+    """
+
+    last: Int[Array, "R"]
+    length: Int[Array, "R"]
+    drawn: Int[Array, "R"]
+    sampling: Sampling
+
+
+class Chosen(NamedTuple):
+    """Tokens on their way from the device: -1 where the logits were not numbers; with what `report` said of them."""
+
+    tokens: Int[Array, "B"]
+    report: tuple[Float[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
+
+    def read(self) -> "Chosen":
+        """The same as NumPy arrays, once they are computed."""
+        return jax.tree.map(np.asarray, self)
+
+    def logprob(self, i: int, token: int, asked: int | None) -> TokenLogprob | None:
+        """Of the token that was chosen as number `i`, with the `asked` likeliest; once it has been read."""
+        if asked is None or self.report is None:
+            return None
+        own, values, ids = self.report
+        top = tuple((int(ids[i, n]), float(values[i, n])) for n in range(min(asked, ids.shape[1])))
+        return TokenLogprob(token, float(own[i]), top)
+
+
+class How(NamedTuple):
+    """Which variant of a choice is needed: static, and cheaper the less is asked for."""
+
+    sampled: bool = False
+    ranked: bool = False
+    reported: bool = False
+
+    def __str__(self) -> str:
+        choice = ("drawn" + (", of the likeliest" if self.ranked else "")) if self.sampled else "greedy"
+        return choice + (", with log probabilities" if self.reported else "")
+
+    @classmethod
+    def of(cls, many: Sequence[SamplingParams]) -> "How":
+        drawn = [one for one in many if one.temperature > 0]
+        limited = any(one.top_k > 0 or one.top_p < 1 for one in drawn)
+        return cls(bool(drawn), limited, any(one.logprobs is not None for one in many))
+
+
+class Steps:
+    """Compiled steps of one model. Its methods are called by one thread.
+
+    Args:
+      model: a `ServableModel` that `manager` serves.
+      manager: of the model.
+      rows: sequences that decode together.
+      max_model_len: positions of a sequence.
+      chunk: the most tokens of a prompt that one step takes.
+
+    Attributes:
+      capacity: positions of a row of the cache.
+      extents: of the cache, that decode steps are compiled for.
+    """
+
+    def __init__(self, model: Any, manager: jlora.LoRAManager, *, rows: int, max_model_len: int, chunk: int):
+        if not isinstance(model, ServableModel) or not isinstance(model, nnx.Module):
+            raise LoRAUsageError(
+                f"an engine takes an nnx.Module with config, init_cache and extend (jlora.serve.ServableModel), got "
+                f"{type(model).__name__}"
+            )
+        if manager.model is not model:
+            raise LoRAUsageError("the manager serves another model than the engine was given")
+        self.rows = rows
+        self.chunk = min(chunk, max_model_len)
+        self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
+        live = getattr(model, "reads_what_is_live", False)
+        self.extents = [self.capacity] if live else _doubled(_LEAST_EXTENT, self.capacity)
+        self._manager = manager
+        self._slots: tuple[Any, list[jax.Array]] | None = None
+        graph, slots, rest = nnx.split(model, jlora.SlotParam, ...)
+        self._slot_tree = jax.tree.structure(slots)
+        self._rest, rest_tree = jax.tree.flatten(rest)
+        if not all(leaf.is_fully_addressable for leaf in self._rest if isinstance(leaf, jax.Array)):
+            raise LoRAUsageError(
+                "an engine serves from one process, and the model lies on devices of several; step it in a loop of "
+                "your own, as examples/serve_multihost.py does"
+            )
+        self._axes = cache_axes(model)
+        knows_extent = "extent" in inspect.signature(model.extend).parameters
+
+        def merged(slots: list[jax.Array], rest: list[jax.Array]) -> Any:
+            return nnx.merge(graph, jax.tree.unflatten(self._slot_tree, slots), jax.tree.unflatten(rest_tree, rest))
+
+        def extend(model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
+            extra = {"extent": extent} if knows_extent else {}
+            logits, cache = model.extend(tokens, positions, cache, last, **extra)
+            return self._whole(logits.astype(jnp.float32)), cache
+
+        @jax.jit
+        def fresh() -> tuple[Any, Rows]:
+            sampling = Sampling(
+                temperature=jnp.zeros(rows),
+                top_k=jnp.full(rows, model.config.vocab_size, jnp.int32),
+                top_p=jnp.full(rows, jnp.inf),
+                keys=jax.random.split(jax.random.key(0), rows),
+            )
+            last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
+            return model.init_cache(rows, self.capacity), Rows(last, length, drawn, sampling)
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
+            return self._laid(cache), self._whole(rows)  # as every step leaves them
+
+        @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
+        def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
+            here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
+            with jlora.use(batch):
+                zeros = jnp.zeros_like(rows.last)
+                logits, cache = extend(merged(slots, rest), rows.last[:, None], here, cache, zeros, extent)
+            return logits, self._laid(cache)
+
+        @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
+        def prefill(
+            slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int
+        ) -> Any:
+            row, start, count = where
+            positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            own = self._mapped(partial(row_of, row=row, extent=extent), cache)
+            with jlora.use(batch):
+                logits, own = extend(merged(slots, rest), tokens, positions, own, (count - 1)[None], extent)
+            cache = self._mapped(partial(with_row, row=row), cache, own)
+            rows = rows._replace(length=rows.length.at[row].set(start + count))
+            return logits, self._laid(cache), self._whole(rows)
+
+        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
+        def begin(logits: Any, rows: Rows, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool) -> Any:
+            (row, top_k), (temperature, top_p) = ints, floats
+            key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+            own = Sampling(temperature[None], top_k[None], top_p[None], key[None])
+            token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
+            sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
+            last = rows.last.at[row].set(jnp.maximum(token[0], 0))
+            return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
+
+        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
+        def pick(logits: Any, rows: Rows, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
+            tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
+            step = active.astype(jnp.int32)
+            last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
+            return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
+
+        @jax.jit
+        def report(logits: Any, tokens: Any) -> Any:
+            logprobs = jax.nn.log_softmax(logits, axis=-1)
+            values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+            return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
+
+        self._fresh, self._settle, self._decode, self._prefill = fresh, settle, decode, prefill
+        self._begin, self._pick, self._report = begin, pick, report
+        self._vocab = int(model.config.vocab_size)
+        self._state: tuple[Any, Rows] | None = None
+        self._lies: list[Any] = []  # where the cache does
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """An empty state; what was there is gone."""
+        self._state = None  # first, for there may be no room for two
+        cache, rows = self._fresh()
+        self._lies = [leaf.sharding for leaf in jax.tree.leaves(cache)]
+        self._state = (cache, rows) if self._everywhere() is None else self._settle(cache, rows)
+
+    def _everywhere(self) -> NamedSharding | None:
+        """On all of the mesh that the cache lies on, if it does."""
+        meshes = [lies.mesh for lies in self._lies if isinstance(lies, NamedSharding)]
+        return NamedSharding(meshes[0], P()) if meshes else None
+
+    def _whole(self, tree: Any) -> Any:
+        """Inside a step: small arrays, on all of a mesh, so that no step finds them laid out otherwise."""
+        where = self._everywhere()
+        return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
+
+    def _laid(self, cache: Any) -> Any:
+        """Inside a step: a cache, laid out as it was."""
+        if self._everywhere() is None:
+            return cache
+        leaves, tree = jax.tree.flatten(cache)
+        return jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, self._lies))
+
+    @property
+    def lost(self) -> bool:
+        """Whether a step that raised has taken the state with it."""
+        return self._state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+
+    def close(self) -> None:
+        """Give the cache back."""
+        self._state = None
+
+    def compiled(self) -> int:
+        """How many variants of the steps are compiled."""
+        steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
+        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def chunk_of(self, start: int, length: int) -> tuple[int, int, int]:
+        """The step that takes a prompt of `length` on from `start`: its tokens, their number with padding, its extent.
+
+        Chunks that are not the first are of one size: so few combinations compile.
+        """
+        count = min(self.chunk, length - start)
+        if start:
+            return count, self.chunk, _least(_doubled(self.chunk, self.capacity), start + self.chunk)
+        padded = _least(self._firsts(), count)
+        return count, padded, padded
+
+    def _firsts(self) -> list[int]:
+        sizes = [self.chunk]
+        while sizes[0] // 4 >= _LEAST_CHUNK:
+            sizes.insert(0, sizes[0] // 4)
+        return sizes
+
+    def prefill(self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], start: int) -> tuple[jax.Array, int]:
+        """One chunk of a prompt. Returns the logits after it, and up to where the prompt is in the cache now."""
+        count, padded, extent = self.chunk_of(start, len(prompt))
+        tokens = np.zeros((1, padded), np.int32)
+        tokens[0, :count] = prompt[start : start + count]
+        where = np.array([row, start, count], np.int32)
+        logits, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
+        self._state = (state[0], state[1])
+        return logits, start + count
+
+    def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
+        """The first token of a sequence, by the logits after its prompt."""
+        how = How.of([params])
+        ints = np.array([row, params.top_k or self._vocab], np.int32)
+        temperature, top_p = min(params.temperature, HOTTEST), params.top_p if params.top_p < 1 else np.inf
+        floats = np.array([temperature, top_p], np.float32)
+        halves = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+        cache, rows = self._held()
+        tokens, rows = self._begin(logits, rows, ints, floats, halves, sampled=how.sampled, ranked=how.ranked)
+        self._state = (cache, rows)
+        return self._told(logits, tokens, how)
+
+    def decode(self, batch: jlora.LoRABatch, active: jax.Array, live: int, how: How) -> Chosen:
+        """The next token of every row of which `active` [R] is True; `live` is the longest of these with its last
+        token."""
+        served = batch if batch.has_adapters else None
+        logits, cache = self._run(self._decode, served, extent=_least(self.extents, live))
+        rows = self._held()[1]
+        self._state = (cache, rows)  # the rows are not donated yet: should the next call raise, nothing is lost
+        tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
+        self._state = (cache, rows)
+        return self._told(logits, tokens, how)
+
+    def _told(self, logits: jax.Array, tokens: jax.Array, how: How) -> Chosen:
+        chosen = Chosen(tokens, self._report(logits, tokens) if how.reported else None)
+        for array in jax.tree.leaves(chosen):
+            array.copy_to_host_async()
+        return chosen
+
+    def _held(self) -> tuple[Any, Rows]:
+        assert self._state is not None
+        return self._state
+
+    def _run(self, step: Callable[..., Any], batch: Any, *args: Any, **static: Any) -> Any:
+        def call() -> Any:
+            slots = self._manager.slots
+            if self._slots is None or self._slots[0] is not slots:
+                self._slots = (slots, jax.tree.leaves(slots))
+            return step(self._slots[1], self._rest, batch, *self._held(), *args, **static)
+
+        return self._manager.run(call)
+
+    def _mapped(self, act: Callable[..., Any], *trees: Any) -> Any:
+        """`act(batch axis, capacity axis, *leaves)` on every array of caches."""
+        leaves, tree = zip(*map(jax.tree.flatten, trees), strict=True)
+        acted = [act(*axes, *arrays) for axes, *arrays in zip(self._axes, *leaves, strict=True)]
+        return jax.tree.unflatten(tree[0], acted)
+
+    # --- warm-up ------------------------------------------------------------------------------------------------
+
+    def warm(self, progress: Callable[[int, int], None]) -> None:
+        """Allocate the state and compile everything, by running it once with a free slot and once without adapters."""
+        self.reset()
+        chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
+        for start in range(self.chunk, self.capacity, self.chunk):
+            chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
+        variants = [How(), How(True), How(True, True), How(reported=True)]
+        active = jnp.zeros(self.rows, bool)
+        logits: list[jax.Array] = []
+
+        def fill(batch: jlora.LoRABatch, start: int, length: int) -> None:
+            logits[:] = [self.prefill(batch, 0, [0] * length, start)[0]]
+
+        def begin(how: How) -> None:
+            limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
+            self.begin(logits[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
+
+        def warmed(rows: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
+            return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows)
+
+        calls = [
+            *(
+                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, fill, *of))
+                for (tokens, extent), of in chunks.items()
+            ),
+            *((f"the first token, {how}", partial(begin, how)) for how in variants),
+            *(
+                (
+                    f"decode of {self.rows} rows over {extent} positions",
+                    warmed(self.rows, self.decode, active, extent, How()),
+                )
+                for extent in self.extents
+            ),
+            *((f"the next tokens, {how}", warmed(self.rows, self.decode, active, 1, how)) for how in variants),
+        ]
+        # On a mesh twice: the state that another step leaves is laid out the same, and may be called otherwise.
+        calls *= 1 if self._everywhere() is None else 2
+        progress(1, 1 + len(calls))
+        for i, (step, call) in enumerate(calls):
+            _log.info("warm-up %d of %d: %s", 2 + i, 1 + len(calls), step)
+            call()
+            jax.block_until_ready(self._state)
+            progress(2 + i, 1 + len(calls))
+        self.reset()
+
+
+def _doubled(least: int, most: int) -> list[int]:
+    """`most`, and the powers of two times `least` that are below it."""
+    sizes: list[int] = []
+    while least < most:
+        sizes.append(least)
+        least *= 2
+    return [*sizes, most]
+
+
+def _least(sizes: Sequence[int], enough: int) -> int:
+    return next(size for size in sizes if size >= enough)
+
+
+def _chosen(
+    logits: Float[Array, "B V"], steps: Int[Array, "B"], sampling: Sampling, sampled: bool, ranked: bool
+) -> Int[Array, "B"]:
+    tokens = choose(logits, steps, sampling, ranked=ranked) if sampled else likeliest(logits)
+    return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), -1, tokens)

@@ -1,0 +1,108 @@
+"""The thread that makes text of tokens and hands answers out, so that steps are not kept waiting for either."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
+
+from jlora.errors import LoRAError
+from jlora.serve.engine.metrics import EngineMetrics
+from jlora.serve.engine.request import FinishReason, Piece, TokenLogprob
+from jlora.serve.engine.sequence import Sequence
+
+_log = logging.getLogger("jlora")
+
+
+class TokenEvent(NamedTuple):
+    """What became of a sequence: a new token, or its end, or both.
+
+    Attributes:
+      end: the finish reason, or the error that it ends with.
+    """
+
+    sequence: Sequence
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    end: FinishReason | LoRAError | None = None
+
+
+class TokenWriter:
+    """Makes text of the events of sequences, and gives it to their consumers in order.
+
+    Args:
+      metrics: of the engine.
+      ended: called with every sequence after its last event.
+    """
+
+    def __init__(self, metrics: EngineMetrics, ended: Callable[[Sequence], None]):
+        self._metrics = metrics
+        self._ended = ended
+        self._events: queue.SimpleQueue[Seq[TokenEvent] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="jlora-serve-text", daemon=True)
+
+    def put(self, events: Seq[TokenEvent]) -> None:
+        self._events.put(events)
+
+    def stop(self) -> None:
+        """End the thread once all events are out."""
+        self._events.put(None)
+
+    def _work(self) -> None:
+        while (events := self._events.get()) is not None:
+            now = time.monotonic()
+            for event in events:
+                try:
+                    self._write(event, now)
+                except Exception as error:  # a tokenizer may raise anything; others must not suffer
+                    _log.exception("the text of an answer could not be made")
+                    self._end(event.sequence, LoRAError(f"the answer cannot be decoded: {error!r:.300}"))
+
+    def _write(self, event: TokenEvent, now: float) -> None:
+        sequence, end = event.sequence, event.end
+        if sequence.ended:
+            return
+        text, detokenizer = "", sequence.detokenizer
+        offset = detokenizer.length
+        if event.token is not None:
+            self._count_token(sequence, now)
+            text = detokenizer.add(event.token)
+        if isinstance(end, LoRAError):
+            self._end(sequence, end)
+            return
+        if end is not None:
+            text += detokenizer.finish()
+        if detokenizer.stopped:
+            end = "stop"
+        tokens = () if event.token is None else (event.token,)
+        logprobs = () if event.logprob is None else (replace(event.logprob, offset=offset),)
+        piece = Piece(text, tokens, logprobs, end)
+        if end is None:
+            sequence.answer.put(piece)
+        else:
+            self._end(sequence, piece)
+
+    def _count_token(self, sequence: Sequence, now: float) -> None:
+        with self._metrics.lock:
+            self._metrics.generated_tokens += 1
+            if sequence.newest:
+                self._metrics.per_token.add(now - sequence.newest)
+            else:
+                self._metrics.first_token.add(now - sequence.arrived)
+        sequence.newest = now
+
+    def _end(self, sequence: Sequence, event: Piece | LoRAError) -> None:
+        if sequence.ended:
+            return
+        sequence.ended = True
+        reason = "error" if isinstance(event, LoRAError) else str(event.finish_reason)
+        with self._metrics.lock:
+            self._metrics.finished[reason] += 1
+            self._metrics.whole.add(time.monotonic() - sequence.arrived)
+        try:
+            sequence.answer.put(event)
+        finally:
+            self._ended(sequence)

@@ -1,0 +1,193 @@
+"""Text from tokens as they come: the same as decoding all of them, and never more than a stop string leaves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jlora.cli.demo import DEMO
+from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte: most characters take several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def word_tokenizer() -> Tokenizer:
+    """Words that begin with a space, which the first of an answer loses."""
+    words = ["▁the", "▁cat", "s", "▁", "▁é", "..", "<s>"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+TOKENIZERS = {
+    "demo": Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json")),
+    "bytes": byte_tokenizer(),
+    "words": word_tokenizer(),
+}
+anyone = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+UNKNOWN = 2  # ids above those that a tokenizer knows; a model's vocabulary may have such
+
+
+def pieces(tokenizer, tokens, stop=()):
+    silent = () if tokenizer is None else silent_tokens(tokenizer, tokenizer.get_vocab_size() + UNKNOWN)
+    decoding = Detokenizer(tokenizer, stop, silent)
+    found = [decoding.add(token) for token in tokens]
+    return [*found, decoding.finish()], decoding.stopped
+
+
+@anyone
+@given(data=st.data())
+def test_pieces_are_the_decoded_whole(name, data):
+    tokenizer = TOKENIZERS[name]
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + UNKNOWN - 1), max_size=30))
+    found, stopped = pieces(tokenizer, tokens)
+    assert "".join(found) == tokenizer.decode(tokens)
+    assert not stopped
+
+
+@given(st.text(max_size=12))
+def test_no_half_characters(text):
+    tokenizer = TOKENIZERS["bytes"]
+    found, _ = pieces(tokenizer, tokenizer.encode(text).ids)
+    assert "".join(found) == text
+    assert not any("\ufffd" in piece for piece in found if "\ufffd" not in text)
+
+
+def test_bytes_that_are_no_characters_come_out_in_the_end():
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = tokenizer.encode("aé").ids[:-1]  # half of é
+    found, _ = pieces(tokenizer, tokens)
+    assert found == ["a", "", "\ufffd"]
+
+
+class Measured:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, name):
+        self.tokenizer, self.decoded = TOKENIZERS[name], 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens)
+
+
+def test_bytes_that_never_become_characters_are_decoded_in_proportion_to_their_number():
+    (first, _), letters = TOKENIZERS["bytes"].encode("é").ids, TOKENIZERS["bytes"].encode("abc" * 400).ids
+    measured = Measured("bytes")
+    decoding = Detokenizer(measured)
+    shown = [decoding.add(token) for token in [*letters[:3], *[first] * 2000, *letters]]
+    assert measured.decoded < 25 * len(shown)  # one after the other would be 2,000,000
+    assert shown[:3] == ["a", "b", "c"]
+    assert "".join(shown[:2300]).startswith("abc" + 2000 * "\ufffd" + "abc")  # an eighth later, not at the end
+    assert shown[-1] == "c"
+    assert "".join(shown) + decoding.finish() == measured.decode([*letters[:3], *[first] * 2000, *letters])
+
+
+def cut(text, stop):
+    """The naive rule, for one token a character: what is complete first decides, and then what begins first."""
+    for end in range(len(text) + 1):
+        begins = [text[:end].find(one) for one in stop if one in text[:end]]
+        if begins:
+            return text[: min(begins)], True
+    return text, False
+
+
+@given(st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_end_the_text_before_them(text, stop):
+    tokenizer = TOKENIZERS["bytes"]
+    want, stops = cut(text, stop)
+    decoding, shown = Detokenizer(tokenizer, stop), ""
+    for token in tokenizer.encode(text).ids:
+        shown += decoding.add(token)
+        assert want.startswith(shown)  # nothing that is taken back
+    assert (shown + decoding.finish(), decoding.stopped) == (want, stops)
+
+
+def test_a_stop_string_that_ends_with_the_answer():
+    decoding = Detokenizer(TOKENIZERS["bytes"], ["é"])
+    first, second = TOKENIZERS["bytes"].encode("é").ids
+    assert (decoding.add(first), decoding.add(second), decoding.stopped) == ("", "", True)
+    assert decoding.finish() == ""
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    assert pieces(None, [1, 2, 3]) == (["", "", "", ""], False)
+
+
+class Counted(str):
+    """EngineMetrics how often its characters are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        Counted.looks += 1
+        return super().__getitem__(at)
+
+
+def test_what_is_kept_for_one_stop_string_is_not_searched_again_for_the_others():
+    """The text keeps all that it has for the first: for the second that was looked at anew with each token."""
+    letters, count = TOKENIZERS["bytes"].encode("ab").ids, 500
+    stop = [Counted("a" * count + "b"), Counted("c" * 2 * count)]
+    decoding = Detokenizer(TOKENIZERS["bytes"], stop)
+    assert [decoding.add(letters[0]) for _ in range(count + 1)] == [""] * count + ["a"]
+    assert decoding.add(letters[1]) == ""
+    assert decoding.stopped
+    assert Counted.looks < 20 * count
+
+
+class Recorded:
+    """A tokenizer that knows the longest list it had to decode."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.longest = tokenizer, 0
+
+    def decode(self, tokens):
+        self.longest = max(self.longest, len(tokens))
+        return self.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("silent", ["<s>", None])
+def test_tokens_without_text_are_not_decoded_again_and_again(silent):
+    tokenizer = TOKENIZERS["words"]
+    recorded, size = Recorded(tokenizer), tokenizer.get_vocab_size()
+    decoding = Detokenizer(recorded, (), silent_tokens(tokenizer, size + UNKNOWN))
+    the, repeated = tokenizer.token_to_id("▁the"), size if silent is None else tokenizer.token_to_id(silent)
+    found = [decoding.add(token) for token in (the, *[repeated] * 1000, the)]
+    assert found == ["the", *[""] * 1000, " the"]
+    assert decoding.finish() == ""
+    assert recorded.longest == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "lengths"),
+    [
+        ("bytes", "aé b", [0, 1, 1, 2, 3]),  # é is two of them
+        ("words", ["▁the", "▁cat", "s", "<s>", "▁é", ".."], [0, 3, 7, 8, 8, 10]),  # the first loses its space
+    ],
+)
+@pytest.mark.parametrize("stop", [(), ("é c", "s éx")])
+def test_how_long_the_text_is_before_each_token(name, tokens, lengths, stop):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(tokens).ids if name == "bytes" else [tokenizer.token_to_id(word) for word in tokens]
+    decoding, found = Detokenizer(tokenizer, stop, silent_tokens(tokenizer, tokenizer.get_vocab_size())), []
+    for token in ids:
+        found.append(decoding.length)
+        decoding.add(token)
+    assert found == lengths
+    whole = tokenizer.decode(ids)
+    for token, at in zip(ids, found, strict=True):
+        if "\ufffd" not in (text := tokenizer.decode([token])):
+            assert whole[at:].lstrip().startswith(text.strip())

@@ -1,0 +1,855 @@
+"""The engine over the demo model: its answers against `jlora.models.generate`, whatever else runs."""
+
+import dataclasses
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from tokenizers import Tokenizer, models
+
+import jlora
+from jlora.cli.demo import DEMO, DENSE, demo_requests
+from jlora.cli.generate import Request, encode
+from jlora.cli.loading import load_model
+from jlora.models import generate
+from jlora.models.sampling import HOTTEST
+from jlora.serve import (
+    AdapterExistsError,
+    EngineBusyError,
+    Piece,
+    RequestTimeoutError,
+    SamplingParams,
+    StepFailedError,
+)
+from jlora.serve.engine.loras import Loras
+from tests.serve.client import until
+from tests.serve.conftest import ADAPTERS, ROWS, request_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
+WORD = "planet="
+
+
+class Oracle:
+    """Whole forward passes, without a cache, on a model and a manager of its own, with a slot for every adapter."""
+
+    rows, length = 8, 64
+
+    def __init__(self, tokenizer):
+        self.model = load_model(DEMO / "model", "float32")
+        self.tokenizer = tokenizer
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(max_loras=4, max_lora_rank=32))
+        for name, path in ADAPTERS.items():
+            self.manager.add_adapter(jlora.LoRARequest(name, str(path)))
+
+        @jax.jit
+        def forward(model, tokens, batch):
+            with jlora.use(batch):
+                return model(tokens)
+
+        self.forward = forward
+        self.known = {}
+
+    def logits(self, adapters, tokens):
+        """Of every position, for lists of token ids."""
+        padded = np.zeros((self.rows, self.length), np.int32)
+        for row, one in zip(padded, tokens, strict=False):
+            row[: len(one)] = one
+        with self.manager.prepare([*adapters, *[None] * (self.rows - len(adapters))]) as batch:
+            return np.asarray(self.forward(self.model, padded, batch))
+
+    def __call__(self, requests, limit=10):
+        """Greedy answers."""
+        ends = self.model.config.eos_token_ids
+        new = list(dict.fromkeys(one for one in requests if (one.adapter, one.prompt) not in self.known))
+        for start in range(0, len(new), self.rows):
+            some = new[start : start + self.rows]
+            prompts = encode(self.tokenizer, some)
+            rows = [list(prompt) for prompt in prompts]
+            for _ in range(limit):
+                logits = self.logits([request.adapter for request in some], rows)
+                for row, prompt, scores in zip(rows, prompts, logits, strict=False):
+                    if len(row) == len(prompt) or row[-1] not in ends:
+                        row.append(int(scores[len(row) - 1].argmax()))
+            for request, row, prompt in zip(some, rows, prompts, strict=True):
+                self.known[request.adapter, request.prompt] = row[len(prompt) :]
+        return [self.known[request.adapter, request.prompt] for request in requests]
+
+    def generate(self, requests, **options):
+        """`jlora.models.generate`, always of one shape."""
+        padded = [*requests, *[Request(None, "=")] * (self.rows - len(requests))]
+        with self.manager.prepare([request.adapter for request in padded]) as batch:
+            prompts = encode(self.tokenizer, padded)
+            return generate(self.model, prompts, batch=batch, **options)[: len(requests)]
+
+
+@pytest.fixture(scope="session")
+def oracle(started):
+    return Oracle(started.tokenizer)
+
+
+def answers(world, requests, params=GREEDY, gap=0.0):
+    generations = []
+    for i, request in enumerate(requests):
+        one = params[i] if isinstance(params, list) else params
+        generations.append(world.engine.submit(request.prompt, one, lora=request.adapter))
+        time.sleep(gap)
+    return [generation.result(60) for generation in generations]
+
+
+def test_transfers_that_the_process_forbids_by_default_are_meant(world):
+    """The guard that people set to find their own; what is loaded meanwhile, too."""
+    requests = [Request(name, WORD) for name in (None, *ADAPTERS)]
+    before = answers(world, requests)
+    world.engine.remove_lora("sort")
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        world.engine.add_lora(request_of("sort"))
+        found = answers(world, requests)
+        sampled = world.engine.submit(WORD, SamplingParams(temperature=1, max_tokens=4), lora="sort").result(60)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+    assert [one.tokens for one in found] == [one.tokens for one in before]
+    assert sampled.tokens
+
+
+def test_answers_are_those_of_generate_for_four_adapters_and_the_base(world, oracle):
+    requests = demo_requests(DENSE)[:24]
+    assert {request.adapter for request in requests} == {None, *ADAPTERS}
+    found = answers(world, requests)
+    ends = oracle.model.config.eos_token_ids
+    parts = [oracle.generate(requests[i : i + 8], max_new_tokens=10, stop_tokens=ends) for i in range(0, 24, 8)]
+    want = [tokens for part in parts for tokens in part]
+    assert [list(one.tokens) for one in found] == want == oracle(requests)
+    assert [one.text for one in found] == [world.tokenizer.decode(tokens) for tokens in want]
+    assert sum(one.text == request.answer for one, request in zip(found, requests, strict=True)) >= 23
+    assert {one.finish_reason for one in found} == {"stop"}
+    assert [one.prompt_tokens for one in found] == [len(request.prompt) + 1 for request in requests]
+
+
+@pytest.mark.slow
+def test_staggered_arrivals_get_the_same_answers(world, oracle):
+    requests = demo_requests(DENSE)[24:40]
+    assert [list(one.tokens) for one in answers(world, requests, gap=0.004)] == oracle(requests)
+
+
+def test_long_prompts_come_in_chunks(world, oracle):
+    prompts = ["abcdefghijklmnopqrstuvwxyz" * 2 + "=", "qwertyuiopasdfghjklzxcvbnmqwerty="[:33], "a" * 30 + "="]
+    assert [len(prompt) + 1 for prompt in prompts] == [54, 34, 32]  # of 32: two chunks, and just one
+    requests = [Request(name, prompt) for prompt in prompts for name in ("reverse", None)]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    assert [list(one.tokens) for one in answers(world, requests, params)] == oracle(requests)
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.9}])
+def test_the_same_seed_gives_the_same_answer_whatever_else_runs(world, limits):
+    params = SamplingParams(temperature=3.0, seed=11, max_tokens=12, ignore_eos=True, **limits)
+    request = Request("shift", WORD)
+    noise = [
+        SamplingParams(temperature=2.0, top_k=2, max_tokens=9),
+        SamplingParams(temperature=0.5, top_p=0.5, logprobs=3, max_tokens=7),
+        GREEDY,
+    ]
+    others = [Request(name, "noise=") for name in ("sort", None, "swap")]
+    found = answers(world, [request, *others, request], [params, *noise, params])
+    assert found[0].tokens == found[-1].tokens == answers(world, [request], params)[0].tokens
+    other = answers(world, [request], SamplingParams(temperature=3.0, seed=12, max_tokens=12, ignore_eos=True))[0]
+    assert other.tokens != found[0].tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5, "top_p": 0.9}])
+def test_a_seed_gives_what_generate_draws_with_it(world, oracle, limits):
+    found = answers(
+        world,
+        [Request("shift", WORD)],
+        SamplingParams(temperature=3.0, seed=11, max_tokens=12, ignore_eos=True, **limits),
+    )
+    want = oracle.generate([Request("shift", WORD)], max_new_tokens=12, temperature=3.0, seed=11, **limits)
+    assert [list(one.tokens) for one in found] == want
+
+
+def test_requests_without_a_seed_differ(world):
+    params = SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True)
+    found = answers(world, [Request(None, WORD)] * 4, params)
+    assert len({one.tokens for one in found}) == 4
+
+
+def test_seeds_of_64_bits_are_told_apart(world):
+    seeds = [1, 1 + 2**32, -1, 2**63 - 1]
+    params = [SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True, seed=seed) for seed in seeds]
+    found = answers(world, [Request(None, WORD)] * 4, params)
+    assert len({one.tokens for one in found}) == 4
+    assert found == answers(world, [Request(None, WORD)] * 4, params)
+
+
+def test_limits_that_float32_has_no_numbers_for(world):
+    """Such a temperature is infinite there, and such a `top_p` is 0."""
+    hot = SamplingParams(temperature=1e39, seed=1, max_tokens=3, ignore_eos=True)
+    hottest = SamplingParams(temperature=HOTTEST, seed=1, max_tokens=3, ignore_eos=True)
+    assert len({answers(world, [Request("sort", WORD)], params)[0].tokens for params in (hot, hottest)}) == 1
+    narrow = SamplingParams(temperature=1.0, top_p=1e-46, max_tokens=10)
+    likeliest = [answers(world, [Request("sort", WORD)], params)[0].tokens for params in (narrow, GREEDY)]
+    assert likeliest[0] == likeliest[1]
+
+
+def test_an_answer_does_not_depend_on_batch_mates_to_the_bit(world):
+    params = SamplingParams(temperature=0, logprobs=5, max_tokens=8, ignore_eos=True)
+    request = Request("sort", "zebra=")
+    alone = answers(world, [request], params)[0]
+    crowd = [Request(name, prompt + "=") for name in ("sort", "swap", None) for prompt in ("ab", "abcdefghijk" * 4)]
+    among = answers(world, [*crowd, request, *crowd], [LONG_ISH] * 6 + [params] + [LONG_ISH] * 6)[6]
+    assert among == alone  # logprobs, too
+
+
+LONG_ISH = SamplingParams(temperature=0, ignore_eos=True, max_tokens=15)
+
+
+def test_logprobs_are_those_of_the_models_own_distribution(world, oracle):
+    params = SamplingParams(temperature=2.0, top_k=4, seed=5, logprobs=3, max_tokens=6, ignore_eos=True)
+    found = answers(world, [Request("shift", WORD)], params)[0]
+    prompt = encode(world.tokenizer, [Request("shift", WORD)])[0]
+    logits = oracle.logits(["shift"], [[*prompt, *found.tokens]])[0, len(prompt) - 1 : len(prompt) + 5]
+    logits = logits.astype(np.float64)
+    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert len(found.logprobs) == 6
+    decoded = [len(world.tokenizer.decode(found.tokens[:i])) for i in range(6)]
+    assert [one.offset for one in found.logprobs] == decoded
+    for row, token, one in zip(want, found.tokens, found.logprobs, strict=True):
+        assert one.token == token
+        assert one.logprob == pytest.approx(row[token], abs=1e-4)
+        best = np.argsort(-row, kind="stable")[:3]
+        assert [token for token, _ in one.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in one.top], row[best], atol=1e-4)
+    none = answers(world, [Request("shift", WORD)], GREEDY)[0]
+    assert none.logprobs == ()
+
+
+def test_why_an_answer_ends(world, oracle):
+    request = Request(None, "abcdefgh=")  # the base copies
+    (whole,) = oracle([request])
+    text = world.tokenizer.decode(whole)
+    assert text == "abcdefgh"
+    params = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=0, stop=("de", "zzz")),
+        SamplingParams(temperature=0, stop_token_ids=(whole[4],)),
+        SamplingParams(temperature=0, stop=("hx",)),
+    ]
+    found = answers(world, [request] * 4, params)
+    assert [(one.text, one.finish_reason) for one in found] == [
+        ("abc", "length"), ("abc", "stop"), ("abcde", "stop"), ("abcdefgh", "stop"),
+    ]  # fmt: skip
+    assert [list(one.tokens) for one in found] == [whole[:3], whole[:5], whole[:5], whole]
+    assert len(answers(world, [request], LONG)[0].tokens) == 40
+
+
+def test_an_answer_may_fill_the_context(world, oracle):
+    found = answers(world, [Request("swap", WORD)], SamplingParams(temperature=0, ignore_eos=True))[0]
+    assert (len(found.tokens), found.finish_reason) == (64 - len(WORD) - 1, "length")
+    prompt = encode(world.tokenizer, [Request("swap", WORD)])[0]
+    scores = oracle.logits(["swap"], [[*prompt, *found.tokens]])[0]
+    assert scores[len(prompt) - 1 : -1].argmax(axis=1).tolist() == list(found.tokens)
+    assert [list(one.tokens) for one in answers(world, [Request("sort", WORD)])] == oracle([Request("sort", WORD)])
+
+
+def test_pieces_come_one_by_one_and_make_up_the_answer(world):
+    whole = answers(world, [Request("reverse", WORD)])[0]
+    for read in ("iterate", "listen"):
+        generation = world.engine.submit(WORD, GREEDY, lora="reverse")
+        if read == "iterate":
+            pieces = list(generation)
+        else:
+            pieces, done = [], threading.Event()
+
+            def hear(event, pieces=pieces, done=done):
+                pieces.append(event)
+                if event.finish_reason is not None:
+                    done.set()
+
+            generation.listen(hear)
+            assert done.wait(60)
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert sum((piece.tokens for piece in pieces), ()) == whole.tokens
+        assert len(pieces) == len(whole.tokens)
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+    with pytest.raises(jlora.LoRAUsageError, match="one consumer"):
+        generation.result()
+
+
+def test_cancel_ends_a_request_that_runs_and_one_that_waits(world):
+    with world.paused() as go:
+        running = [world.engine.submit(WORD, LONG, lora="sort") for _ in range(ROWS)]
+        waiting = world.engine.submit(WORD, GREEDY, lora="sort")
+        while world.engine.stats().running < ROWS:
+            time.sleep(0.005)
+        assert world.engine.stats().waiting == 1
+        waiting.cancel()  # before there is a row for it
+        assert waiting.result(60) == type(waiting.result())("", (), (), "abort", len(WORD) + 1)
+        running[0].cancel()
+        go.set()
+        assert running[0].result(60).finish_reason == "abort"
+        assert len(running[0].result().tokens) < 40
+        assert [one.result(60).finish_reason for one in running[1:]] == ["length"] * 3
+    running[1].cancel()  # too late, and harmless
+    assert running[1].result().finish_reason == "length"
+
+
+def test_a_request_is_late_when_its_time_has_passed_since_it_came(world, monkeypatch):
+    """To the bit: else, where a thread stalls between two readings of the clock, it is told of another time."""
+    submitted, submit = [], world.engine._dispatcher.submit
+    monkeypatch.setattr(world.engine._dispatcher, "submit", lambda one: (submitted.append(one), submit(one)))
+    assert world.engine.submit(WORD, GREEDY, timeout=60.0).result(60).finish_reason == "stop"
+    (sequence,) = submitted
+    assert sequence.deadline == sequence.arrived + 60.0
+
+
+def test_a_late_request_ends_with_the_error_and_others_go_on(world):
+    with world.paused() as go:
+        late = [world.engine.submit(WORD, LONG, timeout=0.2) for _ in range(2)]
+        other = world.engine.submit(WORD, GREEDY)
+        time.sleep(0.3)
+        go.set()
+        for one in late:
+            with pytest.raises(RequestTimeoutError, match=r"longer than 0\.2"):
+                one.result(60)
+        assert other.result(60).finish_reason == "stop"
+    slow = world.engine.submit(WORD, LONG)
+    with pytest.raises(RequestTimeoutError, match="goes on"):
+        slow.result(0)
+    assert len(slow.result(60).tokens) == 40
+
+
+class Unread(list):
+    """A prompt of millions of tokens, which takes a while to go through."""
+
+    def __iter__(self):
+        raise AssertionError("its length is enough")
+
+
+def test_what_is_wrong_is_refused_with_its_name(world):
+    submit, wrong = world.engine.submit, jlora.LoRAUsageError
+    for params, word in [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 60}, "max_model_len=64"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": "x"}, "stop"),
+        ({"stop": ("",)}, "stop"),
+        ({"seed": 2**64}, "seed"),
+    ]:
+        with pytest.raises(wrong, match=word):
+            submit(WORD, SamplingParams(**params))
+    for prompt, word in [
+        ([], "no tokens"),
+        ([99], "0 to 31"),
+        ([1.5], "0 to 31"),
+        (Unread([1] * 64), "max_model_len=64"),
+    ]:
+        with pytest.raises(wrong, match=word):
+            submit(prompt)
+    with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
+        submit(WORD, lora="nobody")
+    with pytest.raises(wrong, match="load_inplace"):
+        submit(WORD, lora=request_of("sort", load_inplace=True))
+    assert world.engine.stats().running == world.engine.stats().waiting == 0
+
+
+def test_encode_is_what_submit_does(world, monkeypatch):
+    engine, tokenizer = world.engine, world.tokenizer
+    assert engine.encode(WORD) == tokenizer.encode(WORD).ids
+    assert engine.encode(WORD, special=False) == tokenizer.encode(WORD, add_special_tokens=False).ids
+    assert engine.encode(WORD, special=False) != engine.encode(WORD)
+    given = [engine.submit(prompt, GREEDY, lora="sort") for prompt in (WORD, engine.encode(WORD))]
+    assert len({one.result(60) for one in given}) == 1
+    monkeypatch.setattr(engine, "_tokenizer", Tokenizer(models.WordLevel({"plan": 0}, "<unk>")))  # which it lacks
+    for call in (engine.encode, engine.submit):
+        with pytest.raises(jlora.LoRAUsageError, match="'planet=' cannot be tokenized"):
+            call(WORD)
+
+
+def test_stats_name_the_adapters_that_requests_wait_for(world):
+    with world.paused() as go:
+        taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
+        until(lambda: world.engine.stats().running == ROWS)
+        taken += [world.engine.submit(WORD, GREEDY, lora=lora) for lora in ("sort", "sort", request_of("new", "swap"))]
+        assert world.engine.stats().waiting_by_lora == {"sort": 2, "new": 1}
+        go.set()
+        for one in taken:
+            one.result(60)
+
+
+def test_a_full_queue_refuses_the_next_and_says_when(world):
+    with world.paused() as go:
+        taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
+        while world.engine.stats().running < ROWS:
+            time.sleep(0.005)
+        taken += [world.engine.submit(WORD, GREEDY) for _ in range(64)]
+        with pytest.raises(EngineBusyError, match="64 requests wait") as caught:
+            world.engine.submit(WORD, GREEDY)
+        assert 0 < caught.value.retry_after <= 60
+        go.set()
+        assert len({one.result(60) for one in taken}) == 1
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_unloading_refuses_new_requests_at_once_and_lets_others_end(world, oracle):
+    want = oracle([Request("sort", WORD)])
+    with world.paused() as go:
+        running = world.engine.submit(WORD, GREEDY, lora="sort")
+        while world.engine.stats().running < 1:
+            time.sleep(0.005)
+        fill = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS - 1)]
+        while world.engine.stats().running < ROWS:
+            time.sleep(0.005)
+        waiting = world.engine.submit(WORD, GREEDY, lora="sort")
+        started = time.monotonic()
+        world.engine.remove_lora("sort")
+        assert time.monotonic() - started < 0.5
+        assert "sort" not in world.engine.list_loras()
+        for call in (lambda: world.engine.submit(WORD, lora="sort"), lambda: world.engine.remove_lora("sort")):
+            with pytest.raises(jlora.AdapterNotFoundError, match="sort"):
+                call()
+        go.set()
+        assert [list(one.result(60).tokens) for one in (running, waiting)] == want * 2
+        assert all(one.result(60).finish_reason == "stop" for one in fill)
+    world.wait_idle()
+    assert "sort" not in world.manager.slot_names
+    assert world.manager.level("sort") is None
+
+
+@pytest.mark.slow
+def test_a_name_can_come_back_as_another_adapter_while_the_old_one_runs(world, oracle):
+    with world.paused() as go:
+        old = world.engine.submit(WORD, GREEDY, lora="sort")
+        while world.engine.stats().running < 1:
+            time.sleep(0.005)
+        world.engine.remove_lora("sort")
+        world.engine.add_lora(request_of("sort", "reverse"))
+        new = world.engine.submit(WORD, GREEDY, lora="sort")
+        go.set()
+        assert [list(old.result(60).tokens)] == oracle([Request("sort", WORD)])
+        assert [list(new.result(60).tokens)] == oracle([Request("reverse", WORD)])
+    world.wait_idle()
+    world.engine.add_lora(request_of("sort", load_inplace=True))
+    assert [list(one.tokens) for one in answers(world, [Request("sort", WORD)])] == oracle([Request("sort", WORD)])
+
+
+def test_running_sequences_keep_their_generation_through_load_inplace(world, oracle):
+    with world.paused() as go:
+        old = world.engine.submit(WORD, GREEDY, lora="sort")
+        while world.engine.stats().running < 1:
+            time.sleep(0.005)
+        with pytest.raises(AdapterExistsError, match="load_inplace"):
+            world.engine.add_lora(request_of("sort", "shift"))
+        world.engine.add_lora(request_of("sort", "shift", load_inplace=True), timeout=10)
+        new = world.engine.submit(WORD, GREEDY, lora="sort")
+        go.set()
+        assert [list(old.result(60).tokens)] == oracle([Request("sort", WORD)])
+        assert [list(new.result(60).tokens)] == oracle([Request("shift", WORD)])
+    world.engine.add_lora(request_of("sort", load_inplace=True))
+
+
+def write_same_size(folder, source):
+    """A demo adapter as files of fixed sizes and times, whichever it is: rank 32, with zeros, on all modules."""
+    sources = {name: jlora.Adapter.from_pretrained(ADAPTERS[name]).modules for name in ("sort", "reverse")}
+    arrays = {}
+    for name in sorted(set().union(*sources.values())):
+        shapes = next(modules[name] for modules in sources.values() if name in modules)
+        a, b = (np.zeros(shape, np.float32) for shape in ((32, shapes.a.shape[1]), (shapes.b.shape[0], 32)))
+        if (lora := sources[source].get(name)) is not None:
+            a[: lora.rank], b[:, : lora.rank] = lora.a, lora.b * lora.scaling
+        arrays[name] = a, b
+    jlora.Adapter.from_arrays("same", arrays, alpha=32).save_pretrained(folder / "new")
+    for file in (folder / "new").iterdir():
+        shutil.copy(file, folder / file.name)
+        os.utime(folder / file.name, (1, 1))
+    return tuple(file.stat().st_size for file in sorted(folder.glob("adapter_*")))
+
+
+def test_new_files_of_the_old_size_and_time_are_served_after_load_inplace_while_requests_run(world, tmp_path):
+    right = {"sort": "aelnpt", "reverse": "tenalp"}
+    sizes = {write_same_size(tmp_path, "sort")}
+    request = jlora.LoRARequest("same", str(tmp_path))
+    world.engine.add_lora(request)
+    before, wrong = "sort", []
+    for source in ["reverse", "sort"] * 20:
+        with world.paused() as go:
+            old = world.engine.submit(WORD, GREEDY, lora="same")
+            until(lambda: world.engine.stats().running == 1)
+            sizes.add(write_same_size(tmp_path, source))
+            world.engine.add_lora(dataclasses.replace(request, load_inplace=True), timeout=30)
+            new = world.engine.submit(WORD, GREEDY, lora="same")
+            go.set()
+            found = old.result(60).text, new.result(60).text
+        if found != (right[before], right[source]):
+            wrong.append(found)
+        before = source
+        world.wait_idle()
+    assert len(sizes) == 1
+    assert wrong == []
+
+
+def test_requests_may_bring_their_adapter_and_a_bad_one_ends_only_its_own(world, oracle, tmp_path):
+    good = world.engine.submit(WORD, GREEDY, lora=request_of("guest", "swap"))
+    bad = [world.engine.submit(WORD, GREEDY, lora=jlora.LoRARequest("bad", str(tmp_path))) for _ in range(2)]
+    other = world.engine.submit(WORD, GREEDY, lora="shift")
+    for one in bad:
+        with pytest.raises(jlora.LoRAError, match="bad"):
+            one.result(60)
+    assert [list(good.result(60).tokens)] == oracle([Request("swap", WORD)])
+    assert [list(other.result(60).tokens)] == oracle([Request("shift", WORD)])
+    assert "guest" in world.engine.list_loras()
+    assert "bad" not in world.engine.list_loras()
+    with pytest.raises(jlora.LoRAError):
+        world.engine.add_lora(jlora.LoRARequest("bad", str(tmp_path)))
+
+
+def test_evicted_adapters_are_listed_and_come_back_when_they_are_asked_for(world, oracle):
+    names = {f"copy{i}": source for i in range(2) for source in ADAPTERS for i in [f"{i}{source}"]}
+    for name, source in names.items():
+        world.engine.add_lora(request_of(name, source))  # the host has room for 6
+    assert set(names) | set(ADAPTERS) == set(world.engine.list_loras())
+    assert len(world.manager.list_evicted()) == 6
+    requests = [Request(name, WORD) for name in (*names, *ADAPTERS)]
+    found = answers(world, requests)
+    want = oracle([Request(names.get(request.adapter, request.adapter), WORD) for request in requests])
+    assert [list(one.tokens) for one in found] == want
+
+
+def test_loads_that_hang_take_nobodys_place(world, monkeypatch):
+    hung, prefetch = [], world.manager.prefetch
+
+    def hang(request):
+        if not isinstance(request, str) and request.name.startswith("hang"):
+            hung.append(Future())
+            return hung[-1]
+        return prefetch(request)
+
+    monkeypatch.setattr(world.manager, "prefetch", hang)
+    late = [world.engine.submit(WORD, GREEDY, lora=request_of(f"hang{i}", "sort"), timeout=0.3) for i in range(4)]
+    until(lambda: len(hung) == 4)
+    for one in late:
+        with pytest.raises(RequestTimeoutError):
+            one.result(60)
+    assert world.engine.submit(WORD, GREEDY, lora=request_of("guest", "swap")).result(60).text == "lpnate"
+    assert all(load.cancelled() for load in hung)
+
+
+def test_a_load_that_cannot_begin_fails_only_those_who_wait_for_it(world, monkeypatch):
+    prefetch = world.manager.prefetch
+
+    def no_thread(request):
+        if request.name == "unlucky":
+            raise RuntimeError("can't start new thread")
+        return prefetch(request)
+
+    monkeypatch.setattr(world.manager, "prefetch", no_thread)
+    unlucky, guest = (world.engine.submit(WORD, GREEDY, lora=request_of(n, "swap")) for n in ("unlucky", "guest"))
+    with pytest.raises(jlora.LoRAError, match=r"'unlucky'.*can't start new thread"):
+        unlucky.result(60)
+    assert guest.result(60).text == "lpnate"
+
+
+def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(world, monkeypatch):
+    manager, go = world.manager, threading.Event()
+    assert manager.remove_oldest_adapter()
+    (name,) = manager.list_evicted()
+    find = manager._host._find
+    monkeypatch.setattr(manager._host, "_find", lambda *args: go.wait(60) and find(*args))
+    loras = Loras(manager, lambda: None)
+    loras.wanted(name)
+    assert loras.look([SimpleNamespace(lora=name, request=None)]) == {}
+    (load,) = manager._host.loader.named(name)
+    loras.remove(name)
+    loras.not_wanted(name)
+    go.set()
+    until(lambda: load.done)
+    assert manager.level(name) is None
+
+
+def test_a_load_that_found_no_room_waits_for_it_or_fails(world, monkeypatch):
+    """What took the room may have ended before anybody hears that there was none."""
+    loras, loads = Loras(world.manager, lambda: None), []
+    waiting = [SimpleNamespace(lora="late", request=request_of("late", "swap"))]
+    monkeypatch.setattr(world.manager, "prefetch", lambda request: loads.append(Future()) or loads[-1])
+    monkeypatch.setattr("jlora.serve.engine.loras._PAUSE", 0.0)
+    held, batch = loras.begin("sort")
+    batch.close()
+    assert loras.look(waiting) == {}
+    loads[0].set_exception(jlora.NoFreeSlotError("full"))
+    assert loras.look(waiting) == {}  # tried again, while it is held
+    loads[1].set_exception(jlora.NoFreeSlotError("full"))
+    loras.end(held)
+    assert loras.look(waiting) == {}  # and once more, for it has ended meanwhile
+    loads[2].set_exception(jlora.NoFreeSlotError("full"))
+    assert list(loras.look(waiting)) == ["late"]  # nobody can make room
+    assert len(loads) == 3
+
+
+def test_stats_tell_of_loads_swaps_and_waits(world):
+    """Of adapters that were evicted and come back, too."""
+    for name in ("0", "1", "2", "3"):
+        world.engine.add_lora(request_of(name, "sort"))  # the host has room for 6: two are evicted
+    before, counts = world.engine.stats(), world.manager.stats()
+    names = ["0", "0", *world.manager.list_evicted()]
+    assert len(names) == 4
+    for name in names:
+        answers(world, [Request(name, WORD)])
+    world.wait_idle()
+    after, later = world.engine.stats(), world.manager.stats()
+    assert sum(later.load_seconds[1]) - sum(counts.load_seconds[1]) == 2 == later.host_loads - counts.host_loads
+    assert sum(later.swap_seconds[1]) - sum(counts.swap_seconds[1]) == 3 == later.slot_loads - counts.slot_loads
+    assert 0 < later.load_seconds[2] - counts.load_seconds[2] < 60
+    assert 0 < later.swap_seconds[2] - counts.swap_seconds[2] < 60
+    assert sum(after.queue_seconds[1]) - sum(before.queue_seconds[1]) == 4
+    assert sum(after.adapter_wait_seconds[1]) - sum(before.adapter_wait_seconds[1]) == 3  # the second found it there
+    assert (later.leased, later.open_leases) == (0, 0)
+    with world.manager.prepare(["0"]), world.manager.prepare([None]):
+        assert (world.manager.stats().leased, world.manager.stats().open_leases) == (1, 2)
+    # Those that are unloaded are counted together.
+    unloaded = world.engine.stats().by_unloaded
+    assert after.by_lora["0"] - before.by_lora.get("0", 0) == 2
+    count = world.engine.stats().by_lora["0"]
+    world.engine.remove_lora("0")
+    assert "0" not in world.engine.stats().by_lora
+    assert world.engine.stats().by_unloaded == unloaded + count
+
+
+def test_what_is_listed_of_an_adapter(world):
+    """It outlives eviction, and ends with the adapter."""
+    engine, manager = world.engine, world.manager
+    began = int(time.time())
+    engine.add_lora(request_of("guest", "sort"), path="shown", parent="base")
+    manager.add_adapter(request_of("beside", "sort"))
+    found = engine.list_loras()
+    assert (found["guest"].path, found["guest"].parent, found["guest"].info.name) == ("shown", "base", "guest")
+    assert (found["beside"].path, found["beside"].parent) == (request_of("sort").path, None)
+    assert began <= found["guest"].created <= found["beside"].created <= time.time()
+    while manager.level("guest") != "evicted":
+        assert manager.remove_oldest_adapter()
+    assert engine.list_loras()["guest"] == dataclasses.replace(found["guest"], info=None)
+    engine.remove_lora("guest")
+    assert "guest" not in engine.list_loras()
+    engine.add_lora(request_of("guest", "sort"))
+    assert engine.list_loras()["guest"].path == request_of("sort").path
+    for name in ADAPTERS:
+        manager.prepare([name]).close()
+
+
+def test_pinned_adapters_stay_in_their_slot(world):
+    world.engine.pin_lora("swap")
+    answers(world, [Request(name, WORD) for name in ("sort", "shift", "reverse")])
+    assert "swap" in world.manager.slot_names
+    assert world.engine.list_loras()["swap"].info.pinned
+    world.engine.unpin_lora("swap")
+    assert not world.engine.list_loras()["swap"].info.pinned
+    with pytest.raises(jlora.AdapterNotFoundError):
+        world.engine.pin_lora("nobody")
+
+
+def test_to_pin_one_adapter_not_all_are_listed(world, monkeypatch):
+    loras = Loras(world.manager, lambda: None)
+    monkeypatch.setattr(world.manager, "list_adapters", lambda: pytest.fail("all adapters were listed"))
+    loras.pin("sort")
+    assert loras.slots().running == {"sort"}
+    loras.unpin("sort")
+    assert loras.slots().running == set()
+
+
+def test_what_is_unloaded_while_it_is_pinned_takes_no_slot(world, monkeypatch):
+    loras, pin = Loras(world.manager, lambda: None), world.manager.pin_adapter
+
+    def pin_and_lose(name):
+        pin(name)
+        (loras.remove if name == "sort" else loras.unpin)(name)
+
+    monkeypatch.setattr(world.manager, "pin_adapter", pin_and_lose)
+    for name in ("sort", "swap"):
+        loras.pin(name)
+    assert loras.all_pinned() is None
+    assert (loras.slots().taken, loras.slots().running) == (0, set())
+
+
+def test_a_request_that_no_slot_will_ever_take_is_told(world):
+    world.engine.pin_lora("swap")
+    world.engine.pin_lora("sort")
+    try:
+        with pytest.raises(jlora.NoFreeSlotError):
+            world.engine.submit(WORD, GREEDY, lora="shift").result(60)
+        assert answers(world, [Request("swap", WORD)])[0].finish_reason == "stop"
+    finally:
+        world.engine.unpin_lora("swap")
+        world.engine.unpin_lora("sort")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(world, oracle, monkeypatch, step, lost):
+    steps, failed = world.engine._steps, world.engine.stats().failed_steps
+
+    def fail(*_):
+        monkeypatch.undo()
+        if lost:
+            jax.tree.map(lambda array: array.delete(), steps._state[0])
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(steps, step, fail)
+    hit = world.engine.submit(WORD, GREEDY, lora="sort")
+    with pytest.raises(StepFailedError, match="on fire"):
+        hit.result(60)
+    assert world.engine.stats().failed_steps == failed + 1
+    requests = [Request(name, WORD) for name in (*ADAPTERS, None)]
+    assert [list(one.tokens) for one in answers(world, requests)] == oracle(requests)
+
+
+def test_logits_that_are_no_numbers_end_the_request(world, monkeypatch):
+    steps = world.engine._steps
+    prefill = steps.prefill
+
+    def broken(*args):
+        monkeypatch.undo()
+        logits, filled = prefill(*args)
+        return jnp.full_like(logits, jnp.nan), filled
+
+    monkeypatch.setattr(steps, "prefill", broken)
+    with pytest.raises(StepFailedError, match="NaN"):
+        world.engine.submit(WORD, GREEDY).result(60)
+
+
+def overflowing(folder):
+    """An adapter whose weights are finite, and whose products are not."""
+    shutil.copytree(ADAPTERS["sort"], folder)
+    file = folder / "adapter_model.safetensors"
+    arrays = {name: array.astype(np.float32) for name, array in safetensors.numpy.load_file(file).items()}
+    arrays = {name: array * np.float32(1e37) if "lora_B" in name else array for name, array in arrays.items()}
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    safetensors.numpy.save_file(arrays, file)
+    return folder
+
+
+@pytest.mark.parametrize(("count", "hostile"), [(20, 4), pytest.param(1000, 100, marks=pytest.mark.slow)])
+def test_requests_that_overflow_change_no_other_answer(world, oracle, tmp_path, count, hostile):
+    """Their prompts fill rows of the cache with NaN, in two chunks; others then get these rows, in part."""
+    bad = Request("bad", "ab=" * 15)
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=1)
+    known = demo_requests(DENSE)[:10]
+
+    def run(requests):
+        found, ahead = [], deque()
+
+        def take():
+            request, generation = ahead.popleft()
+            if request == bad:
+                with pytest.raises(StepFailedError, match="NaN"):
+                    generation.result(60)
+            else:
+                found.append(generation.result(60))
+
+        for request in requests:
+            ahead.append((request, world.engine.submit(request.prompt, params, lora=request.adapter)))
+            if len(ahead) > 4 * ROWS:
+                take()
+        while ahead:
+            take()
+        return found
+
+    want = run(known)
+    assert [list(one.tokens) for one in want] == oracle(known)
+    world.engine.add_lora(jlora.LoRARequest("bad", str(overflowing(tmp_path / "bad"))))
+    gap = count // hostile
+    mixed = [bad if i % gap == gap // 2 else known[i % len(known)] for i in range(count)]
+    assert mixed.count(bad) == hostile
+    right = dict(zip(known, want, strict=True))
+    assert run(mixed) == [right[request] for request in mixed if request != bad]  # log probabilities to the bit
+    run([bad] * ROWS)
+    world.engine.remove_lora("bad")
+    assert run(known) == want
+
+
+def test_a_listener_that_raises_harms_nobody(world, caplog):
+    generation = world.engine.submit(WORD, GREEDY)
+    generation.listen(lambda event: 1 / 0)
+    assert answers(world, [Request("sort", WORD)])[0].finish_reason == "stop"
+    assert "listener" in caplog.text
+
+
+def test_stats_add_up(world):
+    before = world.engine.stats()
+    found = answers(world, [Request(name, WORD) for name in ("sort", "sort", None)])
+    after = world.engine.stats()
+    assert after.generated_tokens - before.generated_tokens == sum(len(one.tokens) for one in found)
+    assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
+    assert after.finished["stop"] - before.finished["stop"] == 3
+    assert after.by_lora["sort"] - before.by_lora["sort"] == 2
+    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
+        assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 3
+    assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
+    assert isinstance(next(iter(world.engine.submit(WORD))), Piece)
+
+
+@pytest.mark.slow
+def test_hostile_traffic(world, oracle):
+    """Threads that submit, cancel, time out, unload and load again; every answer that comes is right."""
+    requests = [request for request in demo_requests(DENSE) if request.adapter != "swap"][:20]
+    want = {request: tokens for request, tokens in zip(requests, oracle(requests), strict=True)}
+    problems, stop = [], time.monotonic() + 2.5
+
+    def submit(seed):
+        rng = np.random.default_rng(seed)
+        while time.monotonic() < stop:
+            request = requests[rng.integers(len(requests))]
+            try:
+                generation = world.engine.submit(
+                    request.prompt, GREEDY, lora=request.adapter, timeout=0.01 if rng.random() < 0.1 else 60
+                )
+                if rng.random() < 0.2:
+                    generation.cancel()
+                found = generation.result(60)
+                if found.finish_reason == "stop" and list(found.tokens) != want[request]:
+                    problems.append((request, found))
+                if found.finish_reason == "abort" and list(found.tokens) != want[request][: len(found.tokens)]:
+                    problems.append((request, found))
+            except (RequestTimeoutError, EngineBusyError):
+                pass
+            except Exception as error:
+                problems.append((request, error))
+
+    def churn():
+        while time.monotonic() < stop:
+            try:
+                world.engine.submit(WORD, GREEDY, lora="swap")
+                world.engine.remove_lora("swap")
+                world.engine.add_lora(request_of("swap", "shift"))
+                world.engine.add_lora(request_of("swap", load_inplace=True))
+                world.engine.pin_lora("swap")
+                world.engine.unpin_lora("swap")
+            except jlora.NoFreeSlotError:
+                pass
+            except Exception as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=submit, args=(seed,)) for seed in range(6)] + [threading.Thread(target=churn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert not problems
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,172 @@
+"""Warm-up, drain and end of a server, by signals to a process of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.client import until
+
+ROOT = Path(__file__).parents[3]
+WAIT = {"model": "base", "prompt": "wait"}
+
+
+class Server:
+    """A running `life_process`; its lines and exit status."""
+
+    def __init__(self, how, drain="20", *more):
+        command = [sys.executable, "-m", "tests.serve.life_process", how, drain, *more]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ
+        )
+        self.url = self.process.stdout.readline().strip()
+
+    def health(self):
+        try:
+            answer = httpx.get(f"{self.url}/health", timeout=10)
+        except httpx.ConnectError:
+            return None
+        return answer.status_code, answer.json()["status"] if answer.content else "serving"
+
+    def post(self, **body):
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def end(self):
+        """What came to stdout and stderr, and the status."""
+        out, err = self.process.communicate(timeout=30)
+        return out, err, self.process.returncode
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def begin(*args):
+        started.append(Server(*args))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.process.kill()
+        server.process.communicate()
+
+
+def ask_and_wait(server):
+    """A request that is not answered yet; its answers, when they come, are in the list that is returned."""
+    answers = []
+
+    def ask():
+        try:
+            answers.append(server.post(**WAIT))
+        except httpx.TransportError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: 'vllm:num_requests_running{model_name="base"} 1\n' in httpx.get(f"{server.url}/metrics").text)
+    return answers, thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_drains(start, number):
+    server = start("ready", "20", "answers")
+    until(lambda: server.health() == (200, "serving"))
+    assert server.process.stdout.readline() == "ready\n"
+    answers, thread = ask_and_wait(server)
+    # One more connection that is open already, as a router keeps them.
+    with httpx.Client(base_url=server.url, timeout=10) as client:
+        assert client.get("/health").status_code == 200
+        server.process.send_signal(number)
+        until(lambda: server.health() == (503, "closing"))
+        assert client.post("/v1/completions", json={"model": "base", "prompt": "x"}).status_code == 503
+        late = server.post(model="base", prompt="x")
+    assert (late.status_code, late.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    out, err, status = server.end()
+    thread.join()
+    assert answers[0].json()["choices"][0]["text"] == "late"
+    assert (out, status) == ("", 0)
+    assert '"drained": true' in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_the_second_signal_ends_it_at_once(start):
+    server = start("ready", "20")
+    until(lambda: server.health() == (200, "serving"))
+    answers, thread = ask_and_wait(server)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.health() == (503, "closing"))
+    server.process.send_signal(signal.SIGINT)
+    _, err, status = server.end()
+    thread.join()
+    assert status == 128 + signal.SIGINT
+    assert "ended at once, at SIGINT" in err
+    assert isinstance(answers[0], httpx.TransportError)
+
+
+@pytest.mark.slow
+def test_after_the_time_to_drain_requests_are_cut_off(start):
+    server = start("ready", "0.5")
+    until(lambda: server.health() == (200, "serving"))
+    answers, thread = ask_and_wait(server)
+    server.process.send_signal(signal.SIGTERM)
+    _, err, status = server.end()
+    thread.join()
+    assert status == 1
+    assert (answers[0].status_code, answers[0].json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    assert '"drained": false' in err
+
+
+@pytest.mark.slow
+def test_with_nothing_to_drain_the_status_is_0(start):
+    server = start("ready")
+    until(lambda: server.health() == (200, "serving"))
+    assert server.post(model="sort", prompt="a").json()["choices"][0]["text"] == "sort|a"
+    server.process.send_signal(signal.SIGTERM)
+    out, err, status = server.end()
+    assert (out, status) == ("ready\n", 0)
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_load_that_hangs_keeps_nobody(start):
+    server = start("ready")
+    until(lambda: server.health() == (200, "serving"))
+    body = {"lora_name": "hangs", "lora_path": "."}
+    with httpx.Client(timeout=30) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, f"{server.url}/v1/load_lora_adapter", json=body)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        _, _, status = server.end()
+        assert status == 0
+        with contextlib.suppress(httpx.TransportError):
+            assert asked.result().status_code == 500
+
+
+@pytest.mark.slow
+def test_while_it_warms_up(start):
+    server = start("slow")
+    until(lambda: server.health() == (503, "warming"))
+    answer = httpx.get(f"{server.url}/health").json()
+    assert (answer["done"], answer["total"]) == (1, 2)
+    assert server.post(**WAIT).status_code == 503
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    out, _, status = server.end()
+    assert (out, status) == ("", 0)
+
+
+@pytest.mark.slow
+def test_a_warm_up_that_fails(start):
+    server = start("fails")
+    out, err, status = server.end()
+    assert (out, status) == ("", 1)
+    assert "no room for the cache" in err

@@ -1,0 +1,331 @@
+"""Adapters over HTTP: vLLM's bodies and statuses, and where adapters may come from."""
+
+import threading
+import time
+
+import pytest
+
+from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.serve.engine.request import EngineClosedError
+from jlora.serve.http.adapters import AllowedSources
+from jlora.serve.http.errors import ApiError
+from tests.serve.client import ask, make_service, post, until
+from tests.serve.fake_engine import BROKEN, FakeEngine
+
+LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unload", "pin", "unpin"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "adapters"
+    for name in ("one", "two", "team/three"):
+        (root / name).mkdir(parents=True)
+    (root / "file").touch()
+    (tmp_path / "outside").mkdir()
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "inner").symlink_to(root / "one")
+    return root
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def service(engine, root):
+    return make_service(engine, root=root)
+
+
+def names(service):
+    return [card["id"] for card in ask(service, "GET", "/v1/models").json["data"]]
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_load(service, engine, root):
+    answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    assert answer.status == 200
+    assert answer.text == "Success: LoRA adapter 'new' added successfully."
+    assert answer.headers["content-type"].startswith("text/plain")
+    request = engine.loras["new"]
+    assert (request.path, request.load_inplace, request.is_3d_lora_weight) == (str(root / "one"), False, None)
+    assert names(service) == ["base", "alias", "sort", "reverse", "new"]
+    assert post(service, "/v1/completions", {"model": "new", "prompt": "a"}).json["choices"][0]["text"] == "new|a"
+
+
+def test_every_field_of_vllm(service, engine):
+    body = {"lora_name": "new", "lora_path": "one", "load_inplace": True, "is_3d_lora_weight": True}
+    assert post(service, LOAD, body).status == 200
+    assert (engine.loras["new"].load_inplace, engine.loras["new"].is_3d_lora_weight) == (True, True)
+
+
+@pytest.mark.parametrize(("given", "parent"), [(None, "base"), ("", "base"), ("base", "base"), ("alias", "alias")])
+def test_the_name_of_the_base_model_that_was_given_is_the_parent(service, given, parent):
+    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one", "base_model_name": given}).status == 200
+    assert ask(service, "GET", "/v1/models/new").json["parent"] == parent
+
+
+def test_a_failed_load_is_logged_once_with_its_lines(service, engine, monkeypatch, caplog):
+    def fail(*args, **options):
+        raise AdapterMismatchError("adapter 'new' (one) does not fit this model:\n  a: this\n  b: that")
+
+    monkeypatch.setattr(engine, "add_lora", fail)
+    with caplog.at_level("INFO", "jlora.serve"):
+        answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    assert answer.status == 500
+    assert answer.error["message"].count("'new'") == 1
+    (message,) = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    assert message.count("'new'") == 1
+    assert message.split("\n")[1:] == ["  a: this", "  b: that"]
+
+
+def test_a_name_that_is_loaded(service, engine, root):
+    before = dict(engine.loras)
+    answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one"})
+    assert (answer.status, answer.error["type"], answer.error["code"]) == (400, "InvalidUserInput", 400)
+    assert "load_inplace" in answer.error["message"]
+    assert engine.loras == before
+    assert post(service, LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True}).status == 200
+    assert engine.loras["sort"].path == str(root / "one")
+    cards = {card["id"]: card for card in ask(service, "GET", "/v1/models").json["data"]}
+    assert cards["sort"]["root"] == "one"
+    assert len(cards) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"lora_name": "new"},
+        {"lora_path": "one"},
+        {"lora_name": "", "lora_path": "one"},
+        {"lora_name": None, "lora_path": "one"},
+        {"lora_name": "new", "lora_path": ""},
+        {"lora_name": 3, "lora_path": "one"},
+        {"lora_name": "new", "lora_path": "one", "load_inplace": "yes"},
+        {"lora_name": "new", "lora_path": "one", "is_3d_lora_weight": 1},
+        *({"lora_name": "new", "lora_path": "one", "base_model_name": other} for other in ("x", 3, [], ["base"], {})),
+        {"lora_name": "base", "lora_path": "one"},
+        {"lora_name": "alias", "lora_path": "one"},
+        {"lora_name": "new\nINFO forged", "lora_path": "one"},
+        {"lora_name": "\x1b[31mred", "lora_path": "one"},
+        {"lora_name": "x" * 257, "lora_path": "one"},
+    ],
+)
+def test_invalid_input(service, engine, body):
+    answer = post(service, LOAD, body)
+    assert (answer.status, answer.error["type"], answer.error["code"]) == (400, "InvalidUserInput", 400)
+    assert answer.json == {**answer.error, "error": answer.error}  # as older servers have it, and as newer ones
+    assert engine.calls["add"] == 0
+
+
+@pytest.mark.parametrize("path", ["nothing", "file", "team/nothing", "one/adapter_model.safetensors"])
+def test_nothing_is_there(service, engine, path):
+    answer = post(service, LOAD, {"lora_name": "new", "lora_path": path})
+    assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    assert engine.calls["add"] == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/etc", "..", "../outside", "one/../../outside", "link", "link/x", "/", "~", "~root", "loop", "a\0b"),
+        *("owner/name/../../../outside", "//etc", "../adapters2", "file:///etc"),
+    ],
+)
+def test_places_that_are_none(service, engine, root, path):
+    (root.parent / "adapters2").mkdir()
+    answer = post(service, LOAD, {"lora_name": "new", "lora_path": path})
+    # What is inside of the root and is not there may be said; of what is outside nothing is said.
+    assert answer.status == (404 if path in ("~", "~root", "file:///etc") else 400)
+    assert engine.calls["add"] == 0
+
+
+def test_absolute_paths_below_the_root_and_links_inside_of_it(root):
+    places = AllowedSources(root)
+    assert places.find("one") == places.find(str(root / "one")) == places.find("inner") == str(root / "one")
+    assert places.find("team/three") == str(root / "team" / "three")
+    assert places.find("./one/../two") == str(root / "two")
+
+
+def test_the_root_may_be_a_link(root, tmp_path):
+    (tmp_path / "current").symlink_to(root)
+    assert AllowedSources(tmp_path / "current").find(str(tmp_path / "current" / "one")) == str(root / "one")
+
+
+def test_hub_repositories(root, monkeypatch, tmp_path):
+    places = AllowedSources(None, ("owner/one", "team/*"))
+    assert places.find("owner/one") == "owner/one"
+    assert places.find("team/any") == "team/any"
+    for path in ("owner/two", "team", "team/", "team/a/b", "other/one", "/etc", ".", str(root / "one"), "team/../x"):
+        with pytest.raises(ApiError) as caught:
+            places.find(path)
+        assert caught.value.status == 400
+    # The library would take a folder of that name for it.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "one").mkdir(parents=True)
+    with pytest.raises(ApiError, match="folder"):
+        places.find("owner/one")
+    assert AllowedSources(root, ("owner/two",)).find("one") == str(root / "one")
+    # What lies below the root comes first.
+    assert AllowedSources(root, ("team/*",)).find("team/three") == str(root / "team" / "three")
+    assert AllowedSources(root, ("team/*",)).find("team/four") == "team/four"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (BROKEN, 500, "InternalServerError"),
+        (AdapterMismatchError("its rank is 64"), 500, "InternalServerError"),
+        (LoRAError("the disk failed"), 500, "InternalServerError"),
+        (OSError("the disk failed"), 500, "InternalServerError"),
+        (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
+        (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
+        (NoFreeSlotError("the host has no room"), 503, "ServiceUnavailableError"),
+    ],
+)
+def test_a_load_that_fails_changes_nothing(service, engine, error, status, kind):
+    engine.broken["one"] = error
+    before = names(service)
+    answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    assert (answer.status, answer.error["type"]) == (status, kind)
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert names(service) == before
+    answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True})
+    assert answer.status == status
+    assert names(service) == before
+    assert engine.loras["sort"].path == "/adapters/sort"
+    engine.broken.clear()
+    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 200
+
+
+def test_loads_of_one_name_take_turns_and_others_go_on(service, engine):
+    engine.gate.clear()
+    answers = {}
+
+    def load(key, name):
+        answers[key] = post(service, LOAD, {"lora_name": name, "lora_path": "one"}).status
+
+    threads = [threading.Thread(target=load, args=(i, "new")) for i in range(3)]
+    threads.append(threading.Thread(target=load, args=(3, "other")))
+    for thread in threads:
+        thread.start()
+    until(lambda: engine.calls["add"] == 2)  # one of each name
+    time.sleep(0.2)
+    assert engine.calls["add"] == 2
+    assert post(service, "/v1/completions", {"model": "sort", "prompt": "a"}).status == 200  # meanwhile
+    engine.gate.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers[i] for i in range(3)) == [200, 400, 400]
+    assert answers[3] == 200
+    assert service.adapters._turns == {}
+
+
+def test_a_tokenizer_of_its_own_is_told_of_once(service, root, caplog):
+    (root / "one" / "tokenizer.json").touch()
+    (root / "one" / "chat_template.jinja").touch()
+    with caplog.at_level("INFO", "jlora.serve"):
+        assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 200
+    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert len(lines) == 1
+    assert "tokenizer.json" in lines[0]
+    assert "chat_template.jinja" in lines[0]
+
+
+# --- unloading --------------------------------------------------------------------------------------------------------
+
+
+def test_unload(service, engine):
+    answer = post(service, UNLOAD, {"lora_name": "sort", "lora_int_id": 3})
+    assert (answer.status, answer.text) == (200, "Success: LoRA adapter 'sort' removed successfully.")
+    assert "sort" not in engine.loras
+    assert names(service) == ["base", "alias", "reverse"]
+    assert post(service, "/v1/completions", {"model": "sort", "prompt": "a"}).status == 404
+    answer = post(service, UNLOAD, {"lora_name": "sort"})
+    assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    for body in ({}, {"lora_name": ""}, {"lora_name": "sort", "x": 1}):
+        answer = post(service, UNLOAD, body)
+        assert (answer.status, answer.error["type"]) == (400, "InvalidUserInput")
+
+
+def test_pins(service, engine):
+    answer = post(service, PIN, {"lora_name": "sort"})
+    assert (answer.status, engine.pinned) == (200, {"sort"})
+    assert post(service, UNPIN, {"lora_name": "sort"}).status == 200
+    assert engine.pinned == set()
+    for path in (PIN, UNPIN):
+        assert post(service, path, {"lora_name": "nobody"}).status == 404
+        assert post(service, path, {}).status == 400
+
+
+def test_a_pin_that_no_slot_is_left_for(service, engine, monkeypatch):
+    def pin(name):
+        raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned")
+
+    monkeypatch.setattr(engine, "pin_lora", pin)
+    answer = post(service, PIN, {"lora_name": "sort"})
+    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+    assert (answer.headers["retry-after"], "'sort' needs a slot" in answer.error["message"]) == ("1", True)
+
+
+def test_a_pin_waits_for_the_load_of_its_name(service, engine):
+    engine.gate.clear()
+    calls = [(LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True}), (PIN, {"lora_name": "sort"})]
+    threads = [threading.Thread(target=post, args=(service, *call)) for call in calls]
+    threads[0].start()
+    until(lambda: engine.calls["add"])
+    threads[1].start()
+    until(lambda: service.adapters._turns["sort"][1] == 2)
+    assert not engine.pinned
+    engine.gate.set()
+    for thread in threads:
+        thread.join()
+    assert engine.pinned == {"sort"}
+
+
+@pytest.mark.parametrize("options", [{}, {"administration": True}])
+def test_without_a_root_there_are_no_such_endpoints(engine, options):
+    service = make_service(engine, **options)
+    for path in (LOAD, UNLOAD):
+        answer = post(service, path, {"lora_name": "sort", "lora_path": "one"})
+        assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    for path in (PIN, UNPIN):
+        assert post(service, path, {"lora_name": "sort"}).status == (200 if options else 404)
+    assert engine.calls["add"] == engine.calls["remove"] == 0
+
+
+# --- what is listed ---------------------------------------------------------------------------------------------------
+
+
+def test_cards(service):
+    body = ask(service, "GET", "/v1/models").json
+    assert body["object"] == "list"
+    base, alias, sort, _ = body["data"]
+    keys = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
+    assert all(card.keys() == keys and card["object"] == "model" for card in body["data"])
+    assert (base["id"], base["root"], base["parent"], base["max_model_len"]) == ("base", "models/base", None, 128)
+    assert (alias["id"], alias["root"], alias["parent"]) == ("alias", "models/base", None)
+    assert (sort["id"], sort["root"], sort["parent"]) == ("sort", "/adapters/sort", "base")
+    assert base["permission"][0]["object"] == "model_permission"
+    assert ask(service, "GET", "/v1/models/sort").json == sort
+    assert ask(service, "GET", "/v1/models/nobody").status == 404
+
+
+def test_names_with_slashes(service):
+    assert post(service, LOAD, {"lora_name": "team/mine", "lora_path": "one"}).status == 200
+    assert ask(service, "GET", "/v1/models/team/mine").json["id"] == "team/mine"
+
+
+def test_an_adapter_that_was_removed_beside_the_server_is_not_listed_for_ever(service, engine):
+    del engine.loras["sort"]
+    assert post(service, UNLOAD, {"lora_name": "sort"}).status == 404
+    assert "sort" not in names(service)
+
+
+def test_a_wrong_call_of_the_engine_is_no_input_of_the_client(service, engine):
+    engine.broken["one"] = LoRAUsageError("path must be a folder")
+    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 500

@@ -1,0 +1,239 @@
+"""What operators see: health, metrics that Prometheus' own parser reads, the page, and the log."""
+
+import json
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jlora.config import LoRARequest
+from jlora.serve.engine.request import EngineStats
+from jlora.serve.http import prometheus, status
+from tests.serve.client import ask, make_service, post
+from tests.serve.fake_engine import FakeEngine
+
+STATS = EngineStats(
+    running=3,
+    waiting=2,
+    running_by_lora={"sort": 2},
+    waiting_by_lora={"reverse": 1, "a,b": 1},
+    cache_usage=0.25,
+    prompt_tokens=70,
+    generated_tokens=90,
+    finished={"stop": 4, "length": 1, "error": 2},
+    failed_steps=1,
+    by_lora={"sort": 5, "reverse": 2, "": 9},
+    time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
+    time_per_output_token=((0.01,), (0, 0), 0.0),
+    request_seconds=((1.0,), (1, 0), 0.5),
+    queue_seconds=((0.1,), (7, 1), 0.75),
+    adapter_wait_seconds=((0.1,), (2, 1), 0.7),
+    by_unloaded=6,
+)
+
+
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
+    engine.told = STATS
+    return engine
+
+
+def scrape(service):
+    answer = ask(service, "GET", "/metrics")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_health():
+    service = make_service(state="warming")
+    service.progress = (3, 11)
+    answer = ask(service, "GET", "/health")
+    assert (answer.status, answer.json["status"], answer.json["done"], answer.json["total"]) == (503, "warming", 3, 11)
+    assert int(answer.headers["retry-after"]) >= 1
+    service.state = "serving"
+    assert ask(service, "GET", "/health").status == 200
+    service.engine.ready = False
+    assert ask(service, "GET", "/health").json["status"] == "failed"
+    service.state = "closing"
+    assert ask(service, "GET", "/health").json["status"] == "closing"
+
+
+def test_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(make_service(), "GET", "/version").json["version"])
+
+
+def test_metrics(engine):
+    engine.pinned = {"reverse"}
+    before = time.time()
+    found = scrape(make_service(engine))
+    base = ("model_name", "base")
+    expected = {
+        ("vllm:num_requests_running", base): 3,
+        ("vllm:num_requests_waiting", base): 2,
+        ("vllm:kv_cache_usage_perc", base): 0.25,
+        ("vllm:prompt_tokens_total", base): 70,
+        ("vllm:generation_tokens_total", base): 90,
+        ("vllm:request_success_total", ("finished_reason", "stop"), base): 4,
+        ("vllm:request_success_total", ("finished_reason", "error"), base): 2,
+        # Sums from below, of the counts of each interval.
+        ("vllm:time_to_first_token_seconds_bucket", ("le", "0.1"), base): 3,
+        ("vllm:time_to_first_token_seconds_bucket", ("le", "1.0"), base): 5,
+        ("vllm:time_to_first_token_seconds_bucket", ("le", "+Inf"), base): 6,
+        ("vllm:time_to_first_token_seconds_count", base): 6,
+        ("vllm:time_to_first_token_seconds_sum", base): 4.5,
+        ("vllm:e2e_request_latency_seconds_bucket", ("le", "+Inf"), base): 1,
+        ("vllm:num_gpu_loaded_lora_adapters", base): 2,
+        ("vllm:max_gpu_lora_adapters", base): 4,
+        ("vllm:lora_adapter_load_seconds_count", base): 5,
+        ("vllm:lora_adapter_load_seconds_bucket", ("le", "0.5"), base): 4,
+        ("jlora:slot_write_seconds_sum", base): 0.002,
+        ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
+        ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
+        # What routers read: sequences times positions, and nothing is shared.
+        (
+            "vllm:cache_config_info",
+            ("block_size", "128"),
+            ("enable_prefix_caching", "False"),
+            ("num_gpu_blocks", "4"),
+        ): 1,
+        ("jlora:unloaded_adapter_requests_total",): 6,
+        ("jlora:open_leases",): 3,
+        ("jlora:adapter_requests_total", ("adapter_name", "sort")): 5,
+        ("jlora:adapter_requests_total", ("adapter_name", "reverse")): 2,
+        **{(f"jlora:{name}_total",): n for name, n in (("slot_hits", 30), ("slot_loads", 4), ("slot_evictions", 2))},
+        ("jlora:host_loads_total",): 5,
+        ("jlora:failed_steps_total",): 1,
+        ("jlora:leased",): 1,
+        ("jlora:adapters_registered",): 2,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    (info,) = [(dict(key[1:]), value) for key, value in found.items() if key[0] == "vllm:lora_requests_info"]
+    labels = {"max_lora": "4", "running_lora_adapters": "sort", "waiting_lora_adapters": r"a\x2cb,reverse"}
+    assert info[0] == labels
+    assert before <= info[1] <= time.time()  # the newest series is the one that counts
+
+
+def resident(found):
+    keys = [dict(key[1:]) for key in found if key[0] == "vllm:lora_adapter_loaded"]
+    return {key["adapter_name"]: (key["level"], key["pinned"], key["rank"]) for key in keys}
+
+
+def test_residency_is_what_is_in_memory():
+    engine = FakeEngine(["a", "b", "c", "d", "evicted"])
+    engine.pinned = {"b"}
+    found = resident(scrape(make_service(engine)))
+    assert found == {
+        "a": ("slot", "false", "8"),
+        "b": ("slot", "true", "8"),
+        "c": ("host", "false", "8"),
+        "d": ("host", "false", "8"),
+    }
+
+
+def test_thousands_of_adapters_have_no_thousands_of_series(monkeypatch):
+    engine = FakeEngine([])
+    service = make_service(engine)
+    for i in range(3000):
+        service.adapters.load(LoRARequest(f"tenant-{i}", "x"), "x", None)
+    some = FakeEngine.resident(FakeEngine(["x"]))["x"]
+    cache = {f"tenant-{i}": replace(some, name=f"tenant-{i}", slot=i if i < 4 else None) for i in range(2500)}
+    service.manager.list_adapters = lambda: cache
+    engine.told = replace(STATS, by_lora={name: 1 for name in cache})
+    found = scrape(service)
+    assert len(found) < prometheus._MOST + 200
+    # Those in slots come first, though they were used least recently here.
+    assert {f"tenant-{i}" for i in range(4)} < resident(found).keys()
+    assert len(resident(found)) == prometheus._MOST
+    assert found["jlora:adapters_registered",] == 3000
+    answer = ask(service, "GET", "/status.json").json
+    assert (len(answer["adapters"]), answer["registered"]) == (status._MOST, 3000)
+
+
+HOSTILE = ['quote"} 1', "back\\slash", "line\nvllm:forged 1", "\x1b[31mred", "<script>alert(1)</script>", "\u202eevil"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names(engine, name, caplog):
+    """They come in by the library, or as the name of a model that there is not."""
+    engine.loras = {name: LoRARequest(name, "x")}
+    engine.told = replace(STATS, running_by_lora={name: 1}, by_lora={name: 1})
+    service = make_service(engine)
+    found = scrape(service)
+    assert not any(key[0] == "vllm:forged" for key in found)
+    (shown,) = resident(found)
+    assert shown.isprintable()
+    listed = ask(service, "GET", "/status.json")
+    assert [adapter["name"] for adapter in listed.json["adapters"]] == [name]  # the page sets it as text
+    with caplog.at_level("INFO", "jlora.serve"):
+        assert post(service, "/v1/completions", {"model": name, "prompt": "a"}).status == 200
+        assert post(service, "/v1/completions", {"model": name + "?", "prompt": "a"}).status == 404
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all(message.isprintable() and message.isascii() for message in messages)
+    assert [json.loads(message.removeprefix("request "))["model"] for message in messages] == [name, name + "?"]
+
+
+def test_one_line_a_request(caplog):
+    service = make_service()
+    with caplog.at_level("INFO", "jlora.serve"):
+        post(service, "/v1/completions", {"model": "sort", "prompt": "ab", "n": 2, "max_tokens": 3})
+        post(service, "/v1/completions", {"model": "sort", "prompt": "ab", "stream": True})
+        post(service, "/v1/completions", {"model": "sort"})
+        ask(service, "GET", "/health")
+        ask(service, "GET", "/metrics")
+        ask(service, "GET", "/status.json")
+    lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
+    assert [line["status"] for line in lines] == [200, 200, 400]
+    first, second, third = lines
+    assert (first["model"], first["prompt_tokens"], first["tokens"]) == ("sort", 2, 6)
+    assert (first["finish"], first["stream"]) == (["length", "length"], False)
+    assert (second["stream"], second["tokens"]) == (True, 7)
+    assert "prompt" in third["error"]
+    assert all(line["method"] == "POST" and line["seconds"] >= 0 for line in lines)
+
+
+def test_no_request_makes_a_line_long(caplog):
+    service = make_service()
+    with caplog.at_level("INFO", "jlora.serve"):
+        ask(service, "X" * 50_000, "/" + "y" * 50_000)
+    (record,) = caplog.records
+    line = json.loads(record.getMessage().removeprefix("request "))
+    assert (line["method"], line["path"], line["status"]) == ("X" * 300, "/" + "y" * 299, 404)
+
+
+def test_the_page(engine):
+    service = make_service(engine)
+    for path in ("/", "/status"):
+        answer = ask(service, "GET", path)
+        assert answer.status == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    # It needs nothing from elsewhere, and may not: only its own script and style run.
+    assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", answer.text)
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    # Names are set as text alone.
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", answer.text)
+
+
+def test_what_the_page_shows(engine):
+    body = ask(make_service(engine), "GET", "/status.json").json
+    assert (body["model"], body["state"], body["running"], body["waiting"]) == ("base", "serving", 3, 2)
+    assert body["slots"] == ["sort", "reverse", None, None]
+    sort = next(adapter for adapter in body["adapters"] if adapter["name"] == "sort")
+    assert (sort["level"], sort["slot"], sort["rank"], sort["requests"]) == ("slot", 0, 8, 5)
+    assert (sort["running"], sort["waiting"]) == (2, 0)
+    assert body["manager"]["slot_hits"] == 30
+    latency = {"first token": {"p50": 0.1, "p99": None}, "each further token": {"p50": None, "p99": None},
+               "whole request": {"p50": 1.0, "p99": 1.0}, "queue": {"p50": 0.1, "p99": None},
+               "queue, of adapters in no slot": {"p50": 0.1, "p99": None}, "load": {"p50": 0.5, "p99": None},
+               "slot write": {"p50": 0.001, "p99": 0.001}}  # fmt: skip
+    assert body["latency"] == latency

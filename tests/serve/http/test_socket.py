@@ -1,0 +1,229 @@
+"""What needs a socket: clients that leave, are slow, or send too much; and the openai client's own view."""
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from jlora.errors import LoRAError
+from jlora.serve.engine.request import Piece
+from jlora.serve.http.body import Limits
+from jlora.serve.http.template import ChatTemplate
+from tests.serve.client import make_service, on_socket, raw_post, read_all, until
+from tests.serve.fake_engine import BUSY, FakeEngine
+
+BODY = {"model": "sort", "prompt": "ba="}
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+def content(**more):
+    return json.dumps({**BODY, **more}).encode()
+
+
+@pytest.fixture
+def served(engine):
+    limits = Limits(body_bytes=10_000, header_seconds=0.5, body_seconds=0.5, send_seconds=0.5)
+    service = make_service(engine, limits=limits, chat=ChatTemplate("{{ messages[-1].content }}"))
+    with on_socket(service) as address:
+        yield address
+
+
+def connect(address):
+    return socket.create_connection(address, timeout=10)
+
+
+def test_pieces_come_as_the_engine_makes_them(served, engine):
+    engine.hold = True
+    url = f"http://{served[0]}:{served[1]}{PATH}"
+
+    def feed():
+        until(lambda: engine.generations)
+        engine.generations[0].put(Piece("a", (3,)))
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    with httpx.Client(timeout=10) as client, client.stream("POST", url, json={**BODY, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "a"
+        engine.generations[0].put(Piece("b", (4,)))
+        assert next(lines) == ""
+        assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "b"
+        engine.generations[0].put(LoRAError("the step failed"))
+        rest = [line for line in lines if line]
+    feeder.join()
+    assert json.loads(rest[0].removeprefix("data: "))["error"]["type"] == "InternalServerError"
+    assert rest[1:] == ["data: [DONE]"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_client_that_leaves(served, engine, stream, began, how):
+    engine.hold = True
+    connection = connect(served)
+    connection.sendall(raw_post(PATH, content(stream=stream, n=2)))
+    until(lambda: len(engine.generations) == 2 and all(one.callback for one in engine.generations))
+    if began:
+        for generation in engine.generations:
+            generation.put(Piece("a", (3,)))
+        if stream:
+            assert b"200 OK" in connection.recv(10_000)
+    assert not any(generation.cancelled for generation in engine.generations)
+    if how == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    until(lambda: all(generation.cancelled for generation in engine.generations))
+
+
+@pytest.mark.parametrize("hundreds", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_hundreds_of_clients_that_leave(served, engine, hundreds):
+    engine.hold = True
+    request = raw_post(PATH, content(stream=True))
+    before = threading.active_count()
+    for _ in range(hundreds):
+        connections = [connect(served) for _ in range(100)]
+        for connection in connections:
+            connection.sendall(request)
+        for connection in connections:
+            connection.close()
+    until(lambda: all(generation.cancelled for generation in engine.generations), 60)
+    engine.hold = False
+    assert httpx.post(f"http://{served[0]}:{served[1]}{PATH}", json=BODY, timeout=30).status_code == 200
+    assert threading.active_count() <= before + 4  # of the pool
+
+
+def test_a_client_that_reads_nothing(served, engine):
+    """Its connection is cut, its generation ends, and nothing is kept for it for ever."""
+    engine.hold = True
+    connection = connect(served)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sendall(raw_post(PATH, content(stream=True)))
+    until(lambda: engine.generations and engine.generations[0].callback)
+    generation, end = engine.generations[0], time.monotonic() + 20
+    while not generation.cancelled:
+        assert time.monotonic() < end
+        generation.put(Piece("x" * 100_000, (3,)))
+        time.sleep(0.02)
+    connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx"])
+def test_headers_that_do_not_come(served, sent):
+    with connect(served) as connection:
+        started = time.monotonic()
+        connection.sendall(sent)
+        assert read_all(connection) == b""
+        assert 0.3 < time.monotonic() - started < 5
+
+
+def test_headers_that_come_drop_by_drop(served):
+    with connect(served) as connection:
+        started = time.monotonic()
+        cut = False
+        with contextlib.suppress(OSError):
+            for letter in raw_post(PATH, content()):
+                cut = True
+                connection.sendall(bytes([letter]))
+                time.sleep(0.05)
+                cut = False
+        assert cut
+        assert time.monotonic() - started < 5
+
+
+def test_a_body_that_does_not_come(served, engine):
+    with connect(served) as connection:
+        connection.sendall(raw_post(PATH, content()[:5], length=len(content())))
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"RequestTimeoutError" in answer
+    assert engine.generations == []
+
+
+@pytest.mark.parametrize("path", [PATH, "/nothing", "/health"])
+def test_a_body_of_a_gigabyte_is_not_read(served, path):
+    with connect(served) as connection:
+        connection.sendall(raw_post(path, b"", length=2**30))
+        answer = read_all(connection)
+    status = {PATH: b"413", "/nothing": b"404", "/health": b"405"}[path]
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_body_in_chunks_is_refused_where_it_becomes_too_long(served, engine):
+    """Though it has not ended, and whatever else is to come."""
+    head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    with connect(served) as connection:
+        connection.sendall(head + 3 * (b"1000\r\n" + b" " * 4096 + b"\r\n"))
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert engine.generations == []
+
+
+def test_lines_and_headers_have_limits(served):
+    for request in (
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 50_000 + b"\r\n",
+        b"GET /nothing HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"\x16\x03\x01 this is no HTTP\r\n\r\n",
+    ):
+        with connect(served) as connection:
+            try:
+                connection.sendall(request)
+            except OSError:  # cut off while it was sending
+                continue
+            assert connection.recv(4096)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"")
+    assert httpx.get(f"http://{served[0]}:{served[1]}/health").status_code == 200
+
+
+def test_many_requests_on_one_connection(served):
+    with httpx.Client(base_url=f"http://{served[0]}:{served[1]}", timeout=10) as client:
+        for _ in range(20):
+            assert client.post(PATH, json=BODY).status_code == 200
+            assert client.post(PATH, json={}).status_code == 400
+            assert client.get("/health").status_code == 200
+        time.sleep(0.8)  # longer than headers may take: the clock runs from their first byte alone
+        assert client.get("/health").status_code == 200
+
+
+def test_the_openai_client(served, engine):
+    client = openai.OpenAI(base_url=f"http://{served[0]}:{served[1]}/v1", api_key="none", max_retries=0)
+    with client:
+        assert [model.id for model in client.models.list()] == ["base", "alias", "sort", "reverse"]
+        assert client.models.retrieve("sort").model_extra["parent"] == "base"
+        assert client.completions.create(model="sort", prompt="ba=", logprobs=1).choices[0].text == "sort|ba="
+        answer = client.chat.completions.create(
+            model="base", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
+        )
+        assert answer.choices[0].message.content == "base|hi"
+        assert answer.choices[0].logprobs.content[0].token == "b"
+        events = client.chat.completions.create(
+            model="sort",
+            messages=[{"role": "user", "content": "hi"}, answer.choices[0].message.model_dump()],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *parts, last = events
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == "sort|base|hi"
+        assert last.usage.total_tokens == 19
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="nobody", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+            client.completions.create(model="sort", prompt="a", frequency_penalty=1)
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client.chat.completions.create(
+                model="sort", messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function"}]
+            )
+        engine.refuse = BUSY
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="sort", prompt="a")

@@ -21,7 +21,6 @@ from jlora.manager.base_weights import difference, misfits
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
-from jlora.manager.locks import within
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.side_by_side import evenly_spaced, side_by_side
 
@@ -155,7 +154,7 @@ def fit(
 
     def fill(names: Sequence[str]) -> list[Placement]:
         own = [modules.pop(name) for name in names]
-        with within(np.errstate(over="ignore", invalid="ignore")):
+        with np.errstate(over="ignore", invalid="ignore"):
             return _fill(where, names, own, wrapped, *placed[names[0]], shared, frame)
 
     together = evenly_spaced(modules, placed)

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jlora.layers.batch import Lease, Served
@@ -35,8 +35,9 @@ class AdapterHandle:
       name, generation: what it stands for.
     """
 
-    def __init__(self, content: Content):
+    def __init__(self, content: Content, on_close: Callable[[], object]):
         self._content: Content | None = content
+        self._on_close = on_close
         self.name = content.name
         self.generation = content.generation
 
@@ -48,6 +49,7 @@ class AdapterHandle:
     def close(self) -> None:
         """Let the generation go. Closing twice is harmless."""
         self._content = None
+        self._on_close()
 
     def __enter__(self) -> "AdapterHandle":
         return self

@@ -1,7 +1,6 @@
 """`prepare` where several processes have one model: all bring the same adapters into the same slots, or none does."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from jlora.manager.batches import Asked, Name
 from jlora.manager.content import Content
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
-from jlora.manager.loader import POLL, Patience
+from jlora.manager.loader import Patience
 from jlora.manager.prepare import Batches, R, over
 from jlora.manager.processes import Processes
 
@@ -40,7 +39,7 @@ class BatchesInStep(Batches):
     def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         reloaded: set[Name] = set()
         while True:
-            with self._books():
+            with self._state_lock:
                 known = self._contents(asked)
             absent = [
                 name
@@ -59,7 +58,7 @@ class BatchesInStep(Batches):
                 )
             if not (absent and wait):
                 break
-        with self._books():
+        with self._state_lock:
             contents = self._contents(asked)
         wanted = list(dict.fromkeys(contents.values()))
 
@@ -70,13 +69,14 @@ class BatchesInStep(Batches):
 
     def _wait_for_room(self, asked: Asked, deadline: float | None) -> None:
         while True:
+            seen = self._changed.rings
             try:
-                with self._books():
+                with self._state_lock:
                     return self._keep(asked)
             except NoFreeSlotError:
                 if over(deadline):
                     raise
-            time.sleep(POLL)
+            self._changed.wait(seen, deadline)
 
     def bring(
         self,
@@ -89,7 +89,7 @@ class BatchesInStep(Batches):
     ) -> R:
         """See `Batches.bring`: into the same slots in all processes. Nothing is said where all are in slots already."""
         self._slots.pool.compile()
-        with self._dispatch(), self._books():
+        with self._step_lock, self._state_lock:
             self._wrapped.check()
             contents = wanted()
             if all(content in self._slots.pool.table for content in contents):
@@ -100,14 +100,15 @@ class BatchesInStep(Batches):
         def ready() -> tuple[Any, Any]:
             nonlocal plan
             while True:
+                seen = self._changed.rings
                 try:
-                    with self._dispatch(), self._books():
+                    with self._step_lock, self._state_lock:
                         plan = self._slots.plan(contents, partly=partly)
                         return [(content.name, content.generation, slot) for content, slot in plan.items()], None
                 except NoFreeSlotError:
                     if over(deadline):
                         raise
-                time.sleep(POLL)
+                self._changed.wait(seen, deadline)
 
-        with self._processes.together(what, ready, tries=_TRIES), self._dispatch(), self._books():
+        with self._processes.together(what, ready, tries=_TRIES), self._step_lock, self._state_lock:
             return then(self._slots.carry_out(plan, contents))

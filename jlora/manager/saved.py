@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.manager.content import Content
 from jlora.manager.host import Host
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
 from jlora.manager.registry import Registry
 from jlora.manager.saved_content import description, make_folder, read_content, sync, write_content
 from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names
@@ -43,7 +44,7 @@ def save(
     folder: Path,
     slots: Slots,
     registry: Registry,
-    books: Lock,
+    state_lock: StateLock,
     base: str,
     *,
     weights: bool,
@@ -53,7 +54,7 @@ def save(
 
     def take() -> tuple[Names, list[Content]]:
         left_out = without()
-        with books():
+        with state_lock:
             return _taken(slots, registry, base, left_out)
 
     try:
@@ -189,12 +190,18 @@ def layers_digest(slots: Slots) -> str:
 
 
 def restore(
-    folder: Path, host: Host, slots: Slots, registry: Registry, locks: tuple[Lock, Lock], base: str,
-    *, weights: bool,
-) -> frozenset[str]:  # fmt: skip
+    folder: Path,
+    host: Host,
+    slots: Slots,
+    registry: Registry,
+    locks: tuple[AbstractContextManager[Any], StateLock],
+    base: str,
+    *,
+    weights: bool,
+) -> frozenset[str]:
     """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
-    dispatch, books = locks
-    with books():
+    step_lock, state_lock = locks
+    with state_lock:
         _check_new(registry)
     with locked(folder / "contents.lock", shared=True):
         names = read_names(folder)
@@ -211,7 +218,7 @@ def restore(
     if not weights or names.layers != layers_digest(slots):  # there the same file was another content
         generations = {name: (last, None) for name, (last, _) in generations.items()}
     slots.pool.compile()
-    with dispatch(), books():
+    with step_lock, state_lock:
         _check_new(registry)
         try:
             registry.last.update(generations)
@@ -284,7 +291,8 @@ def _read_content(
         entry.name, folder / _CONTENTS / entry.weights, pool.sites, pool.chunks, allow_nonfinite=host.allow_nonfinite
     )
     content.generation, content.request = entry.generation, entry.request
-    return host.settled(content, found.values())
+    content.blocks = host.pinned(content.blocks, found.values())
+    return content
 
 
 def _fill_slots(names: Names, contents: dict[str, Content], slots: Slots) -> None:

@@ -14,7 +14,7 @@ from jlora.manager.blocks import Block
 from jlora.manager.content import Content
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
 from jlora.manager.pool import Pool
 from jlora.manager.registry import Registry
 
@@ -245,13 +245,13 @@ class Slots:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, content: Content, lock: Lock, max_bytes: int) -> None:
+    def move_ahead(self, content: Content, lock: StateLock, max_bytes: int) -> None:
         """Move a content to the device before it is asked for; on a loading thread, under no lock.
 
         At most `max_bytes` of such contents lie there; the first to come are the first to go.
         """
         size = sum(block.nbytes for block in content.blocks)
-        with lock():
+        with lock:
             if size > max_bytes or content in self.pool.table or content in self._ahead:
                 return
             self._ahead[content] = None
@@ -260,7 +260,7 @@ class Slots:
             self.pool.let_go()  # here, where no step waits for it
         moved, _ = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
-        with lock():
+        with lock:
             if content in self._ahead and content not in self.pool.table:
                 content.ahead = moved
             else:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.content import Content
 from jlora.manager.fit import rank_vector
 from jlora.manager.leases import Leases
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
 from jlora.manager.slots import Slots
 
 
@@ -25,14 +26,14 @@ def warm_up(
     wrapped: WrappedModel,
     slots: Slots,
     leases: Leases,
-    locks: tuple[Lock, Lock],
+    locks: tuple[AbstractContextManager[Any], StateLock],
 ) -> None:
     """See `LoRAManager.warmup`; `asked` is the shape of a batch, and `prepare` makes one of the base model alone."""
-    dispatch, books = locks
+    step_lock, state_lock = locks
     pool = slots.pool
     pool.compile()
     none = len(pool.table)
-    with dispatch(), books():
+    with step_lock, state_lock:
         wrapped.check()
         slots.sweep()
         slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)

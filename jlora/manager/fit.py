@@ -1,5 +1,6 @@
 """Does an adapter fit the model? Its shapes are checked before its values, and then cast and scaled for the slots."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.content import Placement
 from jlora.manager.locks import within
 from jlora.manager.names import Place, SiteIndex
-from jlora.manager.side_by_side import evenly_spaced, side_by_side
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Fitted:
 
 
 class _Piece(NamedTuple):
-    """Factors that lie in the same slices of rows that follow each other.
+    """One module's factors, or those of all experts for one slice: of rows that follow each other.
 
     Attributes:
       name: the checkpoint's name of all rows together.
@@ -153,19 +153,13 @@ def fit(
                 ranks[held, row] = max(ranks.get((held, row), 0), modules[name].rank)
     frame = Frame(chunks, ranks)
 
-    def fill(names: Sequence[str]) -> list[Placement]:
-        own = [modules.pop(name) for name in names]
+    def fill(name: str) -> list[Placement]:
+        module = modules.pop(name)
         with within(np.errstate(over="ignore", invalid="ignore")):
-            return _fill(where, names, own, wrapped, *placed[names[0]], shared, frame)
+            return _fill(where, name, module, wrapped, *placed[name], shared, frame)
 
-    together = evenly_spaced(modules, placed)
-    filled = on_threads(fill, together, sum(block.nbytes for block in frame.blocks))
-    made = {  # in the adapter's own order, however it was written
-        name: placements if len(names) == 1 else placements[i : i + 1]
-        for names, placements in zip(together, filled, strict=True)
-        for i, name in enumerate(names)
-    }
-    return Fitted(tuple(p for name in placed for p in made[name]), frame.blocks)
+    filled = on_threads(fill, list(placed), sum(block.nbytes for block in frame.blocks))
+    return Fitted(tuple(itertools.chain(*filled)), frame.blocks)
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -173,9 +167,9 @@ def _rows_of(module: Shapes, site: Site, row: int) -> range:
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
 
-def _held(module: Shapes, site: Site, row: int, shared: bool, count: int = 1) -> list[tuple[Site, range]]:
-    """The sites that hold the factors of `count` such modules, the first at `row` of `site`, and the rows of each."""
-    rows = range(row, _rows_of(module, site, row + count - 1).stop)
+def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
+    """The sites that hold the factors of a module at `row` of `site`, and the rows of each."""
+    rows = _rows_of(module, site, row)
     if not (shared and site.spec.experts):
         return [(site, rows)]
     layer = row // site.spec.experts
@@ -192,18 +186,16 @@ def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: in
 
 def _pieces(
     where: str,
-    names: Sequence[str],
-    modules: Sequence[ModuleLoRA | ExpertsLoRA],
+    name: str,
+    module: ModuleLoRA | ExpertsLoRA,
     wrapped: WrappedModel,
     site: Site,
     first: int,
     count: int,
 ) -> list[_Piece]:
-    """Modules as they are; one of all experts slice by slice, under the names that checkpoints give each expert's."""
-    name, module = names[0], modules[0]
+    """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
     if isinstance(module, ModuleLoRA):
-        a, b = (side_by_side([getattr(module, half) for module in modules]) for half in "ab")
-        return [_Piece(name, names, first, count, a, b.swapaxes(1, 2))]
+        return [_Piece(name, [name], first, count, module.a[None], module.b.T[None])]
     spec = site.spec
     assert spec.experts is not None
     a, b = module.a, module.b.swapaxes(1, 2)
@@ -241,8 +233,8 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
 
 def _fill(
     where: str,
-    names: Sequence[str],
-    modules: Sequence[ModuleLoRA | ExpertsLoRA],
+    name: str,
+    module: ModuleLoRA | ExpertsLoRA,
     wrapped: WrappedModel,
     site: Site,
     row: int,
@@ -251,8 +243,7 @@ def _fill(
     shared: bool,
     frame: Frame,
 ) -> list[Placement]:
-    """Write modules that are `evenly_spaced`, the first of them at `row`, into their blocks; `shared`: into those of
-    the slots for experts that share factors.
+    """Write a module into its blocks; `shared`: into those of the slots for experts that share factors.
 
     The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
     so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
@@ -260,15 +251,14 @@ def _fill(
     Raises:
       AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
     """
-    pieces = _pieces(where, names, modules, wrapped, site, first, count)
-    module = modules[0]
+    pieces = _pieces(where, name, module, wrapped, site, first, count)
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
     once = shared and site.spec.experts is not None
     shifts = [_balance(piece, module.scaling, once) if dtype == np.float16 else [0] * size for piece in pieces]
     fills = [
         (held, rows, piece, shift)
-        for held, rows in _held(module, site, row, shared, len(modules))
+        for held, rows in _held(module, site, row, shared)
         for piece, shift in zip(pieces, shifts, strict=True)
     ]
     for held, rows, piece, shift in fills:

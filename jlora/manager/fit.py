@@ -13,7 +13,7 @@ from jlora._threads import on_threads
 from jlora.adapters import Adapter, BaseShape
 from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
+from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA
 from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
@@ -114,7 +114,7 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
 
 def fit(
     where: str,
-    modules: dict[str, ModuleLoRA | ExpertsLoRA],
+    modules: dict[str, LoRA],
     placed: Mapping[str, Place],
     base_weights: Mapping[str, np.ndarray],
     wrapped: WrappedModel,
@@ -176,7 +176,7 @@ def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site
     return [(half, rows if half.spec.experts else range(layer, layer + 1)) for half in site.shared]
 
 
-def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: int, first: int, count: int) -> bool:
+def _is_shared(where: str, module: LoRA, site: Site, row: int, first: int, count: int) -> bool:
     """Whether the experts of a module share the factor that the site's shared slots hold once."""
     if not site.shared or isinstance(module, ModuleLoRA):
         return False
@@ -187,7 +187,7 @@ def _is_shared(where: str, module: ModuleLoRA | ExpertsLoRA, site: Site, row: in
 def _pieces(
     where: str,
     name: str,
-    module: ModuleLoRA | ExpertsLoRA,
+    module: LoRA,
     wrapped: WrappedModel,
     site: Site,
     first: int,
@@ -234,7 +234,7 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
 def _fill(
     where: str,
     name: str,
-    module: ModuleLoRA | ExpertsLoRA,
+    module: LoRA,
     wrapped: WrappedModel,
     site: Site,
     row: int,

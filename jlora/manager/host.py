@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import Found, resolve
+from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
@@ -189,7 +189,7 @@ class Host:
         """Check and stage an adapter that is in memory."""
         return self.stage(check_in_memory(adapter, self._index, allow_nonfinite=self._config.allow_nonfinite), None)
 
-    def _find(self, request: LoRARequest, load: Load | None = None) -> Found:
+    def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
@@ -197,7 +197,7 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _read(self, request: LoRARequest, found: Found) -> Checked:
+    def _read(self, request: LoRARequest, found: AdapterFolder) -> Checked:
         return read_files(request, found, self._index, allow_nonfinite=self._config.allow_nonfinite)
 
     def stage(self, checked: Checked, request: LoRARequest | None) -> Content:

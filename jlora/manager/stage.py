@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from jlora.adapters import Adapter, AdapterShapes
-from jlora.adapters.adapter import read_adapter
-from jlora.adapters.checkpoint import OwnExperts
-from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
-from jlora.adapters.resolve import Found
+from jlora.adapters.adapter import open_adapter
+from jlora.adapters.lora import LoRA
+from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrapped import WrappedModel
@@ -19,10 +18,10 @@ from jlora.manager.own import own_experts
 from jlora.manager.pool import Pool
 
 # An adapter that fits the model, its modules, and the place of each.
-Checked: TypeAlias = tuple[Adapter, dict[str, ModuleLoRA | ExpertsLoRA], dict[str, Place]]
+Checked: TypeAlias = tuple[Adapter, dict[str, LoRA], dict[str, Place]]
 
 
-def read_files(request: LoRARequest, found: Found, index: SiteIndex, *, allow_nonfinite: bool) -> Checked:
+def read_files(request: LoRARequest, found: AdapterFolder, index: SiteIndex, *, allow_nonfinite: bool) -> Checked:
     """Read an adapter's files: of experts that are split over processes, those of this one's devices alone.
 
     What its shapes tell against it is found before a tensor is read.
@@ -31,30 +30,28 @@ def read_files(request: LoRARequest, found: Found, index: SiteIndex, *, allow_no
       The adapter without its modules, these, and their places.
     """
     where = describe(request.name, request.path)
-    placed: dict[str, Place] = {}
-
-    def check(shapes: AdapterShapes) -> OwnExperts:
-        if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
-            raise AdapterMismatchError(
-                f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
-                f"{request.base_model_name!r}"
-            )
-        stacked = [name for name, module in shapes.modules.items() if module.kind == "experts"]
-        if request.is_3d_lora_weight is not None and request.is_3d_lora_weight != bool(stacked):
-            found = f"all experts of {stacked[0]} in one tensor" if stacked else "no tensor of all experts"
-            raise AdapterMismatchError(
-                f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
-            )
-        placed.update(place(where, shapes.modules, index))
+    with open_adapter(found) as opened:
+        shapes = opened.shapes
+        _check_request(where, request, shapes)
+        placed = place(where, shapes.modules, index)
         check_base_shapes(where, shapes.base_weights, index)
-        return own_experts(shapes.modules, placed)
-
-    adapter = read_adapter(
-        found,
-        allow_nonfinite=allow_nonfinite,
-        check=check,
-    )
+        adapter = opened.read(own_experts(shapes.modules, placed), allow_nonfinite=allow_nonfinite)
     return replace(adapter, modules={}), dict(adapter.modules), placed
+
+
+def _check_request(where: str, request: LoRARequest, shapes: AdapterShapes) -> None:
+    """Raises AdapterMismatchError where an adapter is not what the request says of it."""
+    if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
+        raise AdapterMismatchError(
+            f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
+            f"{request.base_model_name!r}"
+        )
+    stacked = [name for name, module in shapes.modules.items() if module.kind == "experts"]
+    if request.is_3d_lora_weight is not None and request.is_3d_lora_weight != bool(stacked):
+        found = f"all experts of {stacked[0]} in one tensor" if stacked else "no tensor of all experts"
+        raise AdapterMismatchError(
+            f"{where}: the request says is_3d_lora_weight={request.is_3d_lora_weight}, and the file has {found}"
+        )
 
 
 def check_in_memory(adapter: Adapter, index: SiteIndex, *, allow_nonfinite: bool) -> Checked:

@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 from jlora._typing import DType
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
+from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA
-from jlora.adapters.messages import printable, shown, shown_path, shown_value
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes

@@ -11,15 +11,15 @@ from typing import TypeAlias
 import numpy as np
 
 from jlora.adapters.config_file import CONFIG_FILE
+from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
 from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA
-from jlora.adapters.messages import shown, shown_path, shown_value
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
+from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
+from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
-from jlora.adapters.values import DTYPES, Share, read_tensors
-from jlora.adapters.values import all_finite as all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _PREFIX = "base_model.model."

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from jlora.adapters.messages import shown
+from jlora.adapters.escaping import shown
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.errors import AdapterMismatchError
 

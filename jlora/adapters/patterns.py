@@ -12,7 +12,7 @@ from typing import Any
 
 import re2
 
-from jlora.adapters.messages import printable, shown
+from jlora.adapters.escaping import printable, shown
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _MAX_LENGTH = 8192

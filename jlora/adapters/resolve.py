@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jlora.adapters.config_file import CONFIG_FILE
+from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
-from jlora.adapters.messages import printable, shown, shown_path, shown_value
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
 WEIGHTS_FILE = "adapter_model.safetensors"

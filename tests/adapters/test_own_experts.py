@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from jlora import _threads
-from jlora.adapters import Adapter, values
+from jlora.adapters import Adapter, tensor_data
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.files import StableFile
 from jlora.adapters.resolve import resolve
@@ -113,8 +113,8 @@ def counted(monkeypatch, file: Path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces that cut tensors, and those in which experts take turns between rows, shared out among threads."""
-    monkeypatch.setattr(values, "_PIECE", 80)
-    monkeypatch.setattr(values, "_PART", 240)
+    monkeypatch.setattr(tensor_data, "_PIECE", 80)
+    monkeypatch.setattr(tensor_data, "_PART", 240)
     monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
     monkeypatch.setattr(_threads, "_processors", lambda: 3)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jlora
 from jlora import _threads
-from jlora.adapters import values
+from jlora.adapters import tensor_data
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap import wrap_model
 from jlora.manager import fit as fitting
@@ -200,7 +200,7 @@ def test_what_is_written_goes_back_to_the_system(monkeypatch, threads):
 def test_a_load_lets_go_of_what_it_read(tmp_path, monkeypatch):
     names = [f"layers.{i}.gate" for i in range(STACK)] + experts_of("gate_proj", 1)
     jlora.Adapter(name="x", modules=even(names)).save_pretrained(tmp_path)
-    monkeypatch.setattr(values, "_WHOLE", 1)
+    monkeypatch.setattr(tensor_data, "_WHOLE", 1)
     read, original = [], fitting._fill
 
     def fill(where, name, module, *args):

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,14 +37,6 @@ class Shapes(Protocol):
     def a_shape(self) -> tuple[int, ...]: ...
     @property
     def b_shape(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Where the modules of an adapter go, and their factors in slot dtype, scaling folded in."""
-
-    placements: tuple[Placement, ...]
-    blocks: tuple[Block, ...]
 
 
 class _Piece(NamedTuple):
@@ -120,7 +111,7 @@ def fit(
     wrapped: WrappedModel,
     index: SiteIndex,
     chunks: Sequence[Chunk],
-) -> Fitted:
+) -> tuple[tuple[Placement, ...], tuple[Block, ...]]:
     """Bring the modules of an adapter into slot dtype and the blocks of the model's `chunks`.
 
     Where the model has slots for that, a factor that experts share goes into them once, if all of the adapter's do.
@@ -134,6 +125,9 @@ def fit(
       placed: where each goes, as `place` says.
       base_weights: those that came with it.
       wrapped, index, chunks: of the model.
+
+    Returns:
+      Where the modules go, in their order, and the blocks.
 
     Raises:
       AdapterMismatchError: base weights that differ from the model's; values that slot dtype cannot hold.
@@ -159,7 +153,7 @@ def fit(
             return _fill(where, name, module, wrapped, *placed[name], shared, frame)
 
     filled = on_threads(fill, list(placed), sum(block.nbytes for block in frame.blocks))
-    return Fitted(tuple(itertools.chain(*filled)), frame.blocks)
+    return tuple(itertools.chain(*filled)), frame.blocks
 
 
 def _rows_of(module: Shapes, site: Site, row: int) -> range:

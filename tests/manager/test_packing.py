@@ -68,10 +68,11 @@ def fitted_to(wrapped, modules, max_bytes=1 << 20):
 
 def assert_numbers(found, adapter, dtype):
     """Every placement's numbers by plain NumPy: A, and scaling * B in float32, each rounded once."""
-    rows = unpack(found.blocks, {(p.site, p.row) for p in found.placements})
+    placements, blocks = found
+    rows = unpack(blocks, {(p.site, p.row) for p in placements})
     slot_dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    assert [p.module for p in found.placements] == list(adapter.modules)
-    for p in found.placements:
+    assert [p.module for p in placements] == list(adapter.modules)
+    for p in placements:
         module = adapter.modules[p.module]
         a, b = rows[p.site, p.row]
         start = sum(p.site.spec.out_sizes[: p.first])
@@ -217,11 +218,11 @@ def test_a_load_lets_go_of_what_it_read(tmp_path, monkeypatch):
 def test_blocks_do_not_keep_what_they_were_made_of():
     adapter = jlora.Adapter(name="x", modules=even(GATES, dtype=BFLOAT16))
     held = weakref.ref(adapter.modules[GATES[0]].a.base)
-    found = fitted(adapter, dtype="bfloat16")
+    _, found = fitted(adapter, dtype="bfloat16")
     del adapter
     gc.collect()
     assert held() is None
-    assert found.blocks
+    assert found
 
 
 # ---- each with its own power of two, and its own error
@@ -235,10 +236,10 @@ def test_routers_in_a_stack_keep_a_power_of_two_each():
         modules[name].b[...] *= 2.0 ** (-4 * i)
     of_experts = {name: module for name, module in shared("x").modules.items() if name.startswith("layers.0.")}
     adapter = jlora.Adapter(name="x", modules=modules | of_experts)
-    found = fitted(adapter, True, "float16")
-    alone = fitted(jlora.Adapter(name="x", modules=modules), True, "float16")
-    assert [p for p in found.placements if p.module in names] == list(alone.placements)
-    assert len({p.shift for p in found.placements if p.module in names}) > 3
+    found, _ = fitted(adapter, True, "float16")
+    alone, _ = fitted(jlora.Adapter(name="x", modules=modules), True, "float16")
+    assert [p for p in found if p.module in names] == list(alone)
+    assert len({p.shift for p in alone}) > 3
 
 
 @pytest.mark.parametrize("powers", [(0, 0), (0, -8), (-8, 0)])
@@ -250,12 +251,12 @@ def test_doubles_are_rounded_once(powers):
         m.a[0, 0] = -1
     adapter = jlora.Adapter(name="x", modules=modules)
     found = fitted(adapter, dtype="float16")
-    assert [p.shift for p in found.placements] == [power // 2 for power in powers]
+    assert [p.shift for p in found[0]] == [power // 2 for power in powers]
     assert_numbers(found, adapter, "float16")
     for m in modules.values():
         m.a[1, 1], m.b[...] = 65520 - 2.0**-9, m.b * 2.0**15
     found = fitted(adapter, dtype="float16")
-    assert [p.shift for p in found.placements] == [power // 2 for power in powers]
+    assert [p.shift for p in found[0]] == [power // 2 for power in powers]
     assert_numbers(found, adapter, "float16")
 
 
@@ -297,7 +298,7 @@ def test_modules_are_written_by_several_threads(monkeypatch):
     monkeypatch.setattr(fitting, "_fill", fill)
     found = fitted(adapter, True, "float16")
     assert len(threads) == 3
-    assert found.placements == expected.placements
-    for one, other in zip(found.blocks, expected.blocks, strict=True):
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
         assert one.a.tobytes() == other.a.tobytes()
         assert one.b.tobytes() == other.b.tobytes()

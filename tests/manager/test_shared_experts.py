@@ -356,10 +356,10 @@ def test_small_scalings_in_float16():
         modules[name] = ExpertsLoRA(a=m.a * 2.0**10, b=b, alpha=3.0, scaling=1.5)
     index = SiteIndex(wrapped, ())
     placed = place("s", modules, index)
-    fitted = fit("s", dict(modules), placed, {}, wrapped, index, cut(tuple(wrapped.modules), 2**20))
-    assert {(p.first, p.shift) for p in fitted.placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
-    rows = unpack(fitted.blocks, {(p.site, p.row) for p in fitted.placements})
-    for p in fitted.placements:
+    placements, blocks = fit("s", dict(modules), placed, {}, wrapped, index, cut(tuple(wrapped.modules), 2**20))
+    assert {(p.first, p.shift) for p in placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
+    rows = unpack(blocks, {(p.site, p.row) for p in placements})
+    for p in placements:
         name, e = p.module, 0
         if p.site.spec.experts:
             name, e = name.replace(f".experts.{p.row}.", ".experts."), p.row

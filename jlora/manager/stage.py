@@ -12,9 +12,9 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.content import Content
-from jlora.manager.fit import check_base_shapes, check_finite, describe, fit, place, rank_vector
+from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
-from jlora.manager.own import own_experts
+from jlora.manager.packing import pack_modules, rank_vector
 from jlora.manager.pool import Pool
 
 
@@ -79,7 +79,7 @@ def _pack(
 ) -> Content:
     """Cast and pack the modules of an adapter, which are taken out of `modules`: memory goes back meanwhile."""
     rank = max(module.rank for module in modules.values())
-    placements, blocks = fit(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
+    placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
     return Content(
         name=adapter.name,
         generation=0,

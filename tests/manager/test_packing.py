@@ -17,10 +17,11 @@ from jlora import _threads
 from jlora.adapters import tensor_data
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap import wrap_model
-from jlora.manager import fit as fitting
+from jlora.manager import packing
 from jlora.manager.blocks import cut, unpack
-from jlora.manager.fit import fit
+from jlora.manager.fit import place
 from jlora.manager.names import SiteIndex
+from jlora.manager.packing import pack_modules
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Model, Seams
 from tests.manager.test_shared_experts import shared
 from tests.matrix import thinned
@@ -62,8 +63,8 @@ def fitted(adapter, stacked=False, dtype="float32", max_bytes=1 << 20):
 
 def fitted_to(wrapped, modules, max_bytes=1 << 20):
     index = SiteIndex(wrapped, ())
-    placed = fitting.place("here", modules, index)
-    return fit("here", modules, placed, {}, wrapped, index, cut(tuple(wrapped.modules), max_bytes))
+    placed = place("here", modules, index)
+    return pack_modules("here", modules, placed, {}, wrapped, index, cut(tuple(wrapped.modules), max_bytes))
 
 
 def assert_numbers(found, adapter, dtype):
@@ -180,13 +181,13 @@ def test_what_is_written_goes_back_to_the_system(monkeypatch, threads):
     kept = layers[1][experts_of("gate_proj", 1)[0]]
     modules = {name: module for of_layer in layers for name, module in of_layer.items()}
     del layers
-    there, original = [], fitting._fill
+    there, original = [], packing._fill
 
     def fill(*args):
         there.append([i for i, held in enumerate(memory) if held() is not None])
         return original(*args)
 
-    monkeypatch.setattr(fitting, "_fill", fill)
+    monkeypatch.setattr(packing, "_fill", fill)
     fitted(jlora.Adapter(name="x", modules=dict(modules)), True)
     assert there == [list(range(STACK))] * len(modules)  # the adapter is the caller's
     there.clear()
@@ -202,14 +203,14 @@ def test_a_load_lets_go_of_what_it_read(tmp_path, monkeypatch):
     names = [f"layers.{i}.gate" for i in range(STACK)] + experts_of("gate_proj", 1)
     jlora.Adapter(name="x", modules=even(names)).save_pretrained(tmp_path)
     monkeypatch.setattr(tensor_data, "_WHOLE", 1)
-    read, original = [], fitting._fill
+    read, original = [], packing._fill
 
     def fill(where, name, module, *args):
         assert all(memory() is None for memory in read)
         read.extend(weakref.ref(half.base) for half in (module.a, module.b))
         return original(where, name, module, *args)
 
-    monkeypatch.setattr(fitting, "_fill", fill)
+    monkeypatch.setattr(packing, "_fill", fill)
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4)
     jlora.LoRAManager(Stacked(), config).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
     assert len(read) == 2 * len(names)
@@ -287,7 +288,7 @@ def test_modules_are_written_by_several_threads(monkeypatch):
     adapter = jlora.Adapter(name="x", modules=modules)
     expected = fitted(adapter, True, "float16")
     on_several_threads(monkeypatch)
-    threads, original, met = set(), fitting._fill, threading.Barrier(3)
+    threads, original, met = set(), packing._fill, threading.Barrier(3)
 
     def fill(*args):
         if threading.current_thread() not in threads:
@@ -295,7 +296,7 @@ def test_modules_are_written_by_several_threads(monkeypatch):
             met.wait(20)
         return original(*args)
 
-    monkeypatch.setattr(fitting, "_fill", fill)
+    monkeypatch.setattr(packing, "_fill", fill)
     found = fitted(adapter, True, "float16")
     assert len(threads) == 3
     assert found[0] == expected[0]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, expert_fields
 from jlora.adapters.files import StableFile
-from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig

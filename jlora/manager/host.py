@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import Found, resolve
+from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
@@ -25,7 +25,7 @@ from jlora.manager.names import SiteIndex
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
-from jlora.manager.stage import Checked, check_in_memory, content_of, read_files
+from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated
 
 _log = logging.getLogger("jlora")
@@ -150,9 +150,7 @@ class Host:
                 found = self._find(request, load)
                 with self.loader.turn:
                     self.loader.check_wanted(load)
-                    read = self._read(request, found)
-                    self.loader.check_wanted(load)
-                    content = self.stage(read, request)
+                    content = self._pack(request, found)
                 result = self._arrived(load, content)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
@@ -192,10 +190,14 @@ class Host:
             return self.admit(self._in_memory(adapter), replace, patience)
 
     def _in_memory(self, adapter: Adapter) -> Content:
-        """Check and stage an adapter that is in memory."""
-        return self.stage(check_in_memory(adapter, self._index, allow_nonfinite=self._config.allow_nonfinite), None)
+        """Check and pack an adapter that is in memory."""
+        return self._staged(
+            pack_in_memory(
+                adapter, self._wrapped, self._index, self._slots.pool, allow_nonfinite=self._config.allow_nonfinite
+            )
+        )
 
-    def _find(self, request: LoRARequest, load: Load | None = None) -> Found:
+    def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
@@ -203,12 +205,20 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _read(self, request: LoRARequest, found: Found) -> Checked:
-        return read_files(request, found, self._index, allow_nonfinite=self._config.allow_nonfinite)
+    def _pack(self, request: LoRARequest, found: AdapterFolder) -> Content:
+        """Read and pack an adapter; no lock is held."""
+        return self._staged(
+            pack_files(
+                request,
+                found,
+                self._wrapped,
+                self._index,
+                self._slots.pool,
+                allow_nonfinite=self._config.allow_nonfinite,
+            )
+        )
 
-    def stage(self, checked: Checked, request: LoRARequest | None) -> Content:
-        """Cast and pack the modules of an adapter, which are taken out of `checked`; no lock is held."""
-        content = content_of(checked, request, self._wrapped, self._index, self._slots.pool)
+    def _staged(self, content: Content) -> Content:
         content.fingerprint = self._fingerprint(content.placements, content.blocks)
         content.blocks = self.pinned(content.blocks)
         return content
@@ -216,7 +226,7 @@ class Host:
     def read(self, request: LoRARequest) -> Content:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
-            return self.stage(self._read(request, self._find(request)), request)
+            return self._pack(request, self._find(request))
 
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return ""

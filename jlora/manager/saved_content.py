@@ -24,7 +24,8 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Chunk, Row, pack, unpack
 from jlora.manager.content import Content, Placement
-from jlora.manager.fit import rank_vector, too_large_rank
+from jlora.manager.fit import too_large_rank
+from jlora.manager.packing import rank_vector
 
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")
 _ARRAY = "adapter"

@@ -18,7 +18,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageErro
 from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import in_slot_dtype
 from jlora.manager.content import Content, Placement
-from jlora.manager.fit import rank_vector
+from jlora.manager.packing import rank_vector
 from jlora.manager.pool import Pool
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
 

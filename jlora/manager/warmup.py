@@ -13,9 +13,9 @@ from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.content import Content
-from jlora.manager.fit import rank_vector
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
+from jlora.manager.packing import rank_vector
 from jlora.manager.slots import Slots
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.adapters.adapter import read_adapter
+from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
 
@@ -31,7 +31,6 @@ class Store:
         self.reads: list[str] = []
         self.threads: list[threading.Thread] = []
         self.closed: set[str] = set()
-        self.read = read_adapter
 
     def request(self, name, version=0, **options) -> jlora.LoRARequest:
         folder = self.folder / f"{name}{version}"
@@ -41,13 +40,13 @@ class Store:
                 os.utime(file, (1, 1))  # a file of just now would be waited for
         return jlora.LoRARequest(name, folder, **options)
 
-    def read_adapter(self, path, **options):
-        name = path.name
+    def open_adapter(self, found, **options):
+        name = found.name
         self.reads.append(name)
         self.threads.append(threading.current_thread())
         while name in self.closed:
             time.sleep(0.001)
-        return self.read(path, **options)
+        return open_adapter(found, **options)
 
     def until_read(self, name, times=1):
         until(lambda: self.reads.count(name) >= times)
@@ -63,7 +62,7 @@ def until(true: Callable[[], bool], seconds=30.0):
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Iterator[Store]:
     made = Store(tmp_path)
-    monkeypatch.setattr(stage, "read_adapter", made.read_adapter)
+    monkeypatch.setattr(stage, "open_adapter", made.open_adapter)
     yield made
     made.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))

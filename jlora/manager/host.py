@@ -16,7 +16,7 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
@@ -66,7 +66,7 @@ class Host:
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
 
-    def newest(self, name: str) -> Content:
+    def newest(self, name: str) -> PackedAdapter:
         """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
         content = self._registry.contents.get(name)
         if content is None:
@@ -165,7 +165,7 @@ class Host:
         """Whether a load finds that its adapter is there already."""
         return self.touch(name)
 
-    def _arrived(self, load: Load, content: Content) -> bool:
+    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
         """What becomes of the content of a load."""
         return self.admit(content, load.request.load_inplace, load.patience, load)
 
@@ -189,7 +189,7 @@ class Host:
         with _logged(adapter.name, None):
             return self.admit(self._in_memory(adapter), replace, patience)
 
-    def _in_memory(self, adapter: Adapter) -> Content:
+    def _in_memory(self, adapter: Adapter) -> PackedAdapter:
         """Check and pack an adapter that is in memory."""
         return self._staged(
             pack_in_memory(
@@ -205,7 +205,7 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _pack(self, request: LoRARequest, found: AdapterFolder) -> Content:
+    def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
         """Read and pack an adapter; no lock is held."""
         return self._staged(
             pack_files(
@@ -218,12 +218,12 @@ class Host:
             )
         )
 
-    def _staged(self, content: Content) -> Content:
+    def _staged(self, content: PackedAdapter) -> PackedAdapter:
         content.fingerprint = self._fingerprint(content.placements, content.blocks)
         content.blocks = self.pinned(content.blocks)
         return content
 
-    def read(self, request: LoRARequest) -> Content:
+    def read(self, request: LoRARequest) -> PackedAdapter:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
             return self._pack(request, self._find(request))
@@ -231,7 +231,7 @@ class Host:
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return ""
 
-    def pinned(self, blocks: tuple[Block, ...], others: Collection[Content] = ()) -> tuple[Block, ...]:
+    def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
         if not self._slots.pool.pins:
             return blocks
@@ -241,7 +241,7 @@ class Host:
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
-    def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+    def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
         while True:
@@ -262,14 +262,14 @@ class Host:
                 load.in_use = True
             self.wait_for(old, "replacing", patience, seen)
 
-    def _put(self, content: Content, victims: Iterable[str], generation: int) -> None:
+    def _put(self, content: PackedAdapter, victims: Iterable[str], generation: int) -> None:
         for victim in victims:
             self.evict(victim)
         content.generation = generation
         self._registry.put(content)
         self._counts["host_loads"] += 1
 
-    def put_back(self, content: Content, pin: bool) -> None:
+    def put_back(self, content: PackedAdapter, pin: bool) -> None:
         """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
         generation = content.generation if content.digest else self._registry.generation(content)
         self._put(content, (), generation)
@@ -309,7 +309,7 @@ class Host:
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
-    def _copy_back(self, content: Content) -> None:
+    def _copy_back(self, content: PackedAdapter) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
         try:
             with self._state_lock:
@@ -327,11 +327,11 @@ class Host:
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def held(self, content: Content) -> bool:
+    def held(self, content: PackedAdapter) -> bool:
         """Whether an open batch holds a content that no handle keeps."""
         return content in self._leases.leased() and content not in self._leases.handled()
 
-    def busy(self, content: Content) -> bool:
+    def busy(self, content: PackedAdapter) -> bool:
         """Whether it must stay on the host."""
         return not content.on_host or content in self._leases.leased()
 
@@ -350,7 +350,7 @@ class Host:
                     return None if content is None else content.generation
             self.wait_for(content, doing, patience, seen)
 
-    def wait_for(self, content: Content, doing: str, patience: Patience, seen: int) -> None:
+    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience, seen: int) -> None:
         """Wait for a change since `seen`: open batches hold a content. Raises AdapterInUseError where that is in vain,
         or too late."""
         if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
-from jlora.manager.content import Content
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.locks import Bell, StateLock
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
@@ -61,7 +61,7 @@ class Load:
         self.error: BaseException | None = None
         self.wanted = 0
         self.in_use = False
-        self.content: Content | None = None
+        self.content: PackedAdapter | None = None
         self.before = before
         self._futures: list[Future[bool]] = []
 

@@ -15,7 +15,7 @@ from jlora.layers.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference
 from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
-from jlora.manager.content import Placement
+from jlora.manager.packed_adapter import Placement
 from jlora.manager.fit import Shapes, is_exchanged, refuse, rows_of
 from jlora.manager.names import Place, SiteIndex
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.manager.content import Content
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.lru import LRU
 
 
@@ -20,7 +20,7 @@ class Registry:
     """
 
     def __init__(self, max_count: int, max_bytes: int):
-        self.contents: LRU[Content] = LRU()
+        self.contents: LRU[PackedAdapter] = LRU()
         self.nbytes = 0
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, Hashable]] = {}
@@ -28,7 +28,7 @@ class Registry:
         self._max_count = max_count
         self._max_bytes = max_bytes
 
-    def generation(self, content: Content) -> int:
+    def generation(self, content: PackedAdapter) -> int:
         """Return the generation that a content is: the last of its name if it is the same files recalled, else the
         next."""
         last = self.last.get(content.name)
@@ -37,7 +37,7 @@ class Registry:
         recalled = content.key is not None and content.key == last[1] and not content.in_place
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
-    def put(self, content: Content) -> None:
+    def put(self, content: PackedAdapter) -> None:
         """Make `content` the newest of its name."""
         old = self.contents.get(content.name)
         self.nbytes += content.nbytes - (0 if old is None else old.nbytes)
@@ -45,7 +45,7 @@ class Registry:
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 
-    def has_room(self, contents: Collection[Content]) -> bool:
+    def has_room(self, contents: Collection[PackedAdapter]) -> bool:
         """Whether these are not too many for an empty host cache."""
         nbytes = sum(content.nbytes for content in contents)
         return len(contents) <= self._max_count and nbytes <= self._max_bytes
@@ -58,7 +58,7 @@ class Registry:
         self.last.clear()
         self.floor = 0
 
-    def newest(self, content: Content) -> bool:
+    def newest(self, content: PackedAdapter) -> bool:
         """Whether a content is the newest of its name."""
         return self.contents.get(content.name) is content
 
@@ -84,7 +84,7 @@ class Registry:
     def _take_out(self, name: str) -> None:
         self.nbytes -= self.contents.remove(name).nbytes
 
-    def victims_for(self, new: Content | None, busy: Callable[[Content], bool]) -> list[str]:
+    def victims_for(self, new: PackedAdapter | None, busy: Callable[[PackedAdapter], bool]) -> list[str]:
         """Names to evict, least recently used first, so that `new` has room.
 
         Raises:

@@ -48,7 +48,7 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Content:
+class PackedAdapter:
     """One generation of one adapter. Compared by identity.
 
     Attributes:

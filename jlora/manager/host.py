@@ -18,12 +18,12 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Lock
 from jlora.manager.names import SiteIndex
+from jlora.manager.packed_adapter import PackedAdapter, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
@@ -66,7 +66,7 @@ class Host:
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
 
-    def newest(self, name: str) -> Content:
+    def newest(self, name: str) -> PackedAdapter:
         """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
         content = self._registry.contents.get(name)
         if content is None:
@@ -159,7 +159,7 @@ class Host:
         """Whether a load finds that its adapter is there already."""
         return self.touch(name)
 
-    def _arrived(self, load: Load, content: Content) -> bool:
+    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
         """What becomes of the content of a load."""
         return self.admit(content, load.request.load_inplace, load.patience, load)
 
@@ -183,7 +183,7 @@ class Host:
         with _logged(adapter.name, None):
             return self.admit(self._in_memory(adapter), replace, patience)
 
-    def _in_memory(self, adapter: Adapter) -> Content:
+    def _in_memory(self, adapter: Adapter) -> PackedAdapter:
         """Check and pack an adapter that is in memory."""
         return self._staged(
             pack_in_memory(
@@ -199,7 +199,7 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _pack(self, request: LoRARequest, found: AdapterFolder) -> Content:
+    def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
         """Read and pack an adapter; no lock is held."""
         return self._staged(
             pack_files(
@@ -212,16 +212,16 @@ class Host:
             )
         )
 
-    def _staged(self, content: Content) -> Content:
+    def _staged(self, content: PackedAdapter) -> PackedAdapter:
         content.fingerprint = self._fingerprint(content.placements, content.blocks)
         return self.settled(content)
 
-    def read(self, request: LoRARequest) -> Content:
+    def read(self, request: LoRARequest) -> PackedAdapter:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
             return self._pack(request, self._find(request))
 
-    def settled(self, content: Content, others: Collection[Content] = ()) -> Content:
+    def settled(self, content: PackedAdapter, others: Collection[PackedAdapter] = ()) -> PackedAdapter:
         """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory.
 
         `others` are to be let in before it.
@@ -237,7 +237,9 @@ class Host:
     def _sample(self, blocks: tuple[Block, ...]) -> bytes:
         return sample(blocks)
 
-    def _share(self, content: Content, unlike: dict[int, tuple[Block, ...]], others: Collection[Content] = ()) -> bool:
+    def _share(
+        self, content: PackedAdapter, unlike: dict[int, tuple[Block, ...]], others: Collection[PackedAdapter] = ()
+    ) -> bool:
         """Take the blocks of a content, of those on the host or `others`, with the same bytes. False if there is none.
 
         No lock is held while bytes are compared. Those that are not the same are added to `unlike`, by identity, and
@@ -256,7 +258,7 @@ class Host:
                 return True
             unlike[id(blocks)] = blocks
 
-    def pinned(self, blocks: tuple[Block, ...], others: Collection[Content] = ()) -> tuple[Block, ...]:
+    def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
         if not self._slots.pool.pins:
             return blocks
@@ -266,7 +268,7 @@ class Host:
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
-    def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+    def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
         unlike: dict[int, tuple[Block, ...]] = {}
@@ -291,14 +293,14 @@ class Host:
                 load.in_use = True
             self.wait_for(old, "replacing", patience)
 
-    def _put(self, content: Content, victims: Iterable[str], generation: int) -> None:
+    def _put(self, content: PackedAdapter, victims: Iterable[str], generation: int) -> None:
         for victim in victims:
             self.evict(victim)
         content.generation = generation
         self._registry.put(content)
         self._counts["host_loads"] += 1
 
-    def put_back(self, content: Content, pin: bool) -> None:
+    def put_back(self, content: PackedAdapter, pin: bool) -> None:
         """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
         generation = content.generation if content.digest else self._registry.generation(content)
         self._put(content, (), generation)
@@ -313,7 +315,7 @@ class Host:
         pool = self._slots.pool
         # The thread that copies back is started early, while there is time, and before there is anything to copy: what
         # nobody copies back would never be evictable. It waits for this lock, which no interrupt leaves held.
-        under_way, to_copy = Lock(), list[Content]()
+        under_way, to_copy = Lock(), list[PackedAdapter]()
         with under_way():
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
                 args = (under_way, to_copy)
@@ -341,7 +343,7 @@ class Host:
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
-    def _copy_back(self, under_way: Lock, to_copy: list[Content]) -> None:
+    def _copy_back(self, under_way: Lock, to_copy: list[PackedAdapter]) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
         with under_way():
             pass
@@ -361,11 +363,11 @@ class Host:
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def held(self, content: Content) -> bool:
+    def held(self, content: PackedAdapter) -> bool:
         """Whether an open batch holds a content that no handle keeps."""
         return content in self._leases.leased() and content not in self._leases.handled()
 
-    def busy(self, content: Content) -> bool:
+    def busy(self, content: PackedAdapter) -> bool:
         """Whether it must stay on the host."""
         return not content.on_host or content in self._leases.leased()
 
@@ -383,7 +385,7 @@ class Host:
                     return None if content is None else content.generation
             self.wait_for(content, doing, patience)
 
-    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
+    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience) -> None:
         """Wait a moment for open batches to close. Raises AdapterInUseError where that is in vain, or too late."""
         if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
             raise in_use(content.name, doing)

@@ -14,9 +14,9 @@ from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement, fingerprint
 from jlora.manager.host import Host, in_use
 from jlora.manager.loader import Load, Patience
+from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint
 from jlora.manager.processes import Processes
 from jlora.manager.report import unknown_name
 from jlora.manager.update import updated
@@ -57,7 +57,7 @@ class HostInStep(Host):
     def _sample(self, blocks: tuple[Block, ...]) -> bytes:
         return b""  # what shares its bytes in one process only would count there alone, and evict others there
 
-    def _arrived(self, load: Load, content: Content) -> bool:
+    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
         """It is kept until all processes let it in; the oldest go where there are too many."""
         with self._books():
             # Another process could not read it, and nobody waits any more.
@@ -75,7 +75,7 @@ class HostInStep(Host):
             self._slots.release(load.content)
         self.loader.abandon(load)
 
-    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
+    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience) -> None:
         """As `Host.wait_for`, but no longer than others would wait for this process: meanwhile no other thread can make
         a call, and maybe needs one before it closes its batch."""
         if time.monotonic() - patience.since > self._processes.timeout:
@@ -107,7 +107,7 @@ class HostInStep(Host):
         """
         loads: list[Load] = []
 
-        def staged() -> Content | None:
+        def staged() -> PackedAdapter | None:
             if before is not None:
                 before()
             while True:
@@ -152,10 +152,10 @@ class HostInStep(Host):
                 self._drop(load)
 
     def _together(
-        self, what: str, stage: Callable[[], Content | None], patience: Patience, wait: bool = True
+        self, what: str, stage: Callable[[], PackedAdapter | None], patience: Patience, wait: bool = True
     ) -> bool | None:
         """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""
-        content: Content | None = None
+        content: PackedAdapter | None = None
         victims: list[str] = []
 
         def ready() -> tuple[Any, Any] | None:
@@ -185,7 +185,7 @@ class HostInStep(Host):
         pool = self._slots.pool
         pool.compile()
         self.recall(name)
-        found: tuple[Content, Content, tuple[Block, ...], list[str]] | None = None
+        found: tuple[PackedAdapter, PackedAdapter, tuple[Block, ...], list[str]] | None = None
 
         def ready() -> tuple[Any, Any]:
             nonlocal found

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
 from jlora.errors import LoRAError
-from jlora.manager.content import Content
 from jlora.manager.locks import Lock, Turns
+from jlora.manager.packed_adapter import PackedAdapter
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
 _FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again
@@ -66,7 +66,7 @@ class Load:
         self.error: BaseException | None = None
         self.wanted = 0
         self.in_use = False
-        self.content: Content | None = None
+        self.content: PackedAdapter | None = None
         self.before = before
         self._futures: list[Future[bool]] = []
 

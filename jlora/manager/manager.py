@@ -28,7 +28,6 @@ from jlora.layers.site import SlotParam
 from jlora.layers.wrap import wrap_model
 from jlora.layers.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batches import Name, read_arguments
-from jlora.manager.content import Content
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_in_step import HostInStep
@@ -36,6 +35,7 @@ from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
 from jlora.manager.locks import Lock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep
@@ -569,11 +569,11 @@ class LoRAManager:
     def _activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be. True if it was written."""
 
-        def wanted() -> list[Content]:
+        def wanted() -> list[PackedAdapter]:
             content = self._registry.contents.get(name)
             return [] if content is None else [content]
 
-        def then(written: list[Content]) -> bool | None:
+        def then(written: list[PackedAdapter]) -> bool | None:
             if name not in self._registry.contents:  # evicted since
                 return None
             if pin:

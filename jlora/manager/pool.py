@@ -17,8 +17,8 @@ from flax import nnx
 from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block, Chunk, cut
-from jlora.manager.content import Content
 from jlora.manager.locks import Lock, within
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
 from jlora.manager.where import (
     Where,
@@ -68,7 +68,7 @@ class Pool:
     """
 
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_staging_bytes: int):
-        self.table: list[Content | None] = [None] * num_slots
+        self.table: list[PackedAdapter | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.sites = tuple(modules)
@@ -126,7 +126,7 @@ class Pool:
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
-    def slot_of(self, content: Content) -> int | None:
+    def slot_of(self, content: PackedAdapter) -> int | None:
         """The slot that holds `content`, clean."""
         for slot, held in enumerate(self.table):
             if held is content:
@@ -144,7 +144,7 @@ class Pool:
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[Content], bool], *, donate: bool) -> None:
+    def heal(self, alive: Callable[[PackedAdapter], bool], *, donate: bool) -> None:
         """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped.
 
         A slot that was whole gets the number of its last write back: batches that are open need that one.
@@ -227,7 +227,9 @@ class Pool:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
         return tuple(blocks), moved[count:]
 
-    def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
+    def write(
+        self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+    ) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
 
         Args:

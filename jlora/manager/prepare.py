@@ -16,11 +16,11 @@ from jlora.errors import LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked, Name, slot_arrays
-from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
 from jlora.manager.locks import Lock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -41,8 +41,8 @@ class _Kept:
     """
 
     batch: LoRABatch
-    slots: dict[Content, tuple[int, int]]
-    newest: frozenset[Content]
+    slots: dict[PackedAdapter, tuple[int, int]]
+    newest: frozenset[PackedAdapter]
     generations: tuple[int | None, ...]
 
 
@@ -158,8 +158,8 @@ class Batches:
     def bring(
         self,
         what: str,
-        wanted: Callable[[], Sequence[Content]],
-        then: Callable[[list[Content]], R],
+        wanted: Callable[[], Sequence[PackedAdapter]],
+        then: Callable[[list[PackedAdapter]], R],
         *,
         partly: bool = False,
         deadline: float | None = None,
@@ -269,9 +269,9 @@ class Batches:
             if registry.newest(content):
                 registry.contents.touch(content.name)
 
-    def _contents(self, asked: Asked) -> dict[Name, Content]:
+    def _contents(self, asked: Asked) -> dict[Name, PackedAdapter]:
         """What each adapter of a batch is now; those that are not loaded are left out."""
-        found: dict[Name, Content] = {}
+        found: dict[Name, PackedAdapter] = {}
         for name in asked.adapters:
             if isinstance(name, AdapterHandle):
                 content = name.content
@@ -285,7 +285,9 @@ class Batches:
                 found[name] = content
         return found
 
-    def _batch(self, asked: Asked, contents: dict[Name, Content], keep: bool) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _batch(
+        self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool
+    ) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch of contents that are in slots, those that are; and which sequences have theirs."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}
@@ -316,7 +318,7 @@ class Batches:
                 self._kept.popitem(last=False)
         return batch, ready
 
-    def _lease(self, contents: Iterable[Content], generations: tuple[int | None, ...]) -> Lease:
+    def _lease(self, contents: Iterable[PackedAdapter], generations: tuple[int | None, ...]) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
         distinct = tuple(dict.fromkeys(contents))
         lease = Lease(distinct, generations, threading.get_ident(), where)

@@ -9,10 +9,10 @@ from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.batch import LoRABatch
 from jlora.manager.batches import Asked, Name
-from jlora.manager.content import Content
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loader import POLL, Patience
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches, R, over
 from jlora.manager.processes import Processes
 
@@ -63,7 +63,7 @@ class BatchesInStep(Batches):
             contents = self._contents(asked)
         wanted = list(dict.fromkeys(contents.values()))
 
-        def batch(_: list[Content]) -> tuple[LoRABatch, tuple[bool, ...]]:
+        def batch(_: list[PackedAdapter]) -> tuple[LoRABatch, tuple[bool, ...]]:
             return self._batch(asked, contents, keep=wait)
 
         return self.bring("prepare", lambda: wanted, batch, partly=not wait, deadline=deadline)
@@ -81,8 +81,8 @@ class BatchesInStep(Batches):
     def bring(
         self,
         what: str,
-        wanted: Callable[[], Sequence[Content]],
-        then: Callable[[list[Content]], R],
+        wanted: Callable[[], Sequence[PackedAdapter]],
+        then: Callable[[list[PackedAdapter]], R],
         *,
         partly: bool = False,
         deadline: float | None = None,
@@ -95,7 +95,7 @@ class BatchesInStep(Batches):
             if all(content in self._slots.pool.table for content in contents):
                 self._processes.check()
                 return then(self._slots.activate(contents, partly=partly))
-        plan = dict[Content, int | None]()
+        plan = dict[PackedAdapter, int | None]()
 
         def ready() -> tuple[Any, Any]:
             nonlocal plan

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Hashable
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Shared, nbytes_together
 from jlora.manager.lru import LRU
+from jlora.manager.packed_adapter import PackedAdapter, Shared, nbytes_together
 
 
 class Registry:
@@ -22,7 +22,7 @@ class Registry:
     """
 
     def __init__(self, max_count: int, max_bytes: int):
-        self.contents: LRU[Content] = LRU()
+        self.contents: LRU[PackedAdapter] = LRU()
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, Hashable]] = {}
         self.floor = 0
@@ -38,7 +38,7 @@ class Registry:
         """Bytes of all contents; what several share counts once."""
         return nbytes_together(self.contents[name] for name in self.contents)
 
-    def alike(self, content: Content) -> tuple[Block, ...] | None:
+    def alike(self, content: PackedAdapter) -> tuple[Block, ...] | None:
         """The blocks, other than its own, that may have the same bytes; None if there are none."""
         shared = self._found(content.sample) if content.sample else None
         return None if shared is None or shared.blocks is content.blocks else shared.blocks
@@ -47,7 +47,7 @@ class Registry:
         ref = self._shared.get(sample)
         return None if ref is None else ref()
 
-    def generation(self, content: Content) -> int:
+    def generation(self, content: PackedAdapter) -> int:
         """Return the generation that a content is: the last of its name if it is the same files recalled, else the
         next."""
         last = self.last.get(content.name)
@@ -56,7 +56,7 @@ class Registry:
         recalled = content.key is not None and content.key == last[1] and not content.in_place
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
-    def put(self, content: Content) -> None:
+    def put(self, content: PackedAdapter) -> None:
         """Make `content` the newest of its name."""
         self.last[content.name] = (content.generation, content.key)
         self._at_most += content.nbytes
@@ -72,7 +72,7 @@ class Registry:
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 
-    def has_room(self, contents: Collection[Content]) -> bool:
+    def has_room(self, contents: Collection[PackedAdapter]) -> bool:
         """Whether these are not too many for an empty host cache."""
         return len(contents) <= self._max_count and nbytes_together(contents) <= self._max_bytes
 
@@ -84,7 +84,7 @@ class Registry:
         self.last.clear()
         self.floor = 0
 
-    def newest(self, content: Content) -> bool:
+    def newest(self, content: PackedAdapter) -> bool:
         return self.contents.get(content.name) is content
 
     def evict(self, name: str) -> None:
@@ -106,7 +106,7 @@ class Registry:
             return True
         return found
 
-    def victims_for(self, new: Content | None, busy: Callable[[Content], bool]) -> list[str]:
+    def victims_for(self, new: PackedAdapter | None, busy: Callable[[PackedAdapter], bool]) -> list[str]:
         """Names to evict, least recently used first, so that `new` has room.
 
         Raises:

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jlora.layers.batch import Served
-from jlora.manager.content import Content
 from jlora.manager.histogram import Counted
 from jlora.manager.lru import LRU
+from jlora.manager.packed_adapter import PackedAdapter
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stats:
 
 
 def listed(
-    contents: LRU[Content], table: Sequence[Content | None], leased: Collection[Served]
+    contents: LRU[PackedAdapter], table: Sequence[PackedAdapter | None], leased: Collection[Served]
 ) -> dict[str, AdapterInfo]:
     """The adapters of the host cache, in its order; under the manager's lock.
 

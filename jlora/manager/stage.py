@@ -11,9 +11,9 @@ from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrapped import WrappedModel
-from jlora.manager.content import Content
 from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import pack_modules, rank_vector
 from jlora.manager.pool import Pool
 
@@ -26,7 +26,7 @@ def pack_files(
     pool: Pool,
     *,
     allow_nonfinite: bool,
-) -> Content:
+) -> PackedAdapter:
     """Read an adapter's files, and pack it: of experts that are split over processes, those of this one's devices
     alone. What its shapes tell against it is found before a tensor is read.
     """
@@ -43,7 +43,7 @@ def pack_files(
 
 def pack_in_memory(
     adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: Pool, *, allow_nonfinite: bool
-) -> Content:
+) -> PackedAdapter:
     """Check and pack an adapter that is in memory."""
     where = describe(adapter.name, None)
     if not allow_nonfinite:  # files are looked at while they are read
@@ -76,11 +76,11 @@ def _pack(
     wrapped: WrappedModel,
     index: SiteIndex,
     pool: Pool,
-) -> Content:
+) -> PackedAdapter:
     """Cast and pack the modules of an adapter, which are taken out of `modules`: memory goes back meanwhile."""
     rank = max(module.rank for module in modules.values())
     placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
-    return Content(
+    return PackedAdapter(
         name=adapter.name,
         generation=0,
         placements=placements,

@@ -17,7 +17,7 @@ from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import in_slot_dtype
-from jlora.manager.content import Content, Placement
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.packing import rank_vector
 from jlora.manager.pool import Pool
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
@@ -26,8 +26,8 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def updated(
-    content: Content, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
-) -> tuple[Content, tuple[Block, ...]]:
+    content: PackedAdapter, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
+) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """`content` with new weights, as a content of its own, and those of its blocks that changed.
 
     Args:
@@ -120,7 +120,7 @@ def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]
 def _check(
     where: str,
     placement: Placement | None,
-    content: Content,
+    content: PackedAdapter,
     module: str,
     parts: Mapping[str, str],
     arrays: Mapping[str, Any],

@@ -11,9 +11,9 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked
 from jlora.manager.blocks import Block, Chunk, pack
-from jlora.manager.content import Content
 from jlora.manager.leases import Leases
 from jlora.manager.locks import Lock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import rank_vector
 from jlora.manager.slots import Slots
 
@@ -36,7 +36,7 @@ def warm_up(
         wrapped.check()
         slots.sweep()
         slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)
-        blank = Content("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
+        blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
         lease = Lease([blank], (0,) * len(asked.names), threading.get_ident())
         leases.add(lease)
         if slot < none:

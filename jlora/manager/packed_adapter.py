@@ -50,7 +50,7 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Content:
+class PackedAdapter:
     """One generation of one adapter. Compared by identity.
 
     Attributes:
@@ -120,7 +120,7 @@ class Shared:
     blocks: tuple[Block, ...]
 
 
-def nbytes_together(contents: Iterable[Content]) -> int:
+def nbytes_together(contents: Iterable[PackedAdapter]) -> int:
     """Bytes of different contents; blocks that some of them share count once."""
     blocks: dict[int, int] = {}
     ranks = 0

@@ -22,6 +22,7 @@ from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import SiteIndex
+from jlora.manager.packed_adapter import PackedAdapter, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots

@@ -17,6 +17,7 @@ from jlora.manager.blocks import Block
 from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint
 from jlora.manager.host import Host, in_use
 from jlora.manager.loader import Load, Patience
+from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint
 from jlora.manager.processes import Processes
 from jlora.manager.report import unknown_name
 from jlora.manager.update import updated

@@ -36,6 +36,7 @@ from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep

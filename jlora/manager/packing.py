@@ -13,11 +13,12 @@ from jlora.adapters.lora import LoRA, ModuleLoRA
 from jlora.layers.site import Site
 from jlora.layers.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference
-from jlora.manager.blocks import Block, Chunk, Frame, Row, bits_of
+from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
 from jlora.manager.packed_adapter import Placement
 from jlora.manager.fit import Shapes, is_exchanged, refuse, rows_of
 from jlora.manager.names import Place, SiteIndex
+from jlora.manager.packed_adapter import Placement
 
 
 class _Piece(NamedTuple):
@@ -81,15 +82,15 @@ def pack_modules(
         for held, rows in _held(modules[name], site, first_row, shared):
             for row in rows:
                 ranks[held, row] = max(ranks.get((held, row), 0), modules[name].rank)
-    frame = Frame(chunks, ranks)
+    packing = Packing(chunks, ranks)
 
     def fill(name: str) -> list[Placement]:
         module = modules.pop(name)
         with np.errstate(over="ignore", invalid="ignore"):
             return _fill(where, name, module, wrapped, *placed[name], shared, frame)
 
-    filled = on_threads(fill, list(placed), sum(block.nbytes for block in frame.blocks))
-    return tuple(itertools.chain(*filled)), frame.blocks
+    filled = on_threads(fill, list(placed), sum(block.nbytes for block in packing.blocks))
+    return tuple(itertools.chain(*filled)), packing.blocks
 
 
 def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
@@ -166,7 +167,7 @@ def _fill(
     first: int,
     count: int,
     shared: bool,
-    frame: Frame,
+    packing: Packing,
 ) -> list[Placement]:
     """Write a module into its blocks; `shared`: into those of the slots for experts that share factors.
 
@@ -189,7 +190,7 @@ def _fill(
     for held, rows, piece, shift in fills:
         start = sum(site.spec.out_sizes[: piece.first])
         slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
-        for run, parts in frame.runs(held, rows.start, len(rows)):
+        for run, parts in packing.runs(held, rows.start, len(rows)):
             powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
             minus = None if powers is None else -powers
             fits = True

@@ -6,6 +6,7 @@ from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.lru import LRU
+from jlora.manager.packed_adapter import PackedAdapter, Shared, nbytes_together
 
 
 class Registry:

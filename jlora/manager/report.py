@@ -10,6 +10,7 @@ from jlora.layers.batch import Served
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.histogram import Counted
 from jlora.manager.lru import LRU
+from jlora.manager.packed_adapter import PackedAdapter
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Chunk, Row, pack, unpack
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.fit import too_large_rank
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.packing import rank_vector
 
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")

@@ -14,6 +14,7 @@ from jlora.layers.wrapped import WrappedModel
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import pack_modules, rank_vector
 from jlora.manager.pool import Pool
 

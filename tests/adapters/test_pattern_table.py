@@ -44,6 +44,7 @@ KEYS = st.one_of(
 @given(st.lists(KEYS, max_size=8, unique=True), st.lists(NAMES, min_size=1, max_size=6, unique=True))
 @example([r"a\_b", "a_b"], ["a_b"])  # the same name, escaped and not, in either order
 @example(["a_b", r"a\_b"], ["a_b"])
+@example(["a", "[ab]", "b"], ["a", "b"])  # a name before an expression and after it
 @example(["a.b", "aab"], ["x.aab", "aab", "a.b"])
 @example([r"a\..b", "a..b"], ["a.ab", "aaab"])
 def test_agrees_with_peft(keys, modules):

@@ -16,13 +16,12 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter, Placement, nbytes_together, same_bytes, sample
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots

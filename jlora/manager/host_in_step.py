@@ -14,7 +14,6 @@ from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.manager.blocks import Block
-from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint
 from jlora.manager.host import Host, in_use
 from jlora.manager.loader import Load, Patience
 from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
 _FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again

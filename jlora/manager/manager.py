@@ -28,7 +28,6 @@ from jlora.layers.site import SlotParam
 from jlora.layers.wrap import wrap_model
 from jlora.layers.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batches import Name, read_arguments
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_in_step import HostInStep

@@ -15,7 +15,6 @@ from jlora.layers.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
-from jlora.manager.packed_adapter import Placement
 from jlora.manager.fit import Shapes, is_exchanged, refuse, rows_of
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import Placement
@@ -87,7 +86,7 @@ def pack_modules(
     def fill(name: str) -> list[Placement]:
         module = modules.pop(name)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _fill(where, name, module, wrapped, *placed[name], shared, frame)
+            return _fill(where, name, module, wrapped, *placed[name], shared, packing)
 
     filled = on_threads(fill, list(placed), sum(block.nbytes for block in packing.blocks))
     return tuple(itertools.chain(*filled)), packing.blocks

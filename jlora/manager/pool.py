@@ -211,7 +211,9 @@ class Pool:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
         return tuple(blocks), moved[count:]
 
-    def write(self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
+    def write(
+        self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+    ) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
 
         Args:

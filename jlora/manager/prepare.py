@@ -16,11 +16,11 @@ from jlora.errors import LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked, Name, slot_arrays
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import Load, LoadCancelled, Patience
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -290,7 +290,9 @@ class Batches:
                 found[name] = content
         return found
 
-    def _batch(self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _batch(
+        self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool
+    ) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch of contents that are in slots, those that are; and which sequences have theirs."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}

@@ -8,10 +8,10 @@ from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.batch import LoRABatch
 from jlora.manager.batches import Asked, Name
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loader import Patience
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches, R, over
 from jlora.manager.processes import Processes
 

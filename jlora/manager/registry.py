@@ -4,9 +4,8 @@ from collections.abc import Callable, Collection, Hashable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.lru import LRU
-from jlora.manager.packed_adapter import PackedAdapter, Shared, nbytes_together
+from jlora.manager.packed_adapter import PackedAdapter
 
 
 class Registry:

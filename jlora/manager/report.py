@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jlora.layers.batch import Served
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.histogram import Counted
 from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter

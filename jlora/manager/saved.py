@@ -25,9 +25,9 @@ from flax import nnx
 from jlora._compat import asked_for
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.host import Host
 from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.registry import Registry
 from jlora.manager.saved_content import description, make_folder, read_content, sync, write_content
 from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names

@@ -23,7 +23,6 @@ from jlora.adapters.checkpoint import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Chunk, Row, pack, unpack
-from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.fit import too_large_rank
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.packing import rank_vector

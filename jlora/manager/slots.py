@@ -11,10 +11,10 @@ import jax
 
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.pool import Pool
 from jlora.manager.registry import Registry
 
@@ -133,7 +133,9 @@ class Slots:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, places, strict=True))
 
-    def carry_out(self, plan: Mapping[PackedAdapter, int | None], wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
+    def carry_out(
+        self, plan: Mapping[PackedAdapter, int | None], wanted: Sequence[PackedAdapter]
+    ) -> list[PackedAdapter]:
         """Write what a plan says, and mark the use of all that is wanted. Returns what was written."""
         written = [content for content, slot in plan.items() if slot is not None]
         for content in written:

@@ -11,7 +11,6 @@ from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrapped import WrappedModel
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter

@@ -12,9 +12,9 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked
 from jlora.manager.blocks import Block, Chunk, pack
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import rank_vector
 from jlora.manager.slots import Slots
 

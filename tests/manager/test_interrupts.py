@@ -1,4 +1,4 @@
-"""Ctrl-C while a manager loads, swaps, replaces, updates and steps: nothing wrong, nothing dead, nothing leaked, soon."""
+"""Ctrl-C while a manager loads, swaps, replaces, updates and steps: answered soon, and nothing is harmed."""
 
 import asyncio
 import gc
@@ -81,10 +81,8 @@ class Signals:
         name = self._rng.choice(NAMES)
         world.manager.add_adapter(adapter(name), load_inplace=True)
         module, lora = next((m, lora) for m, lora in adapter(name).modules.items() if lora.kind != "embedding")
-        arrays = {
-            f"base_model.model.{module}.lora_{half}.weight": of(np.zeros_like(getattr(lora, half.lower())))
-            for half in "AB"
-        }
+        zeros = {"A": np.zeros_like(lora.a), "B": np.zeros_like(lora.b)}
+        arrays = {f"base_model.model.{module}.lora_{half}.weight": of(zeros[half]) for half in zeros}
         world.manager.update_adapter(name, arrays)
         world.manager.remove_adapter(name)  # its answers are those of no version
 
@@ -224,13 +222,12 @@ def test_signals_harm_nothing(where: str, times: int, tmp_path: Path) -> None:
     assert float(slowest) < SOON or where == "asyncio"
 
 
-def test_a_batch_is_closed_by_its_block_and_by_a_stack() -> None:
+def test_a_batch_is_closed_by_its_block() -> None:
     world = make_world()
     world.manager.add_adapter(adapter("a"))
-    batch = None
-    with pytest.raises(KeyboardInterrupt), world.manager.prepare(["a", None, None]) as batch:
+    batch = world.manager.prepare(["a", None, None])
+    with pytest.raises(KeyboardInterrupt), batch:
         raise KeyboardInterrupt
-    assert batch is not None
     assert world.manager.leases() == ()
     with pytest.raises(jlora.LoRAError, match="closed"):
         world.logits(batch)

@@ -21,13 +21,17 @@ def pythons_own_handler() -> Iterator[None]:
 
 def test_sigint_is_raised_when_the_lock_is_free_again():
     lock, done = StateLock(), []
-    with pytest.raises(KeyboardInterrupt):
+
+    def work() -> None:
         with lock:
             with lock:
                 signal.raise_signal(signal.SIGINT)
                 done.append("inner")
             done.append("outer")
-        done.append("after")  # pragma: no cover
+        done.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert done == ["inner", "outer"]
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lock.__enter__).result(5) is None
@@ -37,9 +41,14 @@ def test_an_error_under_the_lock_gives_it_back():
     lock = StateLock()
     with pytest.raises(ValueError, match="inside"), lock:
         raise ValueError("inside")
-    with pytest.raises(KeyboardInterrupt), lock:
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("inside")
+
+    def interrupted() -> None:
+        with lock:
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("inside")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lock.__enter__).result(5) is None
 

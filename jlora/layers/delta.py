@@ -245,8 +245,11 @@ def _by_group(held: SlotFactors) -> SlotFactors:
     """Arrays of slots and experts with one axis for both."""
     if held.ranks.ndim == 2:
         return held
-    plan, *arrays = held
-    return SlotFactors(plan, *(None if array is None else array.reshape(-1, *array.shape[2:]) for array in arrays))
+
+    def flat(array: Array) -> Array:
+        return array.reshape(-1, *array.shape[2:])
+
+    return SlotFactors(held.plan, *jax.tree.map(flat, held[1:]))
 
 
 def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: SlotFactors, x_rows: Array | None) -> Array:

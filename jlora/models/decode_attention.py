@@ -1,5 +1,8 @@
 """Attention of one query a sequence over a cache, for GPUs: it reads what is live, where it lies, once."""
 
+# Kernels are written over references and tracers, for which Pallas has no types.
+# pyright: reportMissingParameterType=false
+
 from functools import partial
 
 import jax

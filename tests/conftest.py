@@ -53,7 +53,7 @@ CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "messages")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
-    *("jlora.layers", "jlora.manager", "jlora.pallas"),
+    *("jlora.layers", "jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
     # An int is a float here, as in every other checker of annotations (PEP 484).

@@ -44,7 +44,6 @@ def small_pieces(request, monkeypatch):
     if request.param == "by several":
         monkeypatch.setattr(tensor_data, "_PART", 128)
         monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
-        monkeypatch.setattr(_threads, "_processors", lambda: 4)
 
 
 def cut(file):

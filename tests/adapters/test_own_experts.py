@@ -116,7 +116,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(tensor_data, "_PIECE", 80)
     monkeypatch.setattr(tensor_data, "_PART", 240)
     monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
-    monkeypatch.setattr(_threads, "_processors", lambda: 3)
 
 
 def read(folder, own, dtype=None):

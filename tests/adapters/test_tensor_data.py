@@ -41,7 +41,6 @@ def piece(request, monkeypatch):
 def threads(monkeypatch):
     """Four of them, however little there is to read."""
     monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
-    monkeypatch.setattr(_threads, "_processors", lambda: 4)
 
 
 def some(seed=0):
@@ -185,7 +184,7 @@ def test_several_threads_read_where_it_is_much(tmp_path, threads, monkeypatch):
     slow_at_first(monkeypatch, reads, 1 << 30)
     monkeypatch.setattr(tensor_data, "_PART", 128)
     read(tmp_path, ones())
-    assert len(set(reads)) == 4
+    assert len(set(reads)) >= _threads._MOST
     reads.clear()
     monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128 + 1)
     read(tmp_path, ones())
@@ -193,7 +192,7 @@ def test_several_threads_read_where_it_is_much(tmp_path, threads, monkeypatch):
     reads.clear()
     monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128)
     read(tmp_path, ones())
-    assert len(set(reads)) == 4
+    assert len(set(reads)) >= _threads._MOST
 
 
 @pytest.mark.parametrize("part", [64, 128, 136, 192])

@@ -10,8 +10,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import LoRAError
-from jlora.manager import pool
-from tests.manager.tiny import MODULES, make_adapter, make_world
+from tests.manager.tiny import make_adapter, make_world
 
 pytestmark = pytest.mark.device
 
@@ -141,37 +140,6 @@ def test_a_copy_of_slots_that_were_half_written(loaded, monkeypatch):
     monkeypatch.undo()
     loaded.check(loaded.serve(["c", None, None]), [ADAPTERS["c"], None, None])
     assert np.isnan(step(loaded, twin, ["c", None, None])).all()
-
-
-def test_a_copy_that_holds_a_write_which_was_never_counted(monkeypatch):
-    """An interrupt came between a program and the line that counts it, and what it wrote was removed. The next write of
-    the slot is one program, too: that it is the second is told all the same."""
-    monkeypatch.setattr(pool, "_joins", lambda device: True)
-    world = make_world(max_loras=1)
-    adapters = {name: make_adapter(name, rank=2, modules=list(MODULES)) for name in "abc"}  # the ranks stay
-    for adapter in adapters.values():
-        world.manager.add_adapter(adapter)
-    world.serve(["a", None, None])
-    slots, ran = world.manager._pool, []
-    run = slots._run
-
-    def stop_before_the_count(slot, job, *args):
-        run(slot, job, *args)
-        ran.append(slot)
-        slots.writes[slot] -= 1
-        slots._unsynced.add(job)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "_run", stop_before_the_count)
-        with pytest.raises(KeyboardInterrupt):
-            world.serve(["b", None, None])
-    twin = through_state(world.model)
-    world.manager.remove_adapter("b")
-    monkeypatch.setattr(slots, "_run", lambda *args: (ran.append(args[0]), run(*args)))
-    world.check(world.serve(["c", None, None]), [adapters["c"], None, None])
-    assert len(ran) == 2
-    assert np.isnan(step(world, twin, ["c", None, None])).all()
 
 
 class Stack(nnx.Module):

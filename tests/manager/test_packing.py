@@ -54,7 +54,6 @@ def wrapped_as(stacked, dtype):
 
 def on_several_threads(monkeypatch):
     monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
-    monkeypatch.setattr(_threads, "_processors", lambda: 3)
 
 
 def fitted(adapter, stacked=False, dtype="float32", max_bytes=1 << 20):

@@ -52,7 +52,7 @@ parity: .venv/.parity
 NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
   if "$$python" -c 'import ensurepip' 2>/dev/null; then echo "$$python"; break; fi; done)
 NEWEST_TESTS := test_compat.py $(addprefix layers/test_,batch.py explicit_mesh.py layer_kinds.py scope.py sharded.py transforms.py) \
-  $(addprefix pallas/test_,api.py gpus.py mosaic_tpu.py triton.py xla.py) \
+  $(addprefix pallas/,$(addprefix test_,api.py gpus.py xla.py) mosaic_tpu/test_lora.py triton/test_lora.py) \
   $(addprefix manager/test_,lru.py mesh.py pool.py prepare.py transfers.py) serve/engine/test_engine.py
 test-newest:
 	@python="$(NEWEST_PYTHON)"; if [ -n "$$python" ]; then \

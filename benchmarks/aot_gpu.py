@@ -27,10 +27,11 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
-from jlora.pallas import triton, triton_product
 from jlora.pallas.plan import make_plan
 from jlora.pallas.tables import product_tiles
 from jlora.pallas.tiles import ProductTiles
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 from tests.pallas.lowering import for_h200
 
 # What XLA asks of a device (its GpuTargetConfig): NVIDIA's data sheet, CUDA's programming guide for capability 9.0.

@@ -32,7 +32,8 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from jlora import ops
-from jlora.pallas import api, moe, mosaic_tpu, tiles
+from jlora.pallas import api, moe, tiles
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.plan import make_plan
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}

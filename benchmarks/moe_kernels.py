@@ -24,7 +24,7 @@ from benchmarks.moe_specs import MODELS, Batch, Experts, batch, floor_us, peers,
 from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
 from jlora.pallas.tiles import plan_tile_m
-from jlora.pallas.triton_moe import side_by_side
+from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
 
 PLANS = 24  # in a chain

@@ -1,6 +1,6 @@
-"""Hours of what the tests do in seconds: interrupts at every line, real ones, crowds of threads, the stateful test.
+"""Hours of what the tests do in seconds: interrupts, crowds of threads, the stateful test.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.soak --every-line --steps 100000 --minutes 5 --signals 200
+    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 5 --signals 200
 
 Each part that is asked for takes its figures to `benchmarks/results/soak.json`, where those of the others stay. Harm
 is counted by kind (`tests.manager.hostile.Harm`), described, and followed by a new world; the exit status is 1 if there
@@ -33,7 +33,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 import jlora
 from tests.manager.hostile import Harm, Judge
-from tests.manager.test_interrupts import VERBS, Arena, Signals, give_back, take
+from tests.manager.test_interrupts import Signals
 from tests.manager.test_machine import Books, ManagerMachine, Open
 from tests.manager.test_threads import Crowd
 from tests.manager.tiny import World, make_world
@@ -124,42 +124,6 @@ class Part:
                 os._exit(1)
 
 
-def every_line(part: Part, seed: int, share: float) -> None:
-    """An interrupt at every line of every verb, in an order of chance."""
-
-    def new() -> Arena:
-        return Arena(Path(tempfile.mkdtemp(prefix="jlora-soak-")))
-
-    def close(arena: Arena) -> None:
-        part.done["answers"] += arena.judge.answers
-        part.compiled(len(arena.world.traces), arena.world.manager.stats().compilations)
-        arena.close()
-
-    arena, places = new(), set[str | None]()
-    trials: dict[str, Callable[[int | None], Any]] = {
-        name: lambda at, verb=verb: arena.trial(verb, at) for name, verb in VERBS.items()
-    }
-    trials |= {"unwrap": give_back, "wrap": take}
-    lines = {name: trial(None).lines for name, trial in trials.items()}
-    points = [(name, at) for name, count in lines.items() for at in range(1, count + 1)]
-    order = np.random.default_rng(seed).permutation(len(points))[: round(share * len(points))]
-    part.figures |= {"verbs": lines, "points_in_all": len(points), "points": len(order)}
-    for i in order:
-        part.alive = time.monotonic()
-        name, at = points[i]
-        try:
-            injector = trials[name](at)
-            part.done["interrupted" if injector.fired else "not_reached"] += 1  # a later run may take fewer lines
-            places.add(injector.fired)
-        except Exception as error:  # whatever it is, it is counted as harm, and the next line has its turn
-            part.blame(error, f"{name!r} interrupted at line {at}: {getattr(error, '__notes__', '')}:")
-            if part.answers():
-                close(arena)
-            arena = new()
-    close(arena)
-    part.figures["different_lines"] = len(places - {None})
-
-
 def signals(part: Part, seed: int, times: int) -> None:
     """Real interrupts."""
     work = Signals(seed, harm=part.blame)
@@ -167,7 +131,7 @@ def signals(part: Part, seed: int, times: int) -> None:
         part.alive = time.monotonic()
         work.run(1)
     part.compiled(len(work.world.traces), work.world.manager.stats().compilations)
-    part.figures |= {"signals": times, "caught_in": dict(work.caught), "rounds": work.rounds, "answers": work.answers}
+    part.figures |= {"signals": times, "caught_in": dict(work.caught), "slowest": work.slowest, "answers": work.answers}
 
 
 def crowds(part: Part, seed: int, seconds: float) -> None:
@@ -256,8 +220,6 @@ def stateful(part: Part, seed: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--every-line", action="store_true", help="an interrupt at every line of every verb")
-    parser.add_argument("--share", type=float, default=1.0, help="of the lines")
     parser.add_argument("--steps", type=int, default=0, help="of the stateful test")
     parser.add_argument("--minutes", type=float, default=0.0, help="of crowds of threads")
     parser.add_argument("--signals", type=int, default=0, help="real interrupts")
@@ -269,7 +231,6 @@ def main() -> None:
         "signals": (args.signals, signals, args.signals),
         "threads": (args.minutes, crowds, args.minutes * 60),
         "stateful": (args.steps, stateful, args.steps),
-        "every_line": (args.every_line, every_line, args.share),
     }
     well = True
     for name, (wanted, work, amount) in parts.items():

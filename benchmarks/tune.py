@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, Projection, group_ids
 from benchmarks.timing import chain, compile_all, kernel_us, random_layers
-from jlora.pallas import triton
 from jlora.pallas.gpus import current_gpu, platform
 from jlora.pallas.tables import Key, Table, entry_of, read_table
 from jlora.pallas.tiles import GPUTiles, rows_bucket
+from jlora.pallas.triton import lora as triton
 
 SHRINK_FIELDS = ("block_k", "split_k", "block_r", "shrink_warps", "shrink_stages", "shrink_programs")
 EXPAND_FIELDS = ("block_n", "warps", "stages", "ahead", "programs", "chunks")

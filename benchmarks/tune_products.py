@@ -24,10 +24,11 @@ from benchmarks.specs import SLOTS, Projection, group_ids
 from benchmarks.timing import compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from benchmarks.tune import EXPAND_FIELDS, FEW_EXPANDS, LAYERS, SHRINK_FIELDS, begin, command_line, write_table
 from jlora import ops
-from jlora.pallas import triton, triton_product
 from jlora.pallas.gpus import current_gpu
 from jlora.pallas.tables import Key, gpu_tiles
 from jlora.pallas.tiles import GPUTiles, ProductTiles, matrix_rows, product_shared_bytes, rows_bucket
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 from tests import oracle
 
 MIXES = {1: (0, 1), 8: (0, 1, 8), 16: (0, 1, 8, 16), 32: (0, 1, 8, 32), 64: (0, 1, 8, 64), 128: (0, 8, 64)}  # adapters

@@ -118,19 +118,21 @@ def _placing(shape: tuple[int, ...], dtype: np.dtype, device: Device) -> tuple[A
 @dataclass(frozen=True, eq=False)
 class Launch:
     """A compiled program of flat arguments and results, without what `Compiled` does about it for each array at every
-    call: it describes all arguments anew and looks that description up. Both steps are C, where no interrupt comes.
+    call: it describes all arguments anew and looks that description up.
 
     The caller sees to it that every argument has the shape, the dtype and the place that the program was compiled for.
 
     Attributes:
       compiled: the program.
-      start: takes the list of arguments; gives what is to become of the results.
-      results: takes that; gives the list of results.
     """
 
     compiled: jax.stages.Compiled
-    start: Callable[[list[jax.Array]], Any]
-    results: Callable[[Any], list[jax.Array]]
+    _execute: Callable[[list[jax.Array]], Any]
+    _handlers: Any
+
+    def __call__(self, arguments: list[jax.Array]) -> list[jax.Array]:
+        """Launch the program; its results may still be under way."""
+        return self._execute(arguments).consume_with_handlers(self._handlers)
 
 
 def launch_of(compiled: jax.stages.Compiled) -> Launch:
@@ -146,10 +148,7 @@ def launch_of(compiled: jax.stages.Compiled) -> Launch:
     constants = cast("Any", compiled)._params.const_args
     if effects or constants or len(call.kept_var_idx) < compiled.in_tree.num_leaves:
         raise NotImplementedError(f"{call.name} has effects, constants or arguments that are not used")
-    handlers = call.out_handler.handlers
-    return Launch(
-        compiled, call.xla_executable.execute_sharded, operator.methodcaller("consume_with_handlers", handlers)
-    )
+    return Launch(compiled, call.xla_executable.execute_sharded, call.out_handler.handlers)
 
 
 def without_graphs(platform: str) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "messages")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
-    *("jlora.layers", "jlora.manager", "jlora.pallas"),
+    *("jlora.layers", "jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
     # An int is a float here, as in every other checker of annotations (PEP 484).
@@ -132,10 +132,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# Half of what Linux allows a process by default (vm.max_map_count), beyond which LLVM crashes.
+MAX_MAPPINGS = 32_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_is_left_stays() -> Iterator[None]:
-    """After a module, what JAX keeps of it is set aside: the collections of the others' tests need not look at it."""
+    """After a module, what JAX keeps of it is set aside: the collections of the others' tests need not look at it.
+
+    Compiled programs are let go of where they have become too many: each has memory mappings of its own.
+    """
     yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
+        jax.clear_caches()
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 

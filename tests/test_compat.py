@@ -17,7 +17,7 @@ def test_a_launch_gives_what_the_program_gives_and_consumes_what_it_is_given():
     taken, added, unused = (jnp.asarray(rng.standard_normal(8, np.float32)) for _ in range(3))
     launch = launch_of(compiled(lambda a, b, c: (a + b, b * 2), taken, added, unused, donate_argnums=0))
     want = np.asarray(taken) + np.asarray(added), np.asarray(added) * 2
-    for found, expected in zip(launch.results(launch.start([taken, added, unused])), want, strict=True):
+    for found, expected in zip(launch([taken, added, unused]), want, strict=True):
         np.testing.assert_array_equal(found, expected)
         assert (found.sharding, found.committed, found.aval) == (added.sharding, added.committed, added.aval)
     assert taken.is_deleted()

@@ -45,8 +45,8 @@ MAY_NOT_MENTION = {
 }
 # What only one module may mention.
 ONLY_IN = {
-    "jax.experimental.pallas.triton": "jlora.pallas.triton_parts",
-    "jax._src.pallas.triton": "jlora.pallas.triton_parts",
+    "jax.experimental.pallas.triton": "jlora.pallas.triton.parts",
+    "jax._src.pallas.triton": "jlora.pallas.triton.parts",
 }
 
 
@@ -168,9 +168,10 @@ CLEAN = {
     "jlora/adapters/__init__.py": "from jlora.adapters.adapter import Adapter\n",
     "jlora/adapters/adapter.py": "import numpy as np\nfrom ..errors import LoRAError\n",
     "jlora/pallas/__init__.py": "",
-    "jlora/pallas/api.py": "from jlora.pallas import triton, xla\n",
+    "jlora/pallas/api.py": "from jlora.pallas import xla\nfrom jlora.pallas.triton import lora\n",
     "jlora/pallas/xla.py": "import jax.experimental.pallas as pl\n",
-    "jlora/pallas/triton_parts.py": "from jax.experimental.pallas import triton as plgpu\np = plgpu.CompilerParams()\n",
+    "jlora/pallas/triton/__init__.py": "",
+    "jlora/pallas/triton/parts.py": "from jax.experimental.pallas import triton as plgpu\np = plgpu.CompilerParams()\n",
     "jlora/sharding/__init__.py": "import jax\n",
     "jlora/layers/__init__.py": "",
     "jlora/layers/scope.py": "from jlora.pallas.api import add_lora\nfrom jlora.sharding import rules\n",
@@ -258,13 +259,13 @@ def test_a_clean_tree_passes(tmp_path):
         (
             "jlora/pallas/x.py",
             "from jax.experimental.pallas import triton",
-            "only jlora.pallas.triton_parts may mention",
+            "only jlora.pallas.triton.parts may mention",
         ),
         ("jlora/pallas/x.py", "import jax.experimental.pallas as pl\npl.triton.CompilerParams", "x.py:2: only jlora"),
         (
             "jlora/layers/x.py",
             "import jax.experimental.pallas.triton as t",
-            "only jlora.pallas.triton_parts may mention",
+            "only jlora.pallas.triton.parts may mention",
         ),
         ("jlora/helpers.py", "", "helpers has no row in MAY_IMPORT"),
     ],

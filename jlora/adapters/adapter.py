@@ -4,9 +4,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,15 +16,15 @@ import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
-from jlora.adapters.checkpoint import OwnExperts, read_checkpoint
+from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
+from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, ModuleLoRA
-from jlora.adapters.messages import printable, shown, shown_path, shown_value
-from jlora.adapters.peft_config import Kind, scaling_of
-from jlora.adapters.resolve import WEIGHTS_FILE, Found, adapter_files, resolve
-from jlora.adapters.shapes import AdapterShapes, ExpertsShapes
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA
+from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
+from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
+from jlora.adapters.shapes import AdapterShapes
 from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ class Adapter:
     """
 
     name: str
-    modules: Mapping[str, ModuleLoRA | ExpertsLoRA]
+    modules: Mapping[str, LoRA]
     base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     base_model_name: str | None = None
     use_rslora: bool = False
@@ -102,26 +104,20 @@ class Adapter:
           max_bytes: refuse weights of more bytes than this, in the file or as kept.
 
         Raises:
-          AdapterNotFoundError: nothing at that path, and no such repo within reach.
+          AdapterNotAdapterFolderError: nothing at that path, and no such repo within reach.
           AdapterFormatError: files missing, malformed or changing; NaN or infinity.
           AdapterMismatchError: a PEFT feature that is not served; the message names it. More than `max_bytes`.
           LoRAUsageError: an argument of the wrong kind.
         """
 
-        def only_check(shapes: AdapterShapes) -> None:
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
+        target = None if dtype is None else _float_dtype(dtype)
+        found = resolve(path, name, revision, local_only=local_only)
+        with open_adapter(found, dtype=target, max_bytes=max_bytes) as opened:
             if check is not None:
-                check(shapes)
-
-        return read_adapter(
-            path,
-            name=name,
-            revision=revision,
-            dtype=dtype,
-            allow_nonfinite=allow_nonfinite,
-            local_only=local_only,
-            check=only_check,
-            max_bytes=max_bytes,
-        )
+                check(opened.shapes)
+            return opened.read(allow_nonfinite=allow_nonfinite)
 
     @classmethod
     def from_arrays(
@@ -159,7 +155,7 @@ class Adapter:
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise LoRAUsageError(f"adapter {shown(name)}: alpha of {shown(module)} must be a number, got {value!r}")
-        modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
+        modules: dict[str, LoRA] = {}
         for module, (a, b) in arrays.items():
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
@@ -274,73 +270,74 @@ class Adapter:
         }
 
 
-def read_adapter(
-    path: str | os.PathLike[str] | Found,
-    *,
-    name: str | None = None,
-    revision: str | None = None,
-    dtype: DType | None = None,
-    allow_nonfinite: bool = False,
-    local_only: bool = False,
-    check: Callable[[AdapterShapes], OwnExperts | None] | None = None,
-    max_bytes: int | None = None,
-) -> Adapter:
-    """`Adapter.from_pretrained`, of which a process of several needs some experts alone. What is found already needs no
-    name, revision or local_only.
+@dataclass(frozen=True)
+class OpenAdapter:
+    """An adapter whose configuration and shapes are read and checked, and whose tensors are not read yet.
 
-    `check` may return which: other experts are not read. They are zeros that take no memory, in modules of the file's
-    names, shapes, ranks and scalings; such an adapter is no good for `save_pretrained`.
+    Attributes:
+      shapes: what the files say of it.
     """
-    target = None if dtype is None else _float_dtype(dtype)
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-        raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
-    found = path if isinstance(path, Found) else resolve(path, name, revision, local_only=local_only)
-    name = found.name
+
+    config: PeftConfig
+    checkpoint: Checkpoint
+    content: str
+
+    @property
+    def shapes(self) -> AdapterShapes:
+        return self.checkpoint.shapes
+
+    def read(self, own: OwnExperts = MappingProxyType({}), *, allow_nonfinite: bool = False) -> Adapter:
+        """Read the tensors.
+
+        Args:
+          own: of which modules some experts alone are read, and which. Others are zeros that take no memory, in modules
+            of the file's names, shapes, ranks and scalings; such an adapter is no good for `save_pretrained`.
+          allow_nonfinite: let NaN and infinity through.
+
+        Raises:
+          AdapterFormatError: NaN or infinity; a value too large for the dtype; a file that changed.
+        """
+        modules, base_weights = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
+        config = self.config
+        return Adapter(
+            name=self.shapes.name,
+            modules=modules,
+            base_weights=base_weights,
+            base_model_name=config.base_model_name,
+            use_rslora=config.use_rslora,
+            fan_in_fan_out=config.fan_in_fan_out,
+            task_type=config.task_type,
+            peft_fields=config.peft_fields,
+            unchecked=config.unchecked,
+            content=self.content,
+        )
+
+
+@contextmanager
+def open_adapter(
+    found: AdapterFolder, *, dtype: np.dtype | None = None, max_bytes: int | None = None
+) -> Generator[OpenAdapter, None, None]:
+    """Open an adapter's files. Leaving the `with` block raises if one changed meanwhile.
+
+    Args:
+      found: its folder.
+      dtype: convert A and B to this dtype; None keeps the file's.
+      max_bytes: refuse weights of more bytes than this, in the file or as kept.
+
+    Raises:
+      AdapterFormatError: files missing, malformed or changing.
+      AdapterMismatchError: a PEFT feature that is not served; more than `max_bytes`.
+    """
     files = config_file, weights_file = adapter_files(found)
     content = _content(found, files)
-    config = read_config(config_file, name)
-    checkpoint = read_checkpoint(
-        weights_file,
-        name,
-        config,
-        dtype=target,
-        allow_nonfinite=allow_nonfinite,
-        check=check,
-        max_bytes=max_bytes,
-    )
+    config = read_config(config_file, found.name)
+    with open_checkpoint(weights_file, found.name, config, dtype=dtype, max_bytes=max_bytes) as checkpoint:
+        yield OpenAdapter(config, checkpoint, content)
     if _content(found, files) != content:  # each file held still while it was read, but not both of them
-        raise AdapterFormatError(f"adapter {shown(name)}: {shown_path(found.folder)}: changed while it was read")
-    modules: dict[str, ModuleLoRA | ExpertsLoRA] = {}
-    for module, shapes in checkpoint.shapes.modules.items():
-        a, b = checkpoint.pairs[module]
-        alpha, scaling = checkpoint.alphas[module], shapes.scaling
-        if isinstance(shapes, ExpertsShapes):
-            modules[module] = ExpertsLoRA(
-                a=a,
-                b=b,
-                alpha=alpha,
-                scaling=scaling,
-                exchanged=shapes.exchanged,
-                own_order=shapes.own_order,
-                peft_version=shapes.peft_version,
-            )
-        else:
-            modules[module] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=scaling)
-    return Adapter(
-        name=name,
-        modules=modules,
-        base_weights=checkpoint.base_weights,
-        base_model_name=config.base_model_name,
-        use_rslora=config.use_rslora,
-        fan_in_fan_out=config.fan_in_fan_out,
-        task_type=config.task_type,
-        peft_fields=config.peft_fields,
-        unchecked=config.unchecked,
-        content=content,
-    )
+        raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
 
 
-def _content(found: Found, files: Sequence[Path]) -> str:
+def _content(found: AdapterFolder, files: Sequence[Path]) -> str:
     try:
         return content_key(files)
     except OSError as error:

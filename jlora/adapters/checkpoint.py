@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -10,14 +11,15 @@ from typing import TypeAlias
 import numpy as np
 
 from jlora.adapters.config_file import CONFIG_FILE
+from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
-from jlora.adapters.messages import shown, shown_path, shown_value
+from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
+from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
+from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
-from jlora.adapters.values import DTYPES, Share, read_tensors
-from jlora.adapters.values import all_finite as all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _PREFIX = "base_model.model."
@@ -51,50 +53,78 @@ OwnExperts: TypeAlias = Mapping[str, tuple[range, ...]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors of one adapter, by dotted module name without PEFT's prefix.
+    """Weights of one adapter whose header is read and checked, and whose tensors are not read yet.
 
     Attributes:
-      shapes: what the header said.
-      alphas: module -> alpha.
-      pairs: module -> (A [r, K], B [N, r]); for an embedding A is [r, V] and B [D, r]; of all experts [E or 1, r, in]
-        and [E or 1, out, r].
-      base_weights: module -> the whole base weight that PEFT stored beside its LoRA.
+      shapes: what the header says, by dotted module name without PEFT's prefix.
     """
 
     shapes: AdapterShapes
-    alphas: Mapping[str, float]
-    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    base_weights: Mapping[str, np.ndarray]
+    _layout: "_Layout"
+    _file: StableFile
+    _tensors: Mapping[str, TensorInfo]
+    _base: Mapping[str, str]  # key -> module
+    _where: str
+    _dtype: np.dtype | None
+
+    def read(self, own: OwnExperts, *, allow_nonfinite: bool) -> tuple[dict[str, LoRA], dict[str, np.ndarray]]:
+        """Read the tensors, each into the array that is kept.
+
+        Args:
+          own: of which modules some experts alone are read, and which. The rest of them is zeros.
+          allow_nonfinite: let NaN and infinity through.
+
+        Returns:
+          module -> its LoRA, and module -> the whole base weight that PEFT stored beside its LoRA.
+
+        Raises:
+          AdapterFormatError: NaN or infinity; a value too large for the dtype; a file that changed.
+        """
+        arrays = read_tensors(
+            self._file,
+            {key: info for key, info in self._tensors.items() if info.end > info.start},
+            self._base,
+            where=self._where,
+            dtype=self._dtype,
+            allow_nonfinite=allow_nonfinite,
+            shares=_shares(self._layout, own),
+        )
+        modules: dict[str, LoRA] = {}
+        for name, (_, key_a, key_b) in self._layout.halves.items():
+            a, b = arrays[key_a], arrays[key_b]
+            alpha, shapes = self._layout.alphas[name], self.shapes.modules[name]
+            if isinstance(shapes, ModuleShapes):
+                modules[name] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling)
+                continue
+            a, b = self._layout.stacked[name].arrays(a, b)
+            modules[name] = ExpertsLoRA(
+                a=a,
+                b=b,
+                alpha=alpha,
+                scaling=shapes.scaling,
+                exchanged=shapes.exchanged,
+                own_order=shapes.own_order,
+                peft_version=shapes.peft_version,
+            )
+        return modules, {module: arrays[key] for key, module in self._base.items()}
 
 
-def read_checkpoint(
-    file: Path,
-    adapter: str,
-    config: PeftConfig,
-    *,
-    dtype: np.dtype | None = None,
-    allow_nonfinite: bool = False,
-    check: Callable[[AdapterShapes], OwnExperts | None] | None = None,
-    max_bytes: int | None = None,
-) -> Checkpoint:
-    """Reads an adapter's weights.
-
-    The header is read and checked first, so that a file that does not fit costs no more than its header. Then each
-    tensor is read into the array that is kept.
+@contextmanager
+def open_checkpoint(
+    file: Path, adapter: str, config: PeftConfig, *, dtype: np.dtype | None = None, max_bytes: int | None = None
+) -> Generator[Checkpoint, None, None]:
+    """Open an adapter's weights: the header is read and checked, so that a file that does not fit costs no more.
 
     Args:
       file: the safetensors file.
       adapter: the adapter's name, for messages.
       config: its configuration; every tensor must agree with its ranks and targets.
       dtype: convert A and B to this dtype; None keeps the file's. Base weights are never converted.
-      allow_nonfinite: let NaN and infinity through.
-      check: called with what the header says, before any tensor is read; what it raises is raised. It may return of
-        which modules some experts alone are wanted: the rest of them is not read, and zeros.
       max_bytes: the most bytes that the tensors may have, in the file or converted.
 
     Raises:
-      AdapterFormatError: not a whole safetensors file, or one that changed while it was read; a tensor of the wrong
-        dtype or shape; an A without its B; NaN or infinity; a value too large for `dtype`.
+      AdapterFormatError: not a whole safetensors file, or one that changed while it was open; a tensor of the wrong
+        dtype or shape; an A without its B.
       AdapterMismatchError: a tensor of a PEFT feature that is not served, or of a module that `config` does not target;
         more than `max_bytes`.
     """
@@ -107,17 +137,8 @@ def read_checkpoint(
         shapes = _shapes(layout, keys, header, adapter, config, dtype)
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
-        own = None if check is None else check(shapes)
         base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
-        stored = {key: info for key, info in tensors.items() if info.end > info.start}
-        shares = _shares(layout, own or {})
-        arrays = read_tensors(
-            opened, stored, base, where=where, dtype=dtype, allow_nonfinite=allow_nonfinite, shares=shares
-        )
-    pairs = {name: (arrays[key_a], arrays[key_b]) for name, (_, key_a, key_b) in layout.halves.items()}
-    for name, found in layout.stacked.items():
-        pairs[name] = found.arrays(*pairs[name])
-    return Checkpoint(shapes, layout.alphas, pairs, {module: arrays[key] for key, module in base.items()})
+        yield Checkpoint(shapes, layout, opened, tensors, base, where, dtype)
 
 
 def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, expert_fields
 from jlora.adapters.files import StableFile
-from jlora.adapters.messages import kind_of, shown, shown_path, shown_value
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
@@ -108,8 +108,8 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=_typed(raw, "use_rslora", bool, False, where),
-        rank_patterns=_patterns(raw, "rank_pattern", int, _rank, where),
-        alpha_patterns=_patterns(raw, "alpha_pattern", float, _number, where),
+        rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
+        alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
         target_modules=targets,
         exclude_modules=excluded,
         layers_to_transform=layers,
@@ -258,30 +258,13 @@ def _layers_pattern(value: Json, where: str) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _patterns(
-    raw: Mapping[str, Json], name: str, kind: Callable[[Any], T], check: Callable[[Any, str], T], where: str
-) -> PatternTable[T]:
+def _patterns(raw: Mapping[str, Json], name: str, check: Callable[[Json, str], T], where: str) -> PatternTable[T]:
     value = raw.get(name)
     where = f"{where}: field {name!r}"
     if value is not None and not isinstance(value, dict):
         raise AdapterFormatError(f"{where} must be an object of names and numbers, found {kind_of(value)}")
-    numbers = list((value or {}).values())
-    # There may be very many: their types and extremes tell whether all of them pass, and each is looked at if not.
-    if not (
-        set(map(type, numbers)) <= {int, kind} and _passes(check, min(numbers, default=1), max(numbers, default=1))
-    ):
-        for key, number in (value or {}).items():
-            check(number, f"{where}, key {shown(key)}")
-    return pattern_table(dict(zip(value or {}, map(kind, numbers), strict=True)), where)
-
-
-def _passes(check: Callable[[Any, str], object], *numbers: Any) -> bool:
-    try:
-        for number in numbers:
-            check(number, "")
-    except AdapterFormatError:
-        return False
-    return True
+    entries = {key: check(number, f"{where}, key {shown(key)}") for key, number in (value or {}).items()}
+    return pattern_table(entries, where)
 
 
 def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from jlora.adapters.messages import kind_of, shown, shown_value
+from jlora.adapters.escaping import kind_of, shown, shown_value
 from jlora.adapters.strict_json import Json
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 

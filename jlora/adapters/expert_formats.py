@@ -19,8 +19,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from jlora.adapters.escaping import shown
 from jlora.adapters.expert_fields import PARAMETERS
-from jlora.adapters.messages import shown
 from jlora.adapters.peft_config import PeftConfig
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jlora.adapters.messages import printable
+from jlora.adapters.escaping import printable
 from jlora.errors import AdapterFormatError
 
 # Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.

@@ -1,7 +1,7 @@
 """One module's LoRA on the host: of a linear layer or an embedding, or of all experts of a grouped product."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +110,9 @@ class ExpertsLoRA:
     @property
     def b_shape(self) -> tuple[int, ...]:
         return self.b.shape
+
+
+LoRA: TypeAlias = ModuleLoRA | ExpertsLoRA
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import re2
 
-from jlora.adapters.messages import printable, shown
+from jlora.adapters.escaping import printable, shown
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _MAX_LENGTH = 8192
@@ -37,14 +37,14 @@ _SERVED = re.compile(
 _END = re.compile(r"\\(.)", re.DOTALL)
 _GROUP_NAME = re.compile(r"\(\?P<(\w+)>", re.ASCII)
 # These differ between the two beyond ASCII.
-ASCII_ONLY = re.compile(r"\\[dDwWsSbB]")
+_ASCII_ONLY = re.compile(r"\\[dDwWsSbB]")
 
 # RE2's words for what is no regular expression to anybody. A set with "[:" in it is one to Python.
 _MALFORMED = ("missing )", "unexpected )", "trailing \\", "no argument for repetition operator")
 _MALFORMED_SET = ("missing ]", "invalid character class range")
 
 
-def options(max_mem: int) -> re2.Options:
+def _options(max_mem: int) -> re2.Options:
     """RE2 without capturing, silent, within `max_mem` bytes for each expression (program and matching)."""
     found = re2.Options()
     found.log_errors = False
@@ -53,8 +53,8 @@ def options(max_mem: int) -> re2.Options:
     return found
 
 
-# A program of about 10,000 instructions.
-SINGLE = options(1 << 18)
+# A program of about 10,000 instructions; and with room for a prefix.
+_OPTIONS, _PREFIXED = _options(1 << 18), _options(1 << 19)
 
 
 @dataclass(frozen=True)
@@ -71,63 +71,52 @@ class Pattern:
     regexp: Any = field(compare=False, repr=False)
 
     def fullmatch(self, name: str) -> bool:
-        """Whether `re.fullmatch(source, name)` would find a match, for a name without line ends.
+        """Return whether `re.fullmatch(source, name)` would find a match, for a name without line ends.
 
         Raises:
           AdapterMismatchError: a name beyond ASCII, and an expression whose classes differ there.
         """
-        refuse_beyond_ascii(self.source, name, self.where)
+        if not name.isascii() and _ASCII_ONLY.search(self.source):
+            raise AdapterMismatchError(
+                f"{self.where}: {shown(self.source)} uses classes such as \\d or \\w, which are served for ASCII names "
+                f"only; module {shown(name)} has other letters. Write the characters out"
+            )
         return self.regexp.fullmatch(name) is not None
 
 
-def compile_pattern(source: str, where: str) -> Pattern:
-    """Checks a regular expression.
+def compile_pattern(source: str, where: str, *, suffix: bool = False) -> Pattern:
+    """Check and compile a regular expression.
 
     Args:
       source: the expression, in the syntax of Python's `re`.
       where: adapter, file and field, for the message of an error.
+      suffix: match what `re.fullmatch(rf"(.*\\.)?({source})", name)` matches, as PEFT does with keys.
 
     Raises:
       AdapterFormatError: not a regular expression.
       AdapterMismatchError: one that is too long or too large, or uses look-around, back-references, flags, or atomic
         groups, or syntax that RE2 reads otherwise.
     """
-    check_syntax(source, where)
-    try:
-        return Pattern(source, where, re2.compile(translated(source), SINGLE))
-    except re2.error as error:
-        raise refusal(source, where, error) from None
-
-
-def check_syntax(source: str, where: str) -> None:
-    """Refuses what RE2 would read otherwise than Python; RE2 itself refuses the rest, such as unbalanced groups."""
     if len(source) > _MAX_LENGTH:
         raise AdapterMismatchError(f"{where}: regular expression of {len(source)} characters; at most {_MAX_LENGTH}")
-    if not _SERVED.fullmatch(source):
-        try:
-            re2.compile(source, SINGLE)
-        except re2.error as error:
-            raise refusal(source, where, error) from None
-        raise refusal(source, where, None)
-    names = _GROUP_NAME.findall(source) if "(?P<" in source else ()
+    # What RE2 would read otherwise than Python is refused here; RE2 itself refuses the rest, such as unbalanced groups.
+    served = _SERVED.fullmatch(source) is not None
+    translated = _END.sub(lambda found: r"\z" if found[1] == "Z" else found[0], source) if served else source
+    try:
+        regexp = re2.compile(translated, _OPTIONS)
+        if served and suffix:
+            regexp = re2.compile(rf"(?:.*\.)?(?:{translated})", _PREFIXED)
+    except re2.error as error:
+        raise _refusal(source, where, error) from None
+    if not served:
+        raise _refusal(source, where, None)
+    names = _GROUP_NAME.findall(source)
     if len(set(names)) != len(names):
         raise AdapterFormatError(f"{where}: {shown(source)} is not a regular expression: a group's name is used twice")
+    return Pattern(source, where, regexp)
 
 
-def translated(source: str) -> str:
-    """A checked expression in RE2's syntax."""
-    return _END.sub(lambda found: r"\z" if found[1] == "Z" else found[0], source) if r"\Z" in source else source
-
-
-def refuse_beyond_ascii(source: str, name: str, where: str) -> None:
-    if not name.isascii() and ASCII_ONLY.search(source):
-        raise AdapterMismatchError(
-            f"{where}: {shown(source)} uses classes such as \\d or \\w, which are served for ASCII names only; module "
-            f"{shown(name)} has other letters. Write the characters out"
-        )
-
-
-def refusal(source: str, where: str, error: Exception | None) -> AdapterFormatError | AdapterMismatchError:
+def _refusal(source: str, where: str, error: Exception | None) -> AdapterFormatError | AdapterMismatchError:
     """What to raise for an expression that RE2 did not take (`error`), or took in another sense than Python (None)."""
     words = "" if error is None or not error.args else error.args[0]
     words = words.decode("utf-8", "replace") if isinstance(words, bytes) else str(words)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jlora.adapters.config_file import CONFIG_FILE
+from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
-from jlora.adapters.messages import printable, shown, shown_path, shown_value
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
@@ -24,7 +24,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.E
 
 
 @dataclass(frozen=True)
-class Found:
+class AdapterFolder:
     """An adapter's folder on this machine.
 
     Attributes:
@@ -43,7 +43,7 @@ class Found:
 
 def resolve(
     path: str | os.PathLike[str], adapter: str | None = None, revision: str | None = None, *, local_only: bool = False
-) -> Found:
+) -> AdapterFolder:
     """Finds an adapter's folder, downloading it from the Hugging Face hub if there is no such local folder.
 
     Args:
@@ -72,14 +72,14 @@ def resolve(
     local = os.path.expanduser(text)
     mode = _mode(local, where) if text else None
     if mode is not None and stat.S_ISDIR(mode):
-        return Found(Path(local), adapter)
+        return AdapterFolder(Path(local), adapter)
     if mode is not None:
         raise AdapterFormatError(f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
     if not REPO_ID.fullmatch(text):
         raise AdapterNotFoundError(
             f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
         )
-    return Found(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
+    return AdapterFolder(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
 
 
 def local_folder(request: LoRARequest) -> Path:
@@ -150,7 +150,7 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
     return folder
 
 
-def adapter_files(found: Found) -> tuple[Path, Path]:
+def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
     """The configuration and weights files of an adapter folder, checked to be regular files inside it.
 
     Raises:
@@ -202,7 +202,7 @@ def _files_of_repo(repo_id: str, revision: str | None) -> Collection[str]:
         return ()
 
 
-def _pickled_on_the_hub(found: Found, name: str) -> AdapterFormatError:
+def _pickled_on_the_hub(found: AdapterFolder, name: str) -> AdapterFormatError:
     folder = (found.repo_id or "").rpartition("/")[2]
     load = (
         "import huggingface_hub as h; "
@@ -215,7 +215,7 @@ def _pickled_on_the_hub(found: Found, name: str) -> AdapterFormatError:
     )
 
 
-def _pickled(found: Found, pickle: str, load: str, weights: str, then: str) -> AdapterFormatError:
+def _pickled(found: AdapterFolder, pickle: str, load: str, weights: str, then: str) -> AdapterFormatError:
     code = (
         f"import torch, safetensors.torch as s; {load}; "
         f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {weights!r})"

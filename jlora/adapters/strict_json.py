@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NoReturn, TypeAlias, cast
 
-from jlora.adapters.messages import kind_of, printable, shown
+from jlora.adapters.escaping import kind_of, printable, shown
 from jlora.errors import AdapterFormatError
 
 # What a file may hold at any place; lists and objects are looked into with the same care.

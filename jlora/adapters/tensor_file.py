@@ -7,8 +7,8 @@ bytes, without gaps. (https://github.com/huggingface/safetensors, "Format".)
 import math
 from typing import NamedTuple
 
+from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.files import StableFile
-from jlora.adapters.messages import shown, shown_value
 from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 

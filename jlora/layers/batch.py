@@ -1,7 +1,5 @@
 """`LoRABatch`: which adapter each sequence of a batch takes, as arrays, and the lease that keeps them in slots."""
 
-import functools
-import io
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -101,17 +99,22 @@ class Lease:
       opened: `time.monotonic()` at which it was opened.
       thread: identifier of the thread that opened it.
       where: the stack at which it was opened, if that is recorded.
-      gate: closed with the lease. A flag that C code sets: an interrupt comes before it or after it.
+      closed: whether it has ended.
       trace: of the step that the batch is handed to next, if that is its first.
     """
 
     __slots__ = (
-        "__weakref__", "_unsure", "adapters", "gate", "generations", "opened", "thread", "touched", "trace",
-        "where",
+        "__weakref__", "_on_close", "_unsure", "adapters", "closed", "generations", "opened", "thread", "touched",
+        "trace", "where",
     )  # fmt: skip
 
     def __init__(
-        self, adapters: Sequence[Served], generations: tuple[int | None, ...], thread: int, where: str | None = None
+        self,
+        adapters: Sequence[Served],
+        generations: tuple[int | None, ...],
+        thread: int,
+        where: str | None = None,
+        on_close: Callable[[], object] | None = None,
     ):
         self.adapters = tuple(adapters)
         self.generations = generations
@@ -120,16 +123,16 @@ class Lease:
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()
-        self.gate = io.BytesIO()
+        self.closed = False
+        self._on_close = on_close
         self.trace = Trace()
         self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
-    @property
-    def closed(self) -> bool:
-        return self.gate.closed
-
     def close(self) -> None:
-        self.gate.close()
+        """Let the slots be given to other adapters. Closing twice is harmless."""
+        self.closed = True
+        if self._on_close is not None:
+            self._on_close()
 
     def bringing(self, site: Site) -> list[str]:
         return [adapter.name for adapter in self.adapters if site in adapter.sites]
@@ -185,21 +188,6 @@ class Layout:
 
 def _lease(layout: Layout) -> Lease | None:
     return None if layout.lease is None else layout.lease()
-
-
-def _close(batch: "LoRABatch", *_: object) -> None:
-    batch.close()
-
-
-class _Exit:
-    """`LoRABatch.__exit__`, which no interrupt keeps from closing: `with` looks it up on the way in, and it is C."""
-
-    def __get__(self, batch: "LoRABatch | None", owner: type) -> Callable[..., None]:
-        if batch is None:
-            return _close
-        gate = io.BytesIO() if batch.lease is None else batch.lease.gate
-        # It takes any arguments; this one keeps the batch for the block.
-        return functools.partial(gate.__exit__, batch)  # pyright: ignore[reportArgumentType]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -280,7 +268,8 @@ class LoRABatch:
     def __enter__(self) -> "LoRABatch":
         return self
 
-    __exit__ = _Exit()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __copy__(self) -> "LoRABatch":
         return LoRABatch(self.slots, self.token_slots, self.stamps, self.layout, self.lease)

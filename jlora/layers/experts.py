@@ -14,7 +14,8 @@ from jaxtyping import Float
 
 from jlora._typing import is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.linear import add_delta, first_input, parameters_of
+from jlora.layers.delta import add_delta
+from jlora.layers.linear import first_input, parameters_of
 from jlora.layers.mesh import parts_of
 from jlora.layers.rows import RowMap
 from jlora.layers.scope import enter_site

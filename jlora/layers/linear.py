@@ -10,20 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Integer
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
-from jlora.layers.mesh import across_mesh, parts_of
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
-from jlora.layers.products import joint
-from jlora.layers.rows import RowMap
-from jlora.layers.scope import check_slots_fresh, enter_site
-from jlora.layers.sharded import Half, Held, add_rows
+from jlora.layers.delta import add_delta
+from jlora.layers.mesh import parts_of
+from jlora.layers.observe import note_unserved
+from jlora.layers.products import joined, joins
+from jlora.layers.scope import enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
-from jlora.pallas.api import add_lora, expand, shrink
-from jlora.pallas.plan import Plan
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
@@ -35,10 +31,8 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_tracking"])
-        make = None if scope is None else joint(cls, self, site, args, kwargs)
-        if scope is not None and make is not None:
-            y = make(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
-            return scope.checked(self, site, y)
+        if scope is not None and joins(cls, self, site, args, kwargs):
+            return scope.checked(self, site, joined(cls, self, site, scope, args, kwargs))
         y = own(self, *args, **kwargs)
         if scope is None:
             return y
@@ -56,89 +50,6 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
         return restore(add_delta(self, site, scope, base, x, vars(self)["jlora_spec"]))
 
     return call
-
-
-def add_delta(
-    layer: nnx.Module,
-    site: Site,
-    scope: Any,
-    base: Float[Array, "*lead N"],
-    x: Float[Array, "*rows K"],
-    spec: LinearSpec,
-    row_map: RowMap | None = None,
-    x_rows: Integer[Array, "M"] | None = None,
-) -> Float[Array, "*lead N"]:
-    """`base` plus the LoRA of every row in an open scope; features that are padding stay the base's bits.
-
-    `row_map` is what the layer itself says of its rows, where they are not the batch's: those of experts. With `x_rows`
-    row m of it has x[x_rows[m]] for input.
-
-    Raises:
-      LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
-    """
-    if not base.size:
-        return base
-    plan = scope.plan(site, base, row_map)
-    if plan is None:
-        note_unserved(site, NO_LAYOUT)
-        return base
-    note_served(site)
-    if site.spec.sharding is not None:
-        with jax.named_scope("lora"):
-            base, lead = scope.checked(layer, site, base), scope.lead(site, base, row_map)
-            held = Held(plan, *slot_arrays(layer, site))
-            halves = _halves(layer, site, scope, base, row_map)
-            expert = None if row_map is None or row_map.expert is None else jnp.asarray(row_map.expert)
-            return add_rows(site, spec, lead, base, x, held, expert, x_rows, halves)
-    shared = _halves(layer, site, scope, base, row_map)
-
-    def compute(
-        base: Array, x: Array, plan: Plan, a: Array, b: Array, ranks: Array, x_rows: Array | None, *shared: Half
-    ) -> Array:
-        rows = base.reshape(-1, spec.out_features)
-        # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-        x = x.reshape(-1, spec.in_features).astype(a.dtype)
-        x = x if spec.columns_in is None else spec.columns_in.take(x)
-        real = rows if spec.columns_out is None else spec.columns_out.take(rows)
-        sizes, backend = site.spec.out_sizes, site.backend
-        out = add_lora(real, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, backend=backend)
-        if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
-            (plan, a, ranks), (b_plan, b, b_ranks) = shared
-            h = shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
-            out = expand(h, b, b_plan, slice_sizes=sizes, base=out, ranks=b_ranks, backend=backend)
-        out = out if spec.columns_out is None else spec.columns_out.put(rows, out)
-        return out.reshape(base.shape)
-
-    with jax.named_scope("lora"):
-        base = scope.checked(layer, site, base)
-        return across_mesh(compute, base, x, plan, *slot_arrays(layer, site), x_rows, *shared)
-
-
-def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
-    """A [G, n, R, K], B [G, R, N] and ranks [G, n] of a layer inside the forward; G = S, or S * E of experts (on a mesh
-    two axes)."""
-    a, b, ranks = _held(layer, site)
-    return a, b, ranks
-
-
-def _halves(layer: nnx.Module, site: Site, scope: Any, base: Array, row_map: RowMap | None) -> list[Half]:
-    """Of `site.shared`, and where the rows of the layer are in their slots."""
-    return [Half(scope.plan(site, base, row_map, half), *_held(layer, half)) for half in site.shared]
-
-
-def _held(layer: nnx.Module, site: Site) -> tuple[Array, ...]:
-    """The factors that a site holds, and their ranks."""
-    arrays: tuple[Array, ...] = tuple(vars(layer)[name][...] for name in site.attributes)
-    ranks = arrays[-1]
-    check_slots_fresh(site.path, arrays[0])
-    if ranks.ndim != (2 if site.spec.experts is None else 3):
-        raise LoRAError(
-            f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
-            "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
-        )
-    if site.spec.experts is not None and site.spec.sharding is None:
-        return tuple(array.reshape(-1, *array.shape[2:]) for array in arrays)
-    return arrays
 
 
 def _rows(

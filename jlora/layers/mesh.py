@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, SlotSpec
@@ -56,7 +56,12 @@ def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
 def on_mesh(
     sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard."""
+    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard.
+
+    Without a mesh it is `local`, as `across_mesh` has it.
+    """
+    if not sharding.mesh.axis_names:
+        return functools.partial(across_mesh, local)
     context = jax.sharding.get_abstract_mesh()
     manual = manual_axes(context)
     names = frozenset(sharding.mesh.axis_names) - manual
@@ -100,10 +105,12 @@ def _resharded(specs: Any, operands: Any) -> Any:
     return jax.tree.map(move, specs, operands, is_leaf=_is_spec)
 
 
+_NO_MESH = KernelSharding(AbstractMesh((), ()))
+
+
 def split_of(slots: SlotSpec) -> KernelSharding:
-    """How the kernel is split, of a layer on a mesh."""
-    assert slots.sharding is not None
-    return slots.sharding
+    """How the kernel of a layer is split: over the axes of an empty mesh where it lies on none."""
+    return slots.sharding or _NO_MESH
 
 
 def check_mesh(site: Site) -> None:
@@ -142,8 +149,6 @@ def _inside(site: Site, axes: Names, what: str) -> bool:
 
 def parts_of(site: Site) -> tuple[int, int]:
     """Of how many parts the code that runs now has one, of the layer's K and of its N."""
-    if (sharding := site.spec.sharding) is None:
-        return 1, 1
-    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    sharding, manual = split_of(site.spec), manual_axes(jax.sharding.get_abstract_mesh())
     ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
     return sharding.size(ins), sharding.size(outs)

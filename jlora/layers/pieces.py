@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jlora.layers.mesh import split_of
 from jlora.layers.site import SlotSpec
 
 MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
@@ -27,8 +28,7 @@ class Pieces:
 
 @functools.lru_cache(maxsize=1024)
 def pieces_of(held: SlotSpec) -> Pieces:
-    sharding = held.sharding
-    assert sharding is not None
+    sharding = split_of(held)
     slices = np.full(held.stored_out, -1, np.int64)
     of_feature = np.repeat(np.arange(held.slices), held.out_sizes)
     for features, stored in held.out_runs:

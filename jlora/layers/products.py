@@ -14,29 +14,27 @@ from jax import Array, lax
 
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
+from jlora.layers.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, plan_of, summed
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.mesh import reached
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
-from jlora.layers.sharded import Held, joined
+from jlora.layers.mesh import on_mesh, reached, split_of
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
-from jlora.pallas.plan import Plan
 from jlora.sharding.rules import Names, partition, split_axis
 
 
-def joint(
+def joins(
     cls: type[nnx.Module], layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[..., Any] | None:
-    """What makes the product of a layer together with its LoRA in this call: `join`, `fuse`, or None where nothing may.
+) -> bool:
+    """Whether the product of a layer is made together with its LoRA in this call.
 
     The product can be replaced where it is Flax's own, and JAX's own computes it.
     """
     own, sharding = vars(layer), site.spec.sharding
     if sharding is not None and (not sharding.ins or reached(site)):
-        return None
+        return False
     if own.get("promote_dtype") is not promote_dtype:
-        return None
+        return False
     rows = own["jlora_spec"].rows  # a user's own may say what the product does not show
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
@@ -44,11 +42,7 @@ def joint(
     else:
         plain = cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum
         plain &= isinstance(rows, EinsumRows)
-    if not plain:
-        return None
-    if sharding is not None:
-        return join
-    return fuse if _fuses(layer, site, args, kwargs) else None
+    return plain and (sharding is not None or _fuses(layer, site, args, kwargs))
 
 
 def _fuses(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -74,50 +68,18 @@ def _fuses(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping
     return product_tiles(*like, slice_sizes=site.spec.out_sizes, backend=site.backend) is not None
 
 
-def fuse(
+def joined(
     cls: type[nnx.Module],
     layer: nnx.Module,
     site: Site,
     scope: Any,
-    slots: Callable[[], Any],
-    *args: Any,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """The output of `layer` on one device, whose product and LoRA are made by the same kernels."""
-
-    def serve(x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
-        del product
-        rows = _flat(x, places)
-        plan = _planned(scope, site, rows)
-        if plan is None:
-            return None
-        a, b, ranks = slots()
-        *lead, k = rows.shape
-        with jax.named_scope("lora"):
-            y = linear_lora(
-                rows.reshape(-1, k), kernel.reshape(k, -1), a, b, plan,
-                slice_sizes=site.spec.out_sizes, ranks=ranks, backend=site.backend,
-            )  # fmt: skip
-        y = y.reshape(*lead, *(kernel.shape[i] for i in places.kernel_out))
-        return y.transpose([places.y.index(i) for i in range(y.ndim)])
-
-    return _through(cls, layer, site, serve, *args, **kwargs)
-
-
-def join(
-    cls: type[nnx.Module],
-    layer: nnx.Module,
-    site: Site,
-    scope: Any,
-    slots: Callable[[], Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """The output of `layer`, a K of whose product is split, and is made together with its LoRA.
-
-    `slots` gives A, B and ranks. Rows that fit no layout of the batch get the base output.
-    """
+    """The output of `layer`, whose product and LoRA are made together: by the same kernels on one device, in the same
+    sum where K is split. Rows that fit no layout of the batch get the base output."""
     spec: LinearSpec = vars(layer)["jlora_spec"]
+    sharding = split_of(site.spec)
     # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
     given = jnp.asarray(_input(args, kwargs))
     if not given.size:
@@ -126,12 +88,10 @@ def join(
     def serve(cast_x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
         x, dtype = given, cast_x.dtype
         flat = _flat(x, places)
-        plan = _planned(scope, site, flat)
+        plan = plan_of(scope, site, flat)
         if plan is None:
             return None
-        lead = scope.lead(site, flat)
-        sharding = site.spec.sharding
-        assert sharding is not None
+        lead = lead_of_rows(scope, site, flat)
         of_kernel: list[Names] = [()] * kernel.ndim
         of_x: list[Names] = [()] * x.ndim
         of_y: list[Names] = [()] * (places.lead + len(places.kernel_out))
@@ -144,20 +104,24 @@ def join(
         for i, names in enumerate(lead.axes):
             of_x[places.x[i]] = of_y[places.y[i]] = names
 
-        def rows(x: Array, kernel: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-            y = product(x.astype(dtype), kernel)
-            moved = y.transpose(places.y)
-            shape = moved.shape[: places.lead]
-            back = tuple(places.y.index(i) for i in range(y.ndim))
+        def local(x: Array, kernel: Array, held: SlotFactors) -> Array:
+            rows = _flat(x, places)
+            *shape, k = rows.shape
+            if not sharding.ins:
+                out = linear_lora(
+                    rows.reshape(-1, k), kernel.reshape(k, -1), held.a, held.b, held.plan,
+                    slice_sizes=site.spec.out_sizes, ranks=held.ranks, backend=site.backend,
+                )  # fmt: skip
+            else:
+                base = product(x.astype(dtype), kernel).transpose(places.y).reshape(*shape, -1)
+                out = add_rows(site, spec, base, rows, held, complete=False)
+            out = out.reshape(*shape, *(kernel.shape[i] for i in places.kernel_out))
+            return summed(out.transpose([places.y.index(i) for i in range(out.ndim)]), sharding.ins)
 
-            def restore(out: Array) -> Array:
-                return out.reshape(moved.shape).transpose(back)
-
-            return x.transpose(places.x).reshape(*shape, -1), moved.reshape(*shape, -1), restore
-
-        specs = partition(*of_x), partition(*of_kernel), partition(*of_y)
+        specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec, lead)
         with jax.named_scope("lora"):
-            return joined(site, rows, spec, specs, lead, x, kernel, Held(plan, *slots()))
+            made = on_mesh(sharding, local, specs, partition(*of_y))
+            return made(x, kernel, factors_of(layer, site, plan))
 
     return _through(cls, layer, site, serve, *args, **kwargs)
 
@@ -165,16 +129,6 @@ def join(
 def _flat(x: Array, places: EinsumAxes) -> Array:
     """The input as [*lead, K]."""
     return x.transpose(places.x).reshape(*(x.shape[i] for i in places.x[: places.lead]), -1)
-
-
-def _planned(scope: Any, site: Site, rows: Array) -> Plan | None:
-    """The plan of rows [*lead, K], or None where they fit no layout of the batch; which of both is noted."""
-    plan: Plan | None = scope.plan(site, rows)
-    if plan is None:
-        note_unserved(site, NO_LAYOUT)
-    else:
-        note_served(site)
-    return plan
 
 
 def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -49,10 +49,10 @@ def write_block(
     for j, held, block in zip(spec.factors, arrays, blocks, strict=True):
         tail = tails[j]
         if one_launch and not spec.rows and not (ranks_over and j == 0):
-            from jlora.pallas import triton_write  # of Pallas' Triton, whose import is slow
+            from jlora.pallas.triton import write  # of Pallas' Triton, whose import is slow
 
-            if triton_write.suits(held[0].shape, len(held)):
-                written += triton_write.write_rows(held, block, slot, start)
+            if write.suits(held[0].shape, len(held)):
+                written += write.write_rows(held, block, slot, start)
                 continue
         for i, array in enumerate(held):
             if spec.experts is not None:

@@ -7,7 +7,6 @@ import numpy as np
 from jlora.adapters import BaseShape
 from jlora.layers.site import Site
 from jlora.layers.wrapped import WrappedModel, checkpoint_weight
-from jlora.manager.locks import within
 from jlora.manager.names import SiteIndex
 
 
@@ -51,7 +50,7 @@ def difference(name: str, weight: np.ndarray, wrapped: WrappedModel, index: Site
         own, known = own[rows], known[rows]
     if own.shape != weight.shape:
         return f"shape {weight.shape}, and the model's own weight has {own.shape}"
-    with within(np.errstate(over="ignore", invalid="ignore")):
+    with np.errstate(over="ignore", invalid="ignore"):
         stored = weight.astype(own.dtype)
     if not ((own == stored) | ~known).all():
         return "its values differ from the model's own weight: it was trained on another base model"

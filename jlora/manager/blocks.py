@@ -148,7 +148,7 @@ def _even(total: int, most: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-class Frame:
+class Packing:
     """The blocks of an adapter as zeros, and where each of its rows lies in them.
 
     Rows of experts that lie on devices of other processes stay zeros, which take no memory.
@@ -225,9 +225,9 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
       chunks: all chunks of the pool.
       factors: row -> (A [n, r, K], B [r, N]) of each row that the adapter brings, in slot dtype. Ranks may differ.
     """
-    frame = Frame(chunks, {row: len(b) for row, (_, b) in factors.items()})
+    packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
     for (site, row), (a, b) in factors.items():
-        for _, parts in frame.runs(site, row, 1):
+        for _, parts in packing.runs(site, row, 1):
             for start, into_a, into_b in parts:
                 part = b[start : start + into_b.shape[1]].view(into_b.dtype)
                 of_a = a[:, start : start + len(part)].view(into_a.dtype)
@@ -235,7 +235,7 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
                     into_a[0, :, : len(part), stored] = of_a[:, :, features]
                 for features, stored in site.spec.out_runs:
                     into_b[0, : len(part), stored] = part[:, features]
-    return frame.blocks
+    return packing.blocks
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:

@@ -10,7 +10,6 @@ from jlora.adapters.checkpoint import all_finite
 from jlora.errors import AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.manager.blocks import bits_of
-from jlora.manager.locks import within
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -85,7 +84,7 @@ def in_slot_dtype(where: str, factor: np.ndarray, site: Site, scaling: float | N
     if scaling is not None:
         check_scaling(where, scaling)
     dtype = np.dtype(site.spec.dtype)
-    with within(np.errstate(over="ignore", invalid="ignore")):
+    with np.errstate(over="ignore", invalid="ignore"):
         cast = _cast(factor, dtype, scaling, np.array(power) if power else None)
     overflow = _too_large(factor, cast)
     if overflow is not None:

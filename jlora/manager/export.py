@@ -13,10 +13,10 @@ from jlora._compat import asked_for
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
-from jlora.manager.content import Content, Placement
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 
 
-def export(content: Content, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
+def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
     """The adapter that `slot` holds now, under the module names, ranks and alphas of `content`, in slot dtype."""
     about = content.about or Adapter(name=content.name, modules={})
     by_site: dict[Site, list[Placement]] = {}

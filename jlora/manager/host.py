@@ -10,24 +10,22 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import jax
-
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import Found, resolve
+from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement, nbytes_together, same_bytes, sample
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
-from jlora.manager.loader import POLL, Load, LoadCancelled, Loader, Patience
-from jlora.manager.locks import Lock
+from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
+from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import SiteIndex
+from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
 from jlora.manager.slots import Slots
-from jlora.manager.stage import Checked, check_in_memory, content_of, read_files
+from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated
 
 _log = logging.getLogger("jlora")
@@ -45,7 +43,8 @@ class Host:
         leases: Leases,
         slots: Slots,
         counts: Counter[str],
-        books: Lock,
+        state_lock: StateLock,
+        changed: Bell,
         resolve: Callable[[LoRARequest], str] | None,
     ):
         self._config = config
@@ -55,9 +54,10 @@ class Host:
         self._leases = leases
         self._slots = slots
         self._counts = counts
-        self._books = books
+        self._state_lock = state_lock
+        self._changed = changed
         self._resolve = resolve
-        self.loader = Loader(self._load, books)
+        self.loader = Loader(self._load, state_lock, changed)
         self.load_seconds = Histogram()
 
     @property
@@ -66,7 +66,7 @@ class Host:
 
     # --- asking for adapters ----------------------------------------------------------------------------------------
 
-    def newest(self, name: str) -> Content:
+    def newest(self, name: str) -> PackedAdapter:
         """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
         content = self._registry.contents.get(name)
         if content is None:
@@ -75,7 +75,7 @@ class Host:
 
     def touch(self, name: str) -> bool:
         """Mark a use; False where the name is not on the host."""
-        with self._books():
+        with self._state_lock:
             if name not in self._registry.contents:
                 return False
             self._registry.contents.touch(name)
@@ -84,14 +84,14 @@ class Host:
     def load(self, request: LoRARequest, patience: Patience) -> bool:
         """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
         while True:
-            with self._books():
+            with self._state_lock:
                 load = self.loader.start(request, again=True, anew=request.load_inplace, patience=patience)
                 load.wanted += 1
             if self.wait(load, patience.deadline):
                 return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
-        with self._books():
+        with self._state_lock:
             return self.loader.start(request, again=True, anew=self._anew(request), ahead=True).future()
 
     def _anew(self, request: LoRARequest) -> bool:
@@ -106,15 +106,21 @@ class Host:
         """
         name = load.request.name
         try:
-            if not load.wait(deadline):
+            while not load.done:
+                seen = self._changed.rings
+                if deadline is None or time.monotonic() < deadline:
+                    if not load.done:
+                        self._changed.wait(seen, deadline)
+                    continue
                 if load.in_use:
                     raise in_use(name, "replacing")
                 raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
         finally:
             load.wanted -= 1
+            self._changed.ring()
         if load.error is None:
             return True
-        with self._books():
+        with self._state_lock:
             self.loader.forget(load)
         if isinstance(load.error, LoadCancelled):
             return False
@@ -123,7 +129,7 @@ class Host:
     def recall(self, name: str) -> None:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
         while True:
-            with self._books():
+            with self._state_lock:
                 known = self._registry.known.get(name)
                 if name in self._registry.contents or known is None:
                     self.newest(name)
@@ -142,26 +148,24 @@ class Host:
             started = time.monotonic()
             with _logged(request.name, request.path):
                 found = self._find(request, load)
-                with self.loader.turn():
+                with self.loader.turn:
                     self.loader.check_wanted(load)
-                    read = self._read(request, found)
-                    self.loader.check_wanted(load)
-                    content = self.stage(read, request)
+                    content = self._pack(request, found)
                 result = self._arrived(load, content)
-            with self._books():
+            with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
-            with self._books():
+            with self._state_lock:
                 newest = load.content or self._registry.contents.get(request.name)
             if newest is not None:
-                self._slots.move_ahead(newest, self._books, self._config.max_staging_bytes)
+                self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
         return result
 
     def _found(self, name: str) -> bool:
         """Whether a load finds that its adapter is there already."""
         return self.touch(name)
 
-    def _arrived(self, load: Load, content: Content) -> bool:
+    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
         """What becomes of the content of a load."""
         return self.admit(content, load.request.load_inplace, load.patience, load)
 
@@ -185,11 +189,15 @@ class Host:
         with _logged(adapter.name, None):
             return self.admit(self._in_memory(adapter), replace, patience)
 
-    def _in_memory(self, adapter: Adapter) -> Content:
-        """Check and stage an adapter that is in memory."""
-        return self.stage(check_in_memory(adapter, self._index, allow_nonfinite=self._config.allow_nonfinite), None)
+    def _in_memory(self, adapter: Adapter) -> PackedAdapter:
+        """Check and pack an adapter that is in memory."""
+        return self._staged(
+            pack_in_memory(
+                adapter, self._wrapped, self._index, self._slots.pool, allow_nonfinite=self._config.allow_nonfinite
+            )
+        )
 
-    def _find(self, request: LoRARequest, load: Load | None = None) -> Found:
+    def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
@@ -197,78 +205,51 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _read(self, request: LoRARequest, found: Found) -> Checked:
-        return read_files(request, found, self._index, allow_nonfinite=self._config.allow_nonfinite)
+    def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
+        """Read and pack an adapter; no lock is held."""
+        return self._staged(
+            pack_files(
+                request,
+                found,
+                self._wrapped,
+                self._index,
+                self._slots.pool,
+                allow_nonfinite=self._config.allow_nonfinite,
+            )
+        )
 
-    def stage(self, checked: Checked, request: LoRARequest | None) -> Content:
-        """Cast and pack the modules of an adapter, which are taken out of `checked`; no lock is held."""
-        content = content_of(checked, request, self._wrapped, self._index, self._slots.pool)
+    def _staged(self, content: PackedAdapter) -> PackedAdapter:
         content.fingerprint = self._fingerprint(content.placements, content.blocks)
-        return self.settled(content)
+        content.blocks = self.pinned(content.blocks)
+        return content
 
-    def read(self, request: LoRARequest) -> Content:
+    def read(self, request: LoRARequest) -> PackedAdapter:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
-            return self.stage(self._read(request, self._find(request)), request)
-
-    def settled(self, content: Content, others: Collection[Content] = ()) -> Content:
-        """The content with its blocks where they stay: those of another with the same bytes, or page-locked memory.
-
-        `others` are to be let in before it.
-        """
-        content.sample = self._sample(content.blocks)
-        if not self._share(content, {}, others):
-            content.blocks = self.pinned(content.blocks, others)
-        return content
+            return self._pack(request, self._find(request))
 
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return ""
 
-    def _sample(self, blocks: tuple[Block, ...]) -> bytes:
-        return sample(blocks)
-
-    def _share(self, content: Content, unlike: dict[int, tuple[Block, ...]], others: Collection[Content] = ()) -> bool:
-        """Take the blocks of a content, of those on the host or `others`, with the same bytes. False if there is none.
-
-        No lock is held while bytes are compared. Those that are not the same are added to `unlike`, by identity, and
-        not looked at again.
-        """
-        while True:
-            with self._books():
-                known = self._registry.alike(content)
-            alike = [c.blocks for c in others if c.sample == content.sample != b""]
-            alike += [] if known is None else [known]
-            blocks = next((blocks for blocks in alike if id(blocks) not in unlike), None)
-            if blocks is None:
-                return False
-            if same_bytes(content.blocks, blocks):
-                content.blocks = blocks
-                return True
-            unlike[id(blocks)] = blocks
-
-    def pinned(self, blocks: tuple[Block, ...], others: Collection[Content] = ()) -> tuple[Block, ...]:
+    def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
         if not self._slots.pool.pins:
             return blocks
-        with self._books():
+        with self._state_lock:
             contents = (*(self._registry.contents[name] for name in self._registry.contents), *others)
-            taken = nbytes_together(content for content in contents if content.pinned)
+            taken = sum(content.nbytes for content in contents if content.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
-    def admit(self, content: Content, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+    def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
-        unlike: dict[int, tuple[Block, ...]] = {}
         while True:
-            self._share(content, unlike)
-            with self._books():
+            seen = self._changed.rings
+            with self._state_lock:
                 self._wrapped.check()
                 if load is not None:
                     self.loader.check_wanted(load)
-                known = self._registry.alike(content)
-                if known is not None and id(known) not in unlike:  # let in just now, maybe with the same bytes
-                    continue
                 old = self._registry.contents.get(name)
                 if old is not None and not replace:
                     self._registry.contents.touch(name)
@@ -279,105 +260,102 @@ class Host:
                     return True
             if load is not None:
                 load.in_use = True
-            self.wait_for(old, "replacing", patience)
+            self.wait_for(old, "replacing", patience, seen)
 
-    def _put(self, content: Content, victims: Iterable[str], generation: int) -> None:
+    def _put(self, content: PackedAdapter, victims: Iterable[str], generation: int) -> None:
         for victim in victims:
             self.evict(victim)
         content.generation = generation
         self._registry.put(content)
         self._counts["host_loads"] += 1
 
-    def put_back(self, content: Content, pin: bool) -> None:
+    def put_back(self, content: PackedAdapter, pin: bool) -> None:
         """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
         generation = content.generation if content.digest else self._registry.generation(content)
         self._put(content, (), generation)
         if pin:
             self._registry.contents.pin(content.name)
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
-        with self._books():
+        with self._state_lock:
             old = self.newest(name)
         pool = self._slots.pool
-        # The thread that copies back is started early, while there is time, and before there is anything to copy: what
-        # nobody copies back would never be evictable. It waits for this lock, which no interrupt leaves held.
-        under_way, to_copy = Lock(), list[Content]()
-        with under_way():
-            if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
-                args = (under_way, to_copy)
-                threading.Thread(target=self._copy_back, args=args, name="jlora-copy-back", daemon=True).start()
-            content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
-            pool.compile()
-            while True:
-                with locks[0](), locks[1]():
-                    self._wrapped.check()
-                    if not self._registry.newest(old):
-                        raise AdapterInUseError(
-                            f"adapter {name!r} was replaced or removed while it was updated; try again"
-                        )
-                    if not self.held(old):
-                        for victim in self._registry.victims_for(content, self.busy):
-                            self.evict(victim)
-                        content.generation = self._registry.generation(content)
-                        if not content.on_host:
-                            to_copy.append(content)
-                            content.copying = True
-                        self._registry.put(content)
-                        self._slots.replace(old, content, written)
-                        break
-                self.wait_for(old, "updating", patience)
+        content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+        pool.compile()
+
+        while True:
+            seen = self._changed.rings
+            with step_lock, self._state_lock:
+                self._wrapped.check()
+                if not self._registry.newest(old):
+                    raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
+                if not self.held(old):
+                    victims = self._registry.victims_for(content, self.busy)
+                    if not content.on_host:
+                        # First, for a content that is never copied back is never evicted; it waits for this lock.
+                        copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
+                        copying.daemon = True
+                        copying.start()
+                        content.copying = True
+                    for victim in victims:
+                        self.evict(victim)
+                    content.generation = self._registry.generation(content)
+                    self._registry.put(content)
+                    self._slots.replace(old, content, written)
+                    break
+            self.wait_for(old, "updating", patience, seen)
         _log.info("updated %r to generation %d", name, content.generation)
         return content.generation
 
-    def _copy_back(self, under_way: Lock, to_copy: list[Content]) -> None:
+    def _copy_back(self, content: PackedAdapter) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
-        with under_way():
-            pass
-        time.sleep(POLL)  # whoever woke this thread goes on first
-        for content in to_copy:
-            try:
-                blocks = self.pinned(content.blocks)  # from the device, with no copy in between
-                if blocks is content.blocks:
-                    blocks = to_host(blocks)
-                with self._books():
-                    content.blocks = blocks
-                    content.on_host = True
-            finally:
+        try:
+            with self._state_lock:
+                blocks = content.blocks
+            pinned = self.pinned(blocks)  # from the device, with no copy in between
+            blocks = to_host(blocks) if pinned is blocks else pinned
+            with self._state_lock:
+                content.blocks = blocks
+                content.on_host = True
+        finally:
+            with self._state_lock:
                 content.copying = False
-                with self._books():
-                    self._slots.pool.let_go()
+                self._slots.pool.let_go()
+            self._changed.ring()
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def held(self, content: Content) -> bool:
+    def held(self, content: PackedAdapter) -> bool:
         """Whether an open batch holds a content that no handle keeps."""
         return content in self._leases.leased() and content not in self._leases.handled()
 
-    def busy(self, content: Content) -> bool:
+    def busy(self, content: PackedAdapter) -> bool:
         """Whether it must stay on the host."""
         return not content.on_host or content in self._leases.leased()
 
-    def wait_until_free(self, name: str, doing: str, patience: Patience, *, handled: bool = False) -> Any:
+    def wait_until_free(self, name: str, doing: str, patience: Patience, *, handled: bool = False) -> int | None:
         """Wait until no open batch holds an adapter. Returns its generation, None where it is not on the host.
 
         Args:
           handled: whether to wait for batches with a generation that handles keep, too.
         """
         while True:
-            with self._books():
+            seen = self._changed.rings
+            with self._state_lock:
                 content = self._registry.contents.get(name)
                 held = content is not None and (content in self._leases.leased() if handled else self.held(content))
                 if content is None or not held:
                     return None if content is None else content.generation
-            self.wait_for(content, doing, patience)
+            self.wait_for(content, doing, patience, seen)
 
-    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
-        """Wait a moment for open batches to close. Raises AdapterInUseError where that is in vain, or too late."""
+    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience, seen: int) -> None:
+        """Wait for a change since `seen`: open batches hold a content. Raises AdapterInUseError where that is in vain,
+        or too late."""
         if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
             raise in_use(content.name, doing)
-        time.sleep(POLL)
+        self._changed.wait(seen, patience.deadline)
 
     def evict(self, name: str) -> None:
         """Out of the host cache, and out of its slot."""

@@ -14,9 +14,9 @@ from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content, Placement, fingerprint
 from jlora.manager.host import Host, in_use
 from jlora.manager.loader import Load, Patience
+from jlora.manager.packed_adapter import PackedAdapter, Placement, fingerprint
 from jlora.manager.processes import Processes
 from jlora.manager.report import unknown_name
 from jlora.manager.update import updated
@@ -54,12 +54,9 @@ class HostInStep(Host):
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return fingerprint(placements, blocks)
 
-    def _sample(self, blocks: tuple[Block, ...]) -> bytes:
-        return b""  # what shares its bytes in one process only would count there alone, and evict others there
-
-    def _arrived(self, load: Load, content: Content) -> bool:
+    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
         """It is kept until all processes let it in; the oldest go where there are too many."""
-        with self._books():
+        with self._state_lock:
             # Another process could not read it, and nobody waits any more.
             if load.given_up or not self.loader.knows(load):
                 return True
@@ -75,12 +72,12 @@ class HostInStep(Host):
             self._slots.release(load.content)
         self.loader.abandon(load)
 
-    def wait_for(self, content: Content, doing: str, patience: Patience) -> None:
+    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience, seen: int) -> None:
         """As `Host.wait_for`, but no longer than others would wait for this process: meanwhile no other thread can make
         a call, and maybe needs one before it closes its batch."""
         if time.monotonic() - patience.since > self._processes.timeout:
             raise in_use(content.name, doing)
-        super().wait_for(content, doing, patience)
+        super().wait_for(content, doing, patience, seen)
 
     def let_in(
         self,
@@ -107,11 +104,11 @@ class HostInStep(Host):
         """
         loads: list[Load] = []
 
-        def staged() -> Content | None:
+        def staged() -> PackedAdapter | None:
             if before is not None:
                 before()
             while True:
-                with self._books():
+                with self._state_lock:
                     asked = self._request(request)
                     load = self.loader.start(asked, again=again, patience=patience)
                     load.wanted += 1
@@ -126,7 +123,7 @@ class HostInStep(Host):
             admitted = self._together(what, staged, patience, wait)
         finally:
             if admitted is not None:  # also what another process failed to read is read anew the next time
-                with self._books():
+                with self._state_lock:
                     for load in loads:
                         self._drop(load)
         return admitted
@@ -152,10 +149,10 @@ class HostInStep(Host):
                 self._drop(load)
 
     def _together(
-        self, what: str, stage: Callable[[], Content | None], patience: Patience, wait: bool = True
+        self, what: str, stage: Callable[[], PackedAdapter | None], patience: Patience, wait: bool = True
     ) -> bool | None:
         """Admit what `stage` gives, once all processes have it, at the expense of the same others. None: not yet."""
-        content: Content | None = None
+        content: PackedAdapter | None = None
         victims: list[str] = []
 
         def ready() -> tuple[Any, Any] | None:
@@ -163,33 +160,34 @@ class HostInStep(Host):
             if (content := stage()) is None:
                 return None
             while True:
-                with self._books():
+                seen = self._changed.rings
+                with self._state_lock:
                     old = self._registry.contents.get(content.name)
                     if old is None or not self.held(old):
                         victims = self._registry.victims_for(content, self.busy)
                         return [content.fingerprint, victims], self._registry.generation(content)
                 if not wait and patience.thread not in self._leases.threads(old):
                     return None
-                self.wait_for(old, "replacing", patience)
+                self.wait_for(old, "replacing", patience, seen)
 
         with self._processes.together(what, ready) as generations:
             if generations is None:
                 return None
             assert content is not None
-            with self._books():
+            with self._state_lock:
                 self._put(content, victims, max(generations))
             return True
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, locks: Any) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
         """See `LoRAManager.update_adapter`. From arrays that each process has on the host."""
         pool = self._slots.pool
         pool.compile()
         self.recall(name)
-        found: tuple[Content, Content, tuple[Block, ...], list[str]] | None = None
+        found: tuple[PackedAdapter, PackedAdapter, tuple[Block, ...], list[str]] | None = None
 
         def ready() -> tuple[Any, Any]:
             nonlocal found
-            with self._books():
+            with self._state_lock:
                 old = self.newest(name)
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
                 raise LoRAUsageError(
@@ -199,7 +197,7 @@ class HostInStep(Host):
             content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
             content.fingerprint = fingerprint(content.placements, content.blocks)
             self.wait_until_free(name, "updating", patience)
-            with self._books():
+            with self._state_lock:
                 victims = self._registry.victims_for(content, self.busy)
                 found = old, content, written, victims
                 return [content.fingerprint, victims, self._registry.generation(content)], None
@@ -207,7 +205,7 @@ class HostInStep(Host):
         with self._processes.together(f"update_adapter({name!r})", ready):
             assert found is not None
             old, content, written, victims = found
-            with locks[0](), locks[1]():
+            with step_lock, self._state_lock:
                 for victim in victims:
                     self.evict(victim)
                 content.generation = self._registry.generation(content)

@@ -2,11 +2,11 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jlora.layers.batch import Lease, Served
-from jlora.manager.content import Content
+from jlora.manager.packed_adapter import PackedAdapter
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,21 @@ class AdapterHandle:
       name, generation: what it stands for.
     """
 
-    def __init__(self, content: Content):
-        self._content: Content | None = content
+    def __init__(self, content: PackedAdapter, on_close: Callable[[], object]):
+        self._content: PackedAdapter | None = content
+        self._on_close = on_close
         self.name = content.name
         self.generation = content.generation
 
     @property
-    def content(self) -> Content | None:
+    def content(self) -> PackedAdapter | None:
         """The content; None once the handle is closed."""
         return self._content
 
     def close(self) -> None:
         """Let the generation go. Closing twice is harmless."""
         self._content = None
+        self._on_close()
 
     def __enter__(self) -> "AdapterHandle":
         return self
@@ -90,12 +92,12 @@ class Leases:
         """The contents that open batches hold in their slots."""
         return {adapter for lease in self.open() for adapter in lease.adapters}
 
-    def handled(self) -> set[Content]:
+    def handled(self) -> set[PackedAdapter]:
         """The contents that handles hold on the host."""
         handles = [ref() for ref in list(self._handles)]
         return {handle.content for handle in handles if handle is not None and handle.content is not None}
 
-    def threads(self, content: Content | None = None) -> set[int]:
+    def threads(self, content: PackedAdapter | None = None) -> set[int]:
         """The threads that opened a lease (on `content`) which is still open."""
         return {lease.thread for lease in self.open() if content is None or content in lease.adapters}
 

@@ -1,7 +1,5 @@
 """Adapters loaded in the background: one thread a load, one load an adapter, and nothing that a step waits for."""
 
-import collections
-import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -10,14 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jlora.config import LoRARequest
-from jlora.errors import LoRAError
-from jlora.manager.content import Content
-from jlora.manager.locks import Lock, Turns
+from jlora.manager.locks import Bell, StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
 _FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again
-_exhaust = collections.deque[object](maxlen=0).extend
-POLL = 0.002  # seconds; waiting asks, for a lease may end in a finalizer, which must not take a lock
 
 
 class LoadCancelled(Exception):
@@ -66,7 +61,7 @@ class Load:
         self.error: BaseException | None = None
         self.wanted = 0
         self.in_use = False
-        self.content: Content | None = None
+        self.content: PackedAdapter | None = None
         self.before = before
         self._futures: list[Future[bool]] = []
 
@@ -75,14 +70,6 @@ class Load:
         """Whether nothing comes of what its thread still does: every caller has left, or it has its outcome. It stays
         so: `Loader.start` gives nobody such a load."""
         return self.done or (self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)))
-
-    def wait(self, deadline: float | None) -> bool:
-        """Wait until it is done. False where the deadline came first."""
-        while not self.done:
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL)
-        return True
 
     def future(self) -> "Future[bool]":
         """A future of the load. Cancelling it, also while the load runs, gives up this one's wish for it."""
@@ -113,36 +100,23 @@ class Load:
             future.set_result(self.result)
 
 
-class _Promise:
-    """Goes with the thread of a load: where that dies before it has begun, those who wait hear of it all the same."""
-
-    _load: Load | None = None
-
-    def __init__(self, loader: "Loader", load: Load):
-        self._loader = loader
-        self._load = load
-
-    def __del__(self) -> None:
-        if self._load is not None and not self._load.done:
-            name = self._load.request.name
-            self._loader.finish(self._load, False, LoRAError(f"adapter {name!r}: the thread that loads it died"))
-
-
 class Loader:
     """Runs loads on daemon threads. `start` and `forget` are called under the manager's lock.
 
     Args:
       work: loads what a `Load` asks for; returns its result.
-      lock: the manager's.
+      lock: of the manager's state.
+      changed: rung when a load ends, or may go on.
 
     Attributes:
       turn: held while a load reads and casts.
     """
 
-    def __init__(self, work: Callable[[Load], bool], lock: Lock):
-        self.turn = Turns(_AT_ONCE)
+    def __init__(self, work: Callable[[Load], bool], lock: StateLock, changed: Bell):
+        self.turn = threading.Semaphore(_AT_ONCE)
         self._work = work
         self._lock = lock
+        self._changed = changed
         self._loads: dict[LoRARequest, Load] = {}
         self._fetching: list[Load] = []  # that ask a network or a callback, or wait until they may, in their order
         self._own = threading.local()
@@ -161,20 +135,22 @@ class Loader:
         Raises:
           LoadCancelled: the load was given up while it waited.
         """
-        with self._lock():
+        with self._lock:
             self._fetching.append(load)
         try:
             while True:
+                seen = self._changed.rings
                 self.check_wanted(load)
-                with self._lock():
+                with self._lock:
                     first = self._fetching[: self._fetching.index(load)]
                 if sum(not other.given_up for other in first) < _AT_ONCE:
                     break
-                time.sleep(POLL)
+                self._changed.wait(seen)
             yield
         finally:
-            with self._lock():
+            with self._lock:
                 self._fetching.remove(load)
+            self._changed.ring()
 
     def start(
         self,
@@ -199,11 +175,7 @@ class Loader:
         if load is None or over or anew:
             load = Load(request, patience or Patience(None), self.under_way(request.name))
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
-            # Known once its thread runs: for one that an interrupt kept from starting, others would wait for ever. One
-            # that runs and is not known finds that nobody wants it.
-            # The promise lies beside the work, not in a frame: tracebacks keep frames alive.
-            work = itertools.chain(map(self._run, [load]), [_Promise(self, load)])
-            threading.Thread(target=_exhaust, args=(work,), name="jlora-load", daemon=True).start()
+            threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
         return load
@@ -238,7 +210,7 @@ class Loader:
 
     def check_wanted(self, load: Load) -> None:
         """Raises LoadCancelled where a load was given up."""
-        with self._lock():
+        with self._lock:
             if load.given_up:
                 self.abandon(load)
                 raise LoadCancelled
@@ -246,21 +218,23 @@ class Loader:
     def _run(self, load: Load) -> None:
         self._own.load = load
         try:
-            with self._lock():  # the caller has left it, and counts itself now
+            with self._lock:  # the caller has left it, and counts itself now
                 load.wanted -= 1
-            while not all(other.given_up for other in load.before):  # in the order in which they were asked for
-                time.sleep(POLL)
+            for other in load.before:  # in the order in which they were asked for
+                while not other.given_up:
+                    self._changed.wait(self._changed.rings)
             load.before = ()
             self.finish(load, self._work(load), None)
         except BaseException as error:  # whatever it was, those who wait must hear of it
             self.finish(load, False, error)
 
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
-        with self._lock():
+        with self._lock:
             load.finish(result, error)
             if (load.error is None and load.content is None) or isinstance(load.error, LoadCancelled):
                 self.forget(load)
             failed = [other for other in self._loads.values() if other.done and other.error is not None]
             for other in failed[:-_FAILED]:
                 self.forget(other)
+        self._changed.ring()
         load.tell()

@@ -1,72 +1,106 @@
-"""Locks for `with` that no exception leaves held, wherever it comes from.
+"""The lock of a manager's state, which a Ctrl-C waits for, and a bell that wakes threads which wait for a change.
 
-Between the last line of a `with` block and the release, and around a Python `__enter__`, there is room for an
-exception: a trace function may raise there, and a signal handler in the second. `with lock():` has a guard of its own,
-which only the frame that runs the block refers to. A guard that goes without having been left gives back what it took,
-so that the lock is free as soon as the block is left. Taking, leaving and going are one call of C each: no Python frame
-refers to the guard, for a traceback that somebody keeps would keep the frame, and with it the lock.
-
-`with within(context):` is the same for settings of JAX and NumPy: one that stayed would have steps compiled anew.
+A KeyboardInterrupt in the middle of a change would leave books and slots in disagreement. So SIGINT is deferred while
+the main thread holds the state's lock: it is noted, and raised when the lock is free again. No code under the lock
+reads a file, compiles, or calls a user's function; it waits for nothing but the device, where a write must.
 """
 
-import collections
-import io
-import operator
 import queue
+import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
-from itertools import compress
-from typing import Any
+import time
+from types import FrameType
 
-_exhaust = collections.deque[Any](maxlen=0).extend
-_acquire = operator.methodcaller("acquire")
-_release = operator.methodcaller("release")
-_enter = operator.methodcaller("__enter__")
-_leave = operator.methodcaller("__exit__", None, None, None)
-_NOTHING = object()
+_MOMENT = 0.05  # seconds that a thread waits for the lock before it answers a SIGINT
+_LOOK_AGAIN = 0.05  # seconds
 
 
-class _Guard(io.BytesIO):
-    """One `with` block. That of `BytesIO` calls `close` in the end, and so does its finalizer; both are C.
+class _Deferral:
+    """Defers SIGINT in the main thread, where the handler is Python's default; asyncio's, say, raises nothing here."""
 
-    Args:
-      take: gives what was taken; read when the block begins.
-      give: gives it back; called once.
-    """
+    def __init__(self) -> None:
+        self._depth = 0
+        self._noted = False
 
-    def __init__(self, take: Iterator[Any], give: Callable[[Any], object]):
-        super().__init__()
-        taken = [_NOTHING]
-        self._begin = partial(taken.extend, take)
-        self.close = partial(_exhaust, map(give, iter(taken.pop, _NOTHING)))
+    def begin(self) -> None:
+        """Note SIGINT instead of raising. Calls nest."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        if self._depth == 0:
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                return
+            self._noted = False
+            signal.signal(signal.SIGINT, self._note)
+        self._depth += 1
 
-    __enter__ = property(operator.attrgetter("_begin"))  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    def end(self) -> None:
+        """Raise KeyboardInterrupt from now on, and at once if a SIGINT was noted."""
+        if self._depth == 0 or threading.get_ident() != threading.main_thread().ident:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._noted:
+                raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
 
 
-class Lock:
-    """A reentrant lock: `with lock():`."""
+_sigint = _Deferral()  # of the process, as its handler is
+
+
+class StateLock:
+    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while that waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def __call__(self) -> _Guard:
-        return _Guard(compress((self._lock,), map(_acquire, (self._lock,))), _release)
+    def __enter__(self) -> None:
+        _sigint.begin()
+        while not self._lock.acquire(timeout=_MOMENT):
+            _sigint.end()
+            _sigint.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        _sigint.end()
 
 
-def within(context: AbstractContextManager[None]) -> _Guard:
-    """A guard of a context that gives nothing and looks at no exception."""
-    return _Guard(compress((context,), map(operator.is_, map(_enter, (context,)), (None,))), _leave)
+class Bell:
+    """Wakes threads that wait for a change: of a lease, a load, a slot.
 
+    A lease or a handle that is collected without having been closed rings nothing, for a finalizer must run no Python
+    that an interrupt could be lost in: who waits looks again from time to time.
 
-class Turns:
-    """Lets `count` threads in at a time: `with turns():`."""
+    Attributes:
+      rings: how often it rang.
+    """
 
-    def __init__(self, count: int):
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for turn in range(count):
-            self._free.put(turn)
+    def __init__(self) -> None:
+        self.rings = 0
+        self._waiting: set[queue.SimpleQueue[None]] = set()
 
-    def __call__(self) -> _Guard:
-        return _Guard(map(operator.call, (self._free.get,)), self._free.put)
+    def ring(self) -> None:
+        """Wake every thread that waits. It takes no lock."""
+        self.rings += 1
+        for wake in tuple(self._waiting):
+            wake.put(None)
+
+    def wait(self, seen: int, deadline: float | None = None) -> None:
+        """Wait for a ring, and no longer than `_LOOK_AGAIN` or the deadline.
+
+        Args:
+          seen: `rings` before the caller found that it must wait; if it rang since, this returns at once.
+          deadline: `time.monotonic()` at which to give up.
+        """
+        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting.add(wake)
+        try:
+            left = _LOOK_AGAIN if deadline is None else min(_LOOK_AGAIN, deadline - time.monotonic())
+            if self.rings == seen and left > 0:
+                wake.get(timeout=left)
+        except queue.Empty:
+            pass
+        finally:
+            self._waiting.discard(wake)

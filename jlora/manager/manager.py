@@ -28,14 +28,14 @@ from jlora.layers.site import SlotParam
 from jlora.layers.wrap import wrap_model
 from jlora.layers.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batches import Name, read_arguments
-from jlora.manager.content import Content
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
-from jlora.manager.locks import Lock
+from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep
@@ -63,9 +63,10 @@ class LoRAManager:
     calls its step directly, with an open batch of its own, is safe too, but then a write in another thread copies the
     slot arrays instead of updating them in place.
 
-    Interrupts: an exception at any point, KeyboardInterrupt included, leaves the books and the slots in agreement; a
-    slot whose writing was cut short is written again by the next `prepare`. So are slot arrays that a step donated or
-    that were replaced from outside (`nnx.update` with an older state): what is in the slots is the host cache's.
+    Interrupts: after a Ctrl-C the books and the slots agree. Under Python's own SIGINT handler, a KeyboardInterrupt in
+    the main thread comes before or after a change of them. A slot that a device error left half written is written
+    again by the next `prepare`, and so are slot arrays that a step donated or that were replaced from outside
+    (`nnx.update` with an older state): what is in the slots is the host cache's.
 
     Copies: the manager writes the slots of `model` and of nothing else. A copy that was made before an adapter came
     into its slot (`nnx.clone(arrays=True)`, a state that was split and kept) raises, or computes NaN inside a compiled
@@ -146,16 +147,18 @@ class LoRAManager:
     def _build(self, rules: NameRules, memory: int, resolve: Callable[[LoRARequest], str] | None) -> None:
         config = self.config
         self._index = index = SiteIndex(self._wrapped, rules)
-        # Taken in this order. `_dispatch` is held while slots are written and while `run` dispatches a step; `_books`
-        # for moments only, never while anything is read, cast or compiled.
-        self._dispatch, self._books = locks = Lock(), Lock()
+        # Taken in this order. `_step_lock` is held while slots are written and while `run` dispatches a step;
+        # `_state_lock` for moments only, never while anything is read, cast or compiled.
+        self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
+        self._changed = Bell()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
         self._registry = Registry(config.max_cpu_loras or config.max_loras, memory)
         self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
         self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
-        of_host = (config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts, self._books)
-        of_batches = (self._wrapped, config, self._registry, self._leases, self._slots, locks)
+        of_host = (config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts)
+        of_host = (*of_host, self._state_lock, self._changed)
+        of_batches = (self._wrapped, config, self._registry, self._leases, self._slots, locks, self._changed)
         if self._processes.several:
             self._host = host = HostInStep(*of_host, resolve, processes=self._processes)
             self._batches = BatchesInStep(*of_batches, host=host, processes=self._processes)
@@ -168,7 +171,7 @@ class LoRAManager:
         self._base_digest: str | None = None
 
     def _forget_uses(self) -> None:
-        with self._books():
+        with self._state_lock:
             self._slots.forget_uses()
 
     # --- adapters -----------------------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ class LoRAManager:
         """
         self._check_call("prefetch")
         if isinstance(request, str):
-            with self._books():
+            with self._state_lock:
                 name, known = request, self._registry.known.get(request)
                 request = known or self._host.newest(name).request or LoRARequest(name, name)  # in memory: never read
         if not isinstance(request, LoRARequest):
@@ -246,7 +249,7 @@ class LoRAManager:
             load may join it; cancelling the future ends it.
         """
         self._check_call("give_up")
-        with self._books():
+        with self._state_lock:
             self._host.give_up_request(request, reading=reading)
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
@@ -276,7 +279,7 @@ class LoRAManager:
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
         with self._processes.in_turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, _patience(timeout), (self._dispatch, self._books))
+            return self._host.update(name, arrays, _patience(timeout), self._step_lock)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
@@ -295,7 +298,8 @@ class LoRAManager:
         free = partial(self._host.wait_until_free, name, "removing", patience)
         with self._processes.together(f"remove_adapter({name!r})", lambda: (free(), None)):
             while True:
-                with self._books():
+                seen = self._changed.rings
+                with self._state_lock:
                     content = self._registry.contents.get(name)
                     if content is None or not self._host.held(content):
                         loads = self._host.give_up(name)
@@ -304,7 +308,7 @@ class LoRAManager:
                             self._slots.release(content)
                             _log.info("removed %r", name)
                         break
-                self._host.wait_for(content, "removing", patience)
+                self._host.wait_for(content, "removing", patience, seen)
         for load in loads:
             load.tell()
         return found
@@ -314,11 +318,11 @@ class LoRAManager:
         found: list[str | None] = []
 
         def ready() -> tuple[Any, Any]:
-            with self._books():
+            with self._state_lock:
                 found[:] = [self._host.oldest()]
             return found, None
 
-        with self._processes.together("remove_oldest_adapter()", ready), self._books():
+        with self._processes.together("remove_oldest_adapter()", ready), self._state_lock:
             name = found[0] if found else self._host.oldest()
             if name is not None:
                 self._host.evict(name)
@@ -334,13 +338,14 @@ class LoRAManager:
         patience = _patience(timeout)
 
         def ready() -> tuple[Any, Any]:
-            with self._books():
+            with self._state_lock:
                 names = list(self._registry.contents)
             return [self._host.wait_until_free(name, "removing", patience) for name in names], None
 
         with self._processes.together("remove_all_adapters()", ready):
             while True:
-                with self._books():
+                seen = self._changed.rings
+                with self._state_lock:
                     contents = [self._registry.contents[name] for name in self._registry.contents]
                     held = next((content for content in contents if self._host.held(content)), None)
                     if held is None:
@@ -350,28 +355,28 @@ class LoRAManager:
                         for content in contents:
                             self._slots.release(content)
                         break
-                self._host.wait_for(held, "removing", patience)
+                self._host.wait_for(held, "removing", patience, seen)
         for load in loads:
             load.tell()
 
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
-        with self._books():
+        with self._state_lock:
             return listed(self._registry.contents, self._pool.table, self._leases.leased())
 
     def list_evicted(self) -> dict[str, LoRARequest]:
         """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
-        with self._books():
+        with self._state_lock:
             return dict(self._registry.known)
 
     def evicted(self, name: str) -> LoRARequest | None:
         """What an adapter is loaded from that was evicted from the host cache; None for any other."""
-        with self._books():
+        with self._state_lock:
             return self._registry.known.get(name)
 
     def level(self, name: str) -> Literal["slot", "host", "evicted"] | None:
         """Where an adapter is: in a slot, on the host, or to be loaded again when it is asked for. None: unknown."""
-        with self._books():
+        with self._state_lock:
             content = self._registry.contents.get(name)
             if content is None:
                 return "evicted" if name in self._registry.known else None
@@ -379,7 +384,7 @@ class LoRAManager:
 
     def pinned(self, name: str) -> bool:
         """Whether an adapter is pinned; one that is unknown or evicted is not."""
-        with self._books():
+        with self._state_lock:
             return self._registry.contents.pinned(name)
 
     def export_adapter(self, name: str) -> Adapter:
@@ -399,7 +404,7 @@ class LoRAManager:
                 f"export_adapter({name!r}): a model over several processes has a part of each slot in each; train on "
                 "the devices of one, or read the slot arrays yourself (jax.experimental.multihost_utils)"
             )
-        with self._dispatch(), self._books():
+        with self._step_lock, self._state_lock:
             content = self._host.newest(name)
             slot = self._pool.slot_of(content)
             if slot is None:
@@ -440,7 +445,7 @@ class LoRAManager:
         """
         self._check_call("save")
         where = self._saved_at("save", path)
-        save(where, self._slots, self._registry, self._books, self._base(), weights=weights, without=without)
+        save(where, self._slots, self._registry, self._state_lock, self._base(), weights=weights, without=without)
 
     def restore(self, path: str | os.PathLike[str], *, weights: bool = True) -> frozenset[str]:
         """Take what another manager has saved: all of it, or nothing where this raises.
@@ -468,7 +473,7 @@ class LoRAManager:
           LoRAUsageError: this manager has had adapters; the model lies on devices of several processes.
         """
         self._check_call("restore")
-        where, locks = self._saved_at("restore", path), (self._dispatch, self._books)
+        where, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
         self._wrapped.check()
         return restore(where, self._host, self._slots, self._registry, locks, self._base(), weights=weights)
 
@@ -506,7 +511,8 @@ class LoRAManager:
         free = partial(self._host.wait_until_free, name, "deactivating", patience, handled=True)
         with self._processes.together(f"deactivate_adapter({name!r})", lambda: (free(), None)):
             while True:
-                with self._books():
+                seen = self._changed.rings
+                with self._state_lock:
                     content = self._registry.contents.get(name)
                     if content is None or content not in self._pool.table:
                         return False
@@ -514,7 +520,7 @@ class LoRAManager:
                         self._registry.contents.unpin(name)
                         self._slots.release(content)
                         return True
-                self._host.wait_for(content, "deactivating", patience)
+                self._host.wait_for(content, "deactivating", patience, seen)
 
     def pin_adapter(self, name: str) -> bool:
         """Keep an adapter in a slot and on the host, written into one first if need be. Always True.
@@ -532,14 +538,14 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._processes.in_turn(f"unpin_adapter({name!r})"), self._books():
+        with self._processes.in_turn(f"unpin_adapter({name!r})"), self._state_lock:
             self._host.newest(name)
             return self._registry.contents.unpin(name)
 
     @property
     def slot_names(self) -> tuple[str | None, ...]:
         """What each slot holds; None for a free one. A free slot is taken lowest first."""
-        with self._books():
+        with self._state_lock:
             return self._slots.names()
 
     @property
@@ -551,7 +557,7 @@ class LoRAManager:
         Raises:
           LoRAError: the model was given back (`unwrap`).
         """
-        with self._books():
+        with self._state_lock:
             arrays = self._pool.arrays()
             if self._state is None or not all(map(operator.is_, arrays, self._state[0])):
                 self._state = (arrays, self._state_of(arrays))
@@ -569,11 +575,11 @@ class LoRAManager:
     def _activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be. True if it was written."""
 
-        def wanted() -> list[Content]:
+        def wanted() -> list[PackedAdapter]:
             content = self._registry.contents.get(name)
             return [] if content is None else [content]
 
-        def then(written: list[Content]) -> bool | None:
+        def then(written: list[PackedAdapter]) -> bool | None:
             if name not in self._registry.contents:  # evicted since
                 return None
             if pin:
@@ -665,9 +671,9 @@ class LoRAManager:
         with self._processes.in_turn(f"hold({name!r})"):
             while True:
                 self._host.recall(name)
-                with self._books():
+                with self._state_lock:
                     if name in self._registry.contents:  # not evicted since
-                        handle = AdapterHandle(self._registry.contents[name])
+                        handle = AdapterHandle(self._registry.contents[name], self._changed.ring)
                         self._leases.add_handle(handle)
                         return handle
 
@@ -682,7 +688,7 @@ class LoRAManager:
         may run beside a `prepare` in another thread. Read `manager.slots` inside, where no write can come in between:
         `manager.run(lambda: step(manager.slots, rest, tokens, batch))`.
         """
-        with self._dispatch():
+        with self._step_lock:
             self._slots.takes_turns = True
             return step(*args, **kwargs)
 
@@ -711,7 +717,7 @@ class LoRAManager:
         self._check_call("warmup")
         asked = read_arguments([None] * num_sequences, token_counts, pad_to, length)
         base_only = partial(self.prepare, [None] * num_sequences, token_counts, pad_to, length=length)
-        locks = (self._dispatch, self._books)
+        locks = (self._step_lock, self._state_lock)
         warm_up(step, asked, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
@@ -741,7 +747,7 @@ class LoRAManager:
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""
-        with self._books():
+        with self._state_lock:
             names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
                 **{name: self._counts[name] for name in names},
@@ -776,7 +782,7 @@ class LoRAManager:
         Raises:
           AdapterInUseError: a batch is open.
         """
-        with self._dispatch(), self._books():
+        with self._step_lock, self._state_lock:
             for lease in self._leases.open():
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:

@@ -1,9 +1,9 @@
 """The slot arrays of a model, and what each slot holds. Written by the dispatching thread only, between steps."""
 
-import collections
 import gc
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,8 +17,7 @@ from flax import nnx
 from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block, Chunk, cut
-from jlora.manager.content import Content
-from jlora.manager.locks import Lock, within
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
 from jlora.manager.where import (
     Where,
@@ -36,8 +35,6 @@ from jlora.sharding.put import put
 
 _RANKS: Key = ()  # of the program that writes ranks
 
-_exhaust = collections.deque[Any](maxlen=0).extend
-
 
 @dataclass(frozen=True, eq=False)
 class _Job:
@@ -51,9 +48,8 @@ class _Job:
 class Pool:
     """Slots on the device.
 
-    A write cannot be undone half way, so it is made to be found out: a slot is marked dirty before its first array is
-    written and clean after the last, and `heal` writes dirty slots again. Between the device program that consumes the
-    old arrays and the model's variables that take the new ones no line of Python runs.
+    A write that a device error cuts short is found out: a slot is marked dirty before its first array is written and
+    clean after the last, and `heal` writes dirty slots again.
 
     Attributes:
       table: what each slot holds; None for nothing.
@@ -68,7 +64,7 @@ class Pool:
     """
 
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_staging_bytes: int):
-        self.table: list[Content | None] = [None] * num_slots
+        self.table: list[PackedAdapter | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.sites = tuple(modules)
@@ -96,7 +92,6 @@ class Pool:
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
-        self._unsynced: set[_Job] = set()
         self._renumbering = False  # whether stamps and `writes` may disagree
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
@@ -104,7 +99,7 @@ class Pool:
         self._written = self._variables[0]  # a variable that the last write wrote
         self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
         self._indices: dict[tuple[int, ...], jax.Array] = {}
-        self._compiling = Lock()
+        self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
@@ -126,7 +121,7 @@ class Pool:
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
-    def slot_of(self, content: Content) -> int | None:
+    def slot_of(self, content: PackedAdapter) -> int | None:
         """The slot that holds `content`, clean."""
         for slot, held in enumerate(self.table):
             if held is content:
@@ -139,13 +134,12 @@ class Pool:
         """Whether the model still has the arrays that were written, and no slot is dirty."""
         return (
             not (self.dirty or self._renumbering)
-            and not self._unsynced
             and all(map(operator.is_, map(raw_value, self._variables), self._known))
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[Content], bool], *, donate: bool) -> None:
-        """Write again what an interrupt, a device error or a stranger left in doubt. What is not `alive` is dropped.
+    def heal(self, alive: Callable[[PackedAdapter], bool], *, donate: bool) -> None:
+        """Write again what a device error or a stranger left in doubt. What is not `alive` is dropped.
 
         A slot that was whole gets the number of its last write back: batches that are open need that one.
 
@@ -153,8 +147,6 @@ class Pool:
           alive: whether a content means anything still.
           donate: as in `write`.
         """
-        for job in self._unsynced:
-            self._adopt(job)
         lost = {
             i
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
@@ -165,13 +157,12 @@ class Pool:
         if lost:
             self.dirty |= whole
             self._ranks = [None] * len(self.table)
-        if lost or self._unsynced or self._renumbering:
+        if lost or self._renumbering:
             self._renumbering = True
-            lost.add(len(self._variables) - 1)  # whether the last write was counted depends on the line
+            lost.add(len(self._variables) - 1)  # with the numbers that follow
             self.writes = [count + 2 for count in self.writes]  # more than any copy has seen
             for i in sorted(lost):
                 self._renew(i)
-            self._unsynced.clear()
         for slot in sorted(self.dirty):
             content = self.table[slot]
             if content is None or not alive(content):
@@ -183,20 +174,13 @@ class Pool:
             self._renew(len(self._variables) - 1)
             self._renumbering = False
 
-    def _adopt(self, job: "_Job") -> None:
-        """Take the arrays that an interrupted write left in the variables, where they are whole."""
-        for i in job.places:
-            found = raw_value(self._variables[i])
-            if not found.is_deleted():
-                self._known[i] = found
-
     def _renew(self, i: int) -> None:
         """A new array in the place of one that was lost, where a foreign one lies if there is one: zeros, or the stamps
         as they are counted here."""
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
         where = as_said(self._lie[i], found if foreign else known)
-        with within(jax.default_device(where if isinstance(where, Device) else None)):
+        with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
             fresh = jax.device_put(values) if isinstance(where, Device) else put([values], [where])[0]
@@ -227,7 +211,9 @@ class Pool:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
         return tuple(blocks), moved[count:]
 
-    def write(self, slot: int, content: Content, *, donate: bool = True, only: Sequence[Block] | None = None) -> None:
+    def write(
+        self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+    ) -> None:
         """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
 
         Args:
@@ -333,14 +319,10 @@ class Pool:
         arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
-        self._unsynced.add(job)
-        # One call from the program to the variables: an interrupt comes before it or after it, never in between.
-        started = map(job.program.start, ([*arrays, *operands],))
-        results = itertools.chain.from_iterable(map(job.program.results, started))
-        _exhaust(map(set_raw_value, job.variables, results))
-        _exhaust(map(self._known.__setitem__, job.places, map(raw_value, job.variables)))
+        for i, variable, result in zip(job.places, job.variables, job.program([*arrays, *operands]), strict=True):
+            set_raw_value(variable, result)
+            self._known[i] = result
         self.writes[slot] += 1
-        self._unsynced.discard(job)
         self._written = job.variables[0]
         return arrays
 
@@ -380,7 +362,7 @@ class Pool:
         """Make the programs that write slots, for the arrays as they lie now. The first call compiles, in parallel."""
         if self._programs:
             return
-        with self._compiling():
+        with self._compiling:
             if self._programs:
                 return
             self._lie = list(map(as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped

@@ -3,11 +3,11 @@
 import threading
 import time
 import traceback
-import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from jlora.errors import LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked, Name, slot_arrays
-from jlora.manager.content import Content
 from jlora.manager.host import Host
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import POLL, Load, LoadCancelled, Patience
-from jlora.manager.locks import Lock
+from jlora.manager.loader import Load, LoadCancelled, Patience
+from jlora.manager.locks import Bell, StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.registry import Registry
 from jlora.manager.slots import Slots
 
@@ -41,8 +41,8 @@ class _Kept:
     """
 
     batch: LoRABatch
-    slots: dict[Content, tuple[int, int]]
-    newest: frozenset[Content]
+    slots: dict[PackedAdapter, tuple[int, int]]
+    newest: frozenset[PackedAdapter]
     generations: tuple[int | None, ...]
 
 
@@ -56,7 +56,7 @@ class _Ticket:
     """A place in the queue for slots.
 
     Attributes:
-      deadline: until when; None once its holder has left, or where it does not wait.
+      deadline: until when; None where it does not wait.
     """
 
     deadline: float | None
@@ -76,7 +76,8 @@ class Batches:
         registry: Registry,
         leases: Leases,
         slots: Slots,
-        locks: tuple[Lock, Lock],
+        locks: tuple[AbstractContextManager[Any], StateLock],
+        changed: Bell,
         host: Host,
     ):
         self._wrapped = wrapped
@@ -85,10 +86,10 @@ class Batches:
         self._leases = leases
         self._slots = slots
         self._host = host
-        self._dispatch, self._books = locks
+        self._step_lock, self._state_lock = locks
+        self._changed = changed
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        # Who waits for slots, in order of arrival. Weak: an interrupt may keep one from saying that it has left.
-        self._queue: deque[weakref.ref[_Ticket]] = deque()
+        self._queue: list[_Ticket] = []  # who waits for slots, in order of arrival
 
     def clear(self) -> None:
         self._kept.clear()
@@ -114,7 +115,7 @@ class Batches:
 
     def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
-        with self._books():
+        with self._state_lock:
             self._wrapped.check()
             batch = self._again(asked)
         if batch is not None:
@@ -127,6 +128,7 @@ class Batches:
         reloaded: set[Name] = set()
         try:
             while True:
+                seen = self._changed.rings
                 try:
                     loads = self._missing(asked, reloaded, ticket if wait else None)
                     if loads and wait:
@@ -135,10 +137,10 @@ class Batches:
                 except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
                     if not self._lined_up(ticket):
                         raise
-                    time.sleep(POLL)
+                    self._changed.wait(seen, deadline)
                     continue
                 self._slots.pool.compile()
-                with self._dispatch(), self._books():
+                with self._step_lock, self._state_lock:
                     self._wrapped.check()
                     contents = self._contents(asked)
                     if wait and len(contents) < len(asked.adapters):
@@ -151,15 +153,17 @@ class Batches:
                     except NoFreeSlotError:
                         if not (self._slots.copying or self._lined_up(ticket)):
                             raise
-                time.sleep(POLL)
+                self._changed.wait(seen, deadline)
         finally:
-            ticket.deadline = None
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+                self._changed.ring()
 
     def bring(
         self,
         what: str,
-        wanted: Callable[[], Sequence[Content]],
-        then: Callable[[list[Content]], R],
+        wanted: Callable[[], Sequence[PackedAdapter]],
+        then: Callable[[list[PackedAdapter]], R],
         *,
         partly: bool = False,
         deadline: float | None = None,
@@ -175,28 +179,29 @@ class Batches:
         """
         self._slots.pool.compile()
         while True:
-            with self._dispatch(), self._books():
+            seen = self._changed.rings
+            with self._step_lock, self._state_lock:
                 self._wrapped.check()
                 try:
                     return then(self._slots.activate(wanted(), partly=partly))
                 except NoFreeSlotError:
                     if not self._slots.copying:
                         raise
-            time.sleep(POLL)
+            self._changed.wait(seen)
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""
         if ticket.over:
             return False
-        if not any(place() is ticket for place in tuple(self._queue)):
-            self._queue.append(weakref.ref(ticket))
+        with self._state_lock:
+            if ticket not in self._queue:
+                self._queue.append(ticket)
         return True
 
     def _check_first(self, ticket: "_Ticket") -> None:
-        """Raises NoFreeSlotError where others came before. Those who have left are struck off here."""
-        while self._queue and ((first := self._queue[0]()) is None or first.over):
-            self._queue.popleft()
-        if self._queue and self._queue[0]() is not ticket:
+        """Raise NoFreeSlotError where others came before, and still have time. Under the state's lock."""
+        first = next((other for other in self._queue if not other.over), ticket)
+        if first is not ticket:
             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
     def _missing(self, asked: Asked, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
@@ -209,7 +214,7 @@ class Batches:
         loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
-        with self._books():
+        with self._state_lock:
             for name in asked.adapters:
                 if isinstance(name, AdapterHandle):
                     continue
@@ -269,9 +274,9 @@ class Batches:
             if registry.newest(content):
                 registry.contents.touch(content.name)
 
-    def _contents(self, asked: Asked) -> dict[Name, Content]:
+    def _contents(self, asked: Asked) -> dict[Name, PackedAdapter]:
         """What each adapter of a batch is now; those that are not loaded are left out."""
-        found: dict[Name, Content] = {}
+        found: dict[Name, PackedAdapter] = {}
         for name in asked.adapters:
             if isinstance(name, AdapterHandle):
                 content = name.content
@@ -285,7 +290,9 @@ class Batches:
                 found[name] = content
         return found
 
-    def _batch(self, asked: Asked, contents: dict[Name, Content], keep: bool) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _batch(
+        self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool
+    ) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch of contents that are in slots, those that are; and which sequences have theirs."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}
@@ -316,10 +323,10 @@ class Batches:
                 self._kept.popitem(last=False)
         return batch, ready
 
-    def _lease(self, contents: Iterable[Content], generations: tuple[int | None, ...]) -> Lease:
+    def _lease(self, contents: Iterable[PackedAdapter], generations: tuple[int | None, ...]) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
         distinct = tuple(dict.fromkeys(contents))
-        lease = Lease(distinct, generations, threading.get_ident(), where)
+        lease = Lease(distinct, generations, threading.get_ident(), where, self._changed.ring)
         self._leases.add(lease)
         return lease
 

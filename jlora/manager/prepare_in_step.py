@@ -1,7 +1,6 @@
 """`prepare` where several processes have one model: all bring the same adapters into the same slots, or none does."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +8,10 @@ from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.batch import LoRABatch
 from jlora.manager.batches import Asked, Name
-from jlora.manager.content import Content
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
-from jlora.manager.loader import POLL, Patience
+from jlora.manager.loader import Patience
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches, R, over
 from jlora.manager.processes import Processes
 
@@ -40,7 +39,7 @@ class BatchesInStep(Batches):
     def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         reloaded: set[Name] = set()
         while True:
-            with self._books():
+            with self._state_lock:
                 known = self._contents(asked)
             absent = [
                 name
@@ -59,55 +58,57 @@ class BatchesInStep(Batches):
                 )
             if not (absent and wait):
                 break
-        with self._books():
+        with self._state_lock:
             contents = self._contents(asked)
         wanted = list(dict.fromkeys(contents.values()))
 
-        def batch(_: list[Content]) -> tuple[LoRABatch, tuple[bool, ...]]:
+        def batch(_: list[PackedAdapter]) -> tuple[LoRABatch, tuple[bool, ...]]:
             return self._batch(asked, contents, keep=wait)
 
         return self.bring("prepare", lambda: wanted, batch, partly=not wait, deadline=deadline)
 
     def _wait_for_room(self, asked: Asked, deadline: float | None) -> None:
         while True:
+            seen = self._changed.rings
             try:
-                with self._books():
+                with self._state_lock:
                     return self._keep(asked)
             except NoFreeSlotError:
                 if over(deadline):
                     raise
-            time.sleep(POLL)
+            self._changed.wait(seen, deadline)
 
     def bring(
         self,
         what: str,
-        wanted: Callable[[], Sequence[Content]],
-        then: Callable[[list[Content]], R],
+        wanted: Callable[[], Sequence[PackedAdapter]],
+        then: Callable[[list[PackedAdapter]], R],
         *,
         partly: bool = False,
         deadline: float | None = None,
     ) -> R:
         """See `Batches.bring`: into the same slots in all processes. Nothing is said where all are in slots already."""
         self._slots.pool.compile()
-        with self._dispatch(), self._books():
+        with self._step_lock, self._state_lock:
             self._wrapped.check()
             contents = wanted()
             if all(content in self._slots.pool.table for content in contents):
                 self._processes.check()
                 return then(self._slots.activate(contents, partly=partly))
-        plan = dict[Content, int | None]()
+        plan = dict[PackedAdapter, int | None]()
 
         def ready() -> tuple[Any, Any]:
             nonlocal plan
             while True:
+                seen = self._changed.rings
                 try:
-                    with self._dispatch(), self._books():
+                    with self._step_lock, self._state_lock:
                         plan = self._slots.plan(contents, partly=partly)
                         return [(content.name, content.generation, slot) for content, slot in plan.items()], None
                 except NoFreeSlotError:
                     if over(deadline):
                         raise
-                time.sleep(POLL)
+                self._changed.wait(seen, deadline)
 
-        with self._processes.together(what, ready, tries=_TRIES), self._dispatch(), self._books():
+        with self._processes.together(what, ready, tries=_TRIES), self._step_lock, self._state_lock:
             return then(self._slots.carry_out(plan, contents))

@@ -12,6 +12,7 @@ import collections
 import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,8 +23,6 @@ from flax import nnx
 
 from jlora._compat import Device, coordination
 from jlora.errors import LoRAError, error_of
-from jlora.manager.loader import POLL
-from jlora.manager.locks import Lock
 
 _numbers: collections.defaultdict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)
 
@@ -50,7 +49,7 @@ class Processes:
         self.timeout = timeout
         self.anew: Callable[[], None] = _nothing
         # One call after the other: what they decide depends on their order, which is that of all processes.
-        self._calls = Lock()
+        self._calls = threading.RLock()
         self._unsure: str | None = None
         self._told = False  # whether it said so, or heard so
         self._heard = False  # whether the others have heard of the interrupt of this call
@@ -84,7 +83,7 @@ class Processes:
         if not self.several:
             yield
             return
-        with self._calls():
+        with self._calls:
             self._heard = False
             try:
                 yield
@@ -142,7 +141,7 @@ class Processes:
                     raise
                 if left == 1:
                     self.anew()
-            time.sleep(POLL)
+            time.sleep(0.002)
         raise AssertionError
 
     def _agree(self, what: str, ready: Callable[[], tuple[Any, Any] | None]) -> list[Any] | None:

@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +25,9 @@ from flax import nnx
 from jlora._compat import asked_for
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
-from jlora.manager.content import Content
 from jlora.manager.host import Host
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.registry import Registry
 from jlora.manager.saved_content import description, make_folder, read_content, sync, write_content
 from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names
@@ -43,7 +44,7 @@ def save(
     folder: Path,
     slots: Slots,
     registry: Registry,
-    books: Lock,
+    state_lock: StateLock,
     base: str,
     *,
     weights: bool,
@@ -51,9 +52,9 @@ def save(
 ) -> None:
     """See `LoRAManager.save`; `base` is the model's `base_digest`."""
 
-    def take() -> tuple[Names, list[Content]]:
+    def take() -> tuple[Names, list[PackedAdapter]]:
         left_out = without()
-        with books():
+        with state_lock:
             return _taken(slots, registry, base, left_out)
 
     try:
@@ -69,7 +70,7 @@ def save(
 
 
 def _save_contents(
-    folder: Path, take: Callable[[], tuple[Names, list[Content]]], only: Callable[[Content], bool] | None
+    folder: Path, take: Callable[[], tuple[Names, list[PackedAdapter]]], only: Callable[[PackedAdapter], bool] | None
 ) -> None:
     """Save the weights of contents that are not there yet, then names, then delete what no name means any more."""
     before = read_names(folder)
@@ -95,7 +96,7 @@ def _save_contents(
         _clear(below, set() if after is None else after.weights)
 
 
-def _commit(folder: Path, take: Callable[[], tuple[Names, list[Content]]], written: dict[str, Entry]) -> None:
+def _commit(folder: Path, take: Callable[[], tuple[Names, list[PackedAdapter]]], written: dict[str, Entry]) -> None:
     """Replace names.json by what the manager knows now, with the weights that are there.
 
     Args:
@@ -123,7 +124,7 @@ def _commit(folder: Path, take: Callable[[], tuple[Names, list[Content]]], writt
         write_names(folder, names)
 
 
-def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]) -> tuple[Names, list[Content]]:
+def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]) -> tuple[Names, list[PackedAdapter]]:
     """What the manager knows now, without weights, and its contents in the same order. Under its lock.
 
     An interrupt may have left a name among the contents and among those that are known, or a content in two slots.
@@ -146,7 +147,7 @@ def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]
     return names, contents
 
 
-def _entry(content: Content, pinned: bool, weights: str | None) -> Entry:
+def _entry(content: PackedAdapter, pinned: bool, weights: str | None) -> Entry:
     return Entry(content.name, content.generation, pinned, content.request, weights)
 
 
@@ -189,12 +190,18 @@ def layers_digest(slots: Slots) -> str:
 
 
 def restore(
-    folder: Path, host: Host, slots: Slots, registry: Registry, locks: tuple[Lock, Lock], base: str,
-    *, weights: bool,
-) -> frozenset[str]:  # fmt: skip
+    folder: Path,
+    host: Host,
+    slots: Slots,
+    registry: Registry,
+    locks: tuple[AbstractContextManager[Any], StateLock],
+    base: str,
+    *,
+    weights: bool,
+) -> frozenset[str]:
     """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
-    dispatch, books = locks
-    with books():
+    step_lock, state_lock = locks
+    with state_lock:
         _check_new(registry)
     with locked(folder / "contents.lock", shared=True):
         names = read_names(folder)
@@ -211,7 +218,7 @@ def restore(
     if not weights or names.layers != layers_digest(slots):  # there the same file was another content
         generations = {name: (last, None) for name, (last, _) in generations.items()}
     slots.pool.compile()
-    with dispatch(), books():
+    with step_lock, state_lock:
         _check_new(registry)
         try:
             registry.last.update(generations)
@@ -242,10 +249,10 @@ def _check_new(registry: Registry) -> None:
 
 def _read_contents(
     folder: Path, names: Names, host: Host, slots: Slots, registry: Registry, weights: bool
-) -> tuple[dict[str, Content], list[LoRARequest]]:
+) -> tuple[dict[str, PackedAdapter], list[LoRARequest]]:
     """The contents that there is room for, first those that must be there and then those used last; and the requests of
     the rest."""
-    found: dict[str, Content] = {}
+    found: dict[str, PackedAdapter] = {}
     left = list(names.evicted)
     full = False
     must = [entry for entry in names.adapters if entry.pinned or entry.request is None]
@@ -273,8 +280,8 @@ def _read_contents(
 
 
 def _read_content(
-    folder: Path, entry: Entry, host: Host, slots: Slots, found: dict[str, Content], weights: bool
-) -> Content:
+    folder: Path, entry: Entry, host: Host, slots: Slots, found: dict[str, PackedAdapter], weights: bool
+) -> PackedAdapter:
     """The content of an adapter, from what was saved, or else from its request."""
     if not weights or entry.weights is None:
         assert entry.request is not None
@@ -284,10 +291,11 @@ def _read_content(
         entry.name, folder / _CONTENTS / entry.weights, pool.sites, pool.chunks, allow_nonfinite=host.allow_nonfinite
     )
     content.generation, content.request = entry.generation, entry.request
-    return host.settled(content, found.values())
+    content.blocks = host.pinned(content.blocks, found.values())
+    return content
 
 
-def _fill_slots(names: Names, contents: dict[str, Content], slots: Slots) -> None:
+def _fill_slots(names: Names, contents: dict[str, PackedAdapter], slots: Slots) -> None:
     """Write those that were in slots, as many as fit, the least recently used first; and all that are pinned."""
     pinned = [contents[entry.name] for entry in names.adapters if entry.pinned]
     by_use = [content for name in names.slots if (content := contents.get(name)) is not None and content not in pinned]

@@ -23,15 +23,16 @@ from jlora.adapters.checkpoint import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site, SlotSpec
 from jlora.manager.blocks import Chunk, Row, pack, unpack
-from jlora.manager.content import Content, Placement
-from jlora.manager.fit import rank_vector, too_large_rank
+from jlora.manager.fit import too_large_rank
+from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packing import rank_vector
 
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked", "content")
 _ARRAY = "adapter"
 _TRAILER = 8  # bytes: how many those of `about` before them are
 
 
-def write_content(content: Content, folder: Path, sound: Collection[str] = ()) -> str:
+def write_content(content: PackedAdapter, folder: Path, sound: Collection[str] = ()) -> str:
     """Write a content into `folder` under the name that its digest gives it, which is returned.
 
     What is there under that name stays, unless it was damaged since. That of `sound` is not looked at.
@@ -78,7 +79,7 @@ def write_content(content: Content, folder: Path, sound: Collection[str] = ()) -
 
 def read_content(
     name: str, folder: Path, sites: Sequence[Site], chunks: Sequence[Chunk], *, allow_nonfinite: bool
-) -> Content:
+) -> PackedAdapter:
     """The content that a folder holds, as generation 0 of a name, in the blocks of this manager.
 
     Raises:
@@ -117,7 +118,7 @@ def read_content(
         raise AdapterFormatError(f"{where}: is not a saved adapter: {type(error).__name__}: {error}") from error
     if not allow_nonfinite and not all(all_finite(half) for pair in factors.values() for half in pair):
         raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
-    return Content(
+    return PackedAdapter(
         name=name,
         generation=0,
         placements=placements,

@@ -41,7 +41,7 @@ class Names:
       adapters: of the host cache, least recently used first.
       slots: the names of those in slots, least recently used first.
       evicted: what evicted adapters are loaded from.
-      generations: name -> its last generation, and what tells that content from others (`Content.key`).
+      generations: name -> its last generation, and what tells that content from others (`PackedAdapter.key`).
     """
 
     base: str

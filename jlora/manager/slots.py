@@ -11,10 +11,10 @@ import jax
 
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.content import Content
 from jlora.manager.histogram import Histogram
 from jlora.manager.leases import Leases
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.pool import Pool
 from jlora.manager.registry import Registry
 
@@ -37,11 +37,11 @@ class Slots:
         self._registry = registry
         self._leases = leases
         self._counts = counts
-        self._used: dict[Content, int] = {}  # tick of the last use of what is in a slot
+        self._used: dict[PackedAdapter, int] = {}  # tick of the last use of what is in a slot
         self._tick = 0
-        self._ahead: OrderedDict[Content, None] = OrderedDict()  # contents with blocks on the device already
+        self._ahead: OrderedDict[PackedAdapter, None] = OrderedDict()  # contents with blocks on the device already
 
-    def alive(self) -> Callable[[Content], bool]:
+    def alive(self) -> Callable[[PackedAdapter], bool]:
         """Whether a content in a slot means anything still: the newest of its name, or held."""
         held = self._leases.leased() | self._leases.handled()
         return lambda content: self._registry.newest(content) or content in held
@@ -55,12 +55,12 @@ class Slots:
         alive = self.alive()
         return tuple(c.name if c is not None and alive(c) else None for c in self.pool.table)
 
-    def by_use(self) -> list[Content]:
+    def by_use(self) -> list[PackedAdapter]:
         """The contents in slots, least recently used first."""
         found = [content for content in self.pool.table if content is not None]
         return sorted(found, key=lambda content: self._used.get(content, 0))
 
-    def touch(self, content: Content) -> None:
+    def touch(self, content: PackedAdapter) -> None:
         """Mark a use of a content, in its slot and on the host."""
         self._tick += 1
         self._used[content] = self._tick
@@ -72,13 +72,13 @@ class Slots:
         self._used.clear()
         self._registry.contents.forget_uses()
 
-    def hit(self, contents: Iterable[Content]) -> None:
+    def hit(self, contents: Iterable[PackedAdapter]) -> None:
         """Mark a use of contents that were found in their slots."""
         for content in contents:
             self.touch(content)
             self._counts["slot_hits"] += 1
 
-    def release(self, content: Content) -> None:
+    def release(self, content: PackedAdapter) -> None:
         """Take a content out of its slot, unless an open batch holds it there."""
         content.ahead = None
         self._ahead.pop(content, None)
@@ -107,7 +107,7 @@ class Slots:
             held = set(self.pool.table)
             self._used = {content: tick for content, tick in self._used.items() if content in held}
 
-    def activate(self, wanted: Sequence[Content], *, partly: bool = False) -> list[Content]:
+    def activate(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> list[PackedAdapter]:
         """Bring contents into slots. Returns those that were written.
 
         Args:
@@ -119,7 +119,7 @@ class Slots:
         """
         return self.carry_out(self.plan(wanted, partly=partly), wanted)
 
-    def plan(self, wanted: Sequence[Content], *, partly: bool = False) -> dict[Content, int | None]:
+    def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> dict[PackedAdapter, int | None]:
         """Which content is to be written into which slot, in that order; None for those that do not fit. See
         `activate`."""
         self.sweep()
@@ -133,7 +133,9 @@ class Slots:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, places, strict=True))
 
-    def carry_out(self, plan: Mapping[Content, int | None], wanted: Sequence[Content]) -> list[Content]:
+    def carry_out(
+        self, plan: Mapping[PackedAdapter, int | None], wanted: Sequence[PackedAdapter]
+    ) -> list[PackedAdapter]:
         """Write what a plan says, and mark the use of all that is wanted. Returns what was written."""
         written = [content for content, slot in plan.items() if slot is not None]
         for content in written:
@@ -143,14 +145,14 @@ class Slots:
             self.touch(content)
         return written
 
-    def _places(self, missing: Sequence[Content], wanted: Sequence[Content]) -> list[int | None]:
+    def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used.
 
         Those that few slots can hold choose first; the others leave the larger slots free while they can.
         """
         alive = self.alive()
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
-        places: dict[Content, int | None] = {}
+        places: dict[PackedAdapter, int | None] = {}
         for content in missing:
             slot = stale.get(content.name) if self._registry.newest(content) else None
             if slot is not None and slot in content.slots:
@@ -165,8 +167,8 @@ class Slots:
         return [places[content] for content in missing]
 
     def _make_room(
-        self, missing: list[Content], places: list[int | None], wanted: Sequence[Content]
-    ) -> tuple[list[Content], list[int | None]]:
+        self, missing: list[PackedAdapter], places: list[int | None], wanted: Sequence[PackedAdapter]
+    ) -> tuple[list[PackedAdapter], list[int | None]]:
         """The same with adapters that more slots can hold moved out of their way, if that helps."""
         table, leased = self.pool.table, self._leases.leased()
         left = [content.slots for content, slot in zip(missing, places, strict=True) if slot is None]
@@ -176,7 +178,7 @@ class Slots:
         others = self._places(more, [c for c in wanted if c not in movable])
         return (missing, places) if others.count(None) >= places.count(None) else (more, others)
 
-    def _no_room(self, missing: Sequence[Content], wanted: Sequence[Content]) -> str:
+    def _no_room(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> str:
         total, limits = len(self.pool.table), ["max_loras"]
         free, evictable = self._free(), self._evictable(wanted)
         names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
@@ -197,7 +199,7 @@ class Slots:
     def _free(self) -> list[int]:
         return [slot for slot, content in enumerate(self.pool.table) if content is None]
 
-    def _evictable(self, wanted: Sequence[Content]) -> list[int]:
+    def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Slots whose contents may go, the least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
         pinned = self._registry.contents.pinned
@@ -209,7 +211,7 @@ class Slots:
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 
-    def replace(self, old: Content, new: Content, changed: Sequence[Block]) -> None:
+    def replace(self, old: PackedAdapter, new: PackedAdapter, changed: Sequence[Block]) -> None:
         """Bring a new generation into the slot of the old one, if that is in one and nothing holds it any more.
 
         Of `new` only the blocks in `changed` differ from `old`.
@@ -221,7 +223,7 @@ class Slots:
             self.write(slot, new, changed)
             self.touch(new)
 
-    def write(self, slot: int, content: Content, only: Sequence[Block] | None = None) -> None:
+    def write(self, slot: int, content: PackedAdapter, only: Sequence[Block] | None = None) -> None:
         """Write one content into one slot; what was there is out. With `only`, the slot holds its other blocks."""
         started = time.monotonic()
         victim = self.pool.table[slot]
@@ -245,13 +247,13 @@ class Slots:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, content: Content, lock: Lock, max_bytes: int) -> None:
+    def move_ahead(self, content: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
         """Move a content to the device before it is asked for; on a loading thread, under no lock.
 
         At most `max_bytes` of such contents lie there; the first to come are the first to go.
         """
         size = sum(block.nbytes for block in content.blocks)
-        with lock():
+        with lock:
             if size > max_bytes or content in self.pool.table or content in self._ahead:
                 return
             self._ahead[content] = None
@@ -260,7 +262,7 @@ class Slots:
             self.pool.let_go()  # here, where no step waits for it
         moved, _ = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
-        with lock():
+        with lock:
             if content in self._ahead and content not in self.pool.table:
                 content.ahead = moved
             else:

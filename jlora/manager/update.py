@@ -17,8 +17,8 @@ from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import in_slot_dtype
-from jlora.manager.content import Content, Placement
-from jlora.manager.fit import rank_vector
+from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packing import rank_vector
 from jlora.manager.pool import Pool
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
 
@@ -26,8 +26,8 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def updated(
-    content: Content, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
-) -> tuple[Content, tuple[Block, ...]]:
+    content: PackedAdapter, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
+) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """`content` with new weights, as a content of its own, and those of its blocks that changed.
 
     Args:
@@ -59,7 +59,7 @@ def updated(
         same = copy.copy(content)  # of the same modules in the same slots
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
-        same.sample, same.digest = b"", ""
+        same.digest = ""
         same.on_host = same.copying = False
         return same, written
     had = {placement.module: placement for placement in content.placements}
@@ -97,7 +97,6 @@ def updated(
         rank=max(p.rank for p in placements),
         request=None,
         key=None,
-        sample=b"",
         digest="",
         on_host=not on_device,
         copying=False,
@@ -120,7 +119,7 @@ def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]
 def _check(
     where: str,
     placement: Placement | None,
-    content: Content,
+    content: PackedAdapter,
     module: str,
     parts: Mapping[str, str],
     arrays: Mapping[str, Any],

@@ -16,7 +16,7 @@ from jlora._compat import asked_for, without_graphs
 from jlora.errors import AdapterFormatError
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
-from jlora.manager.content import Placement
+from jlora.manager.packed_adapter import Placement
 from jlora.manager.pool import Pool
 
 _sharding = operator.attrgetter("sharding")

@@ -22,7 +22,6 @@ from jlora.layers.observe import observe
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrapped import WrappedModel, spec_of
 from jlora.manager.batches import Name, read_arguments, slot_arrays
-from jlora.manager.locks import within
 from jlora.sharding.put import put, whole
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
@@ -294,7 +293,7 @@ class _Probe:
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
         """The largest error of a row over several mixed batches with factors in `sites` alone; whether rows changed."""
         mixes = self._mixes()
-        with within(jax.default_matmul_precision("highest")):
+        with jax.default_matmul_precision("highest"):
             served = [self.serve(sites, names) for names in mixes]
             own = self._base(False)
             base = self._base(self._casts)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,10 +12,10 @@ from jlora.layers.batch import Lease, LoRABatch, make_batch
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked
 from jlora.manager.blocks import Block, Chunk, pack
-from jlora.manager.content import Content
-from jlora.manager.fit import rank_vector
 from jlora.manager.leases import Leases
-from jlora.manager.locks import Lock
+from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packing import rank_vector
 from jlora.manager.slots import Slots
 
 
@@ -25,18 +26,18 @@ def warm_up(
     wrapped: WrappedModel,
     slots: Slots,
     leases: Leases,
-    locks: tuple[Lock, Lock],
+    locks: tuple[AbstractContextManager[Any], StateLock],
 ) -> None:
     """See `LoRAManager.warmup`; `asked` is the shape of a batch, and `prepare` makes one of the base model alone."""
-    dispatch, books = locks
+    step_lock, state_lock = locks
     pool = slots.pool
     pool.compile()
     none = len(pool.table)
-    with dispatch(), books():
+    with step_lock, state_lock:
         wrapped.check()
         slots.sweep()
         slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)
-        blank = Content("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
+        blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
         lease = Lease([blank], (0,) * len(asked.names), threading.get_ident())
         leases.add(lease)
         if slot < none:

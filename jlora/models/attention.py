@@ -152,6 +152,6 @@ class Attention(nnx.Module):
         """The kernel for one query a sequence, which reads no more of the cache than is live, where there is one."""
         if self.on_mesh or platform() != "gpu":
             return None
-        from jlora.pallas import triton_decode  # slow to import, and for GPUs alone
+        from jlora.models import decode_attention  # slow to import, and for GPUs alone
 
-        return triton_decode if triton_decode.unsupported_reason(dtype, self.config.head_dim) is None else None
+        return decode_attention if decode_attention.unsupported_reason(dtype, self.config.head_dim) is None else None

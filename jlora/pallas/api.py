@@ -201,11 +201,11 @@ def linear_lora(
     tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
     if tiles is None or plan.experts > 1:
         return apart(x, w, a, b, plan, ranks)
-    from jlora.pallas import triton_product  # slow, and needed on GPUs alone
+    from jlora.pallas.triton import product  # slow, and needed on GPUs alone
 
     ranks = check_ranks("linear_lora", ranks, a.shape[:2])
     ranks = jnp.full(a.shape[:2], a.shape[2], jnp.int32) if ranks is None else ranks
-    run = functools.partial(triton_product.linear_lora, slice_sizes=sizes, tiles=tiles)
+    run = functools.partial(product.linear_lora, slice_sizes=sizes, tiles=tiles)
     return gradients.linear_lora(_unless_mapped(run, apart), sizes, x, w, a, b, plan, ranks)
 
 
@@ -227,16 +227,16 @@ def product_tiles(
     """
     if (_own() if backend == "auto" else backend) != "triton":
         return None
-    from jlora.pallas import triton, triton_product
+    from jlora.pallas.triton import lora, product
 
     rows, sizes = x.shape[0], tuple(slice_sizes)
-    if not 0 < rows <= triton_product.MAX_ROWS or x.dtype not in (jnp.bfloat16, jnp.float16):
+    if not 0 < rows <= product.MAX_ROWS or x.dtype not in (jnp.bfloat16, jnp.float16):
         return None
     if not x.dtype == w.dtype == a.dtype == b.dtype:
         return None
-    if triton.unsupported_reason(_like((rows, w.shape[1]), x.dtype), x, a, b, slice_sizes=sizes) is not None:
+    if lora.unsupported_reason(_like((rows, w.shape[1]), x.dtype), x, a, b, slice_sizes=sizes) is not None:
         return None
-    return tables.product_tiles(triton.sizes_of(rows, x, a, b, len(sizes), tile_m))
+    return tables.product_tiles(lora.sizes_of(rows, x, a, b, len(sizes), tile_m))
 
 
 def _unless_mapped(run: Callable[..., jax.Array], apart: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -268,13 +268,13 @@ def unsupported_reason(
 def _kernels(backend: Backend) -> ModuleType | None:
     """The kernels of a named backend; imported on use, for either import is slow and needs only its own platform."""
     if backend == "triton":
-        from jlora.pallas import triton
+        from jlora.pallas.triton import lora
 
-        return triton
+        return lora
     if backend == "mosaic_tpu":
-        from jlora.pallas import mosaic_tpu
+        from jlora.pallas.mosaic_tpu import lora
 
-        return mosaic_tpu
+        return lora
     if backend in ("auto", "xla"):
         return None
     raise LoRAError(f"backend must be 'auto', 'xla', 'mosaic_tpu' or 'triton', got {backend!r}")

@@ -40,11 +40,11 @@ def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks
 
 @jax.custom_vjp
 def combine_lora(base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """`triton_moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
-    from jlora.pallas import triton_moe  # slow, and needed on GPUs alone
+    """`triton.moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
+    from jlora.pallas.triton import moe  # slow, and needed on GPUs alone
 
     pairs = {"rows": rows, "experts": experts, "weights": weights, "ranks": ranks}
-    return triton_moe.combine_lora(base, x, a, b, plan, token_plan, **pairs)
+    return moe.combine_lora(base, x, a, b, plan, token_plan, **pairs)
 
 
 def _combine_forward(base, x, a, b, weights, plan, token_plan, rows, experts, ranks):

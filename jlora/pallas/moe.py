@@ -90,7 +90,7 @@ def _plan_kernels(backend: Backend, rows: int):
     """The kernels that sort and plan, or None for XLA. Both give the same, so that nobody need know which ran."""
     if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
         return None
-    from jlora.pallas import triton_plan  # slow, and needed on GPUs alone
+    from jlora.pallas.triton import plan as triton_plan  # slow, and needed on GPUs alone
 
     capability = current_gpu().capability
     old = capability is not None and capability < MIN_CAPABILITY

@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged, values
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged, tensor_data
 from jlora.adapters.files import StableFile
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
@@ -380,7 +380,7 @@ def test_no_byte_is_read_twice(folder_of, monkeypatch):
         original(self, offset, buffer)
 
     monkeypatch.setattr(StableFile, "read_into", read_into)
-    monkeypatch.setattr(values, "_PIECE", 64)
+    monkeypatch.setattr(tensor_data, "_PIECE", 64)
     folder = folder_of(fused_file(), **parameters(*FUSED), target_modules=None, r=R)
     Adapter.from_pretrained(folder)
     ends = list(itertools.accumulate(size for _, size in reads[1:]))

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save
 
 from jlora import _threads
-from jlora.adapters import Adapter, values
+from jlora.adapters import Adapter, tensor_data
 from jlora.adapters.files import StableFile, content_key
 from jlora.errors import AdapterFormatError
 from tests.adapters.conftest import Q, V, lora_tensors
@@ -40,9 +40,9 @@ def during(monkeypatch, act, at=2):
 @pytest.fixture(params=["by one thread", "by several"])
 def small_pieces(request, monkeypatch):
     """Tensors are read 64 bytes at a time, where they would all be read at once."""
-    monkeypatch.setattr(values, "_PIECE", 64)
+    monkeypatch.setattr(tensor_data, "_PIECE", 64)
     if request.param == "by several":
-        monkeypatch.setattr(values, "_PART", 128)
+        monkeypatch.setattr(tensor_data, "_PART", 128)
         monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
         monkeypatch.setattr(_threads, "_processors", lambda: 4)
 

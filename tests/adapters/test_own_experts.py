@@ -13,9 +13,10 @@ import pytest
 from safetensors.numpy import save
 
 from jlora import _threads
-from jlora.adapters import Adapter, values
-from jlora.adapters.adapter import read_adapter
+from jlora.adapters import Adapter, tensor_data
+from jlora.adapters.adapter import open_adapter
 from jlora.adapters.files import StableFile
+from jlora.adapters.resolve import resolve
 from jlora.errors import AdapterFormatError
 from tests.adapters.test_expert_formats import EXPERTS, FUSED, factors, flat, parameters, tensors, three_axes
 from tests.matrix import thinned
@@ -112,14 +113,15 @@ def counted(monkeypatch, file: Path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces that cut tensors, and those in which experts take turns between rows, shared out among threads."""
-    monkeypatch.setattr(values, "_PIECE", 80)
-    monkeypatch.setattr(values, "_PART", 240)
+    monkeypatch.setattr(tensor_data, "_PIECE", 80)
+    monkeypatch.setattr(tensor_data, "_PART", 240)
     monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
     monkeypatch.setattr(_threads, "_processors", lambda: 3)
 
 
-def read(folder, own, **options):
-    return read_adapter(folder, check=lambda shapes: shares(shapes, own), **options)
+def read(folder, own, dtype=None):
+    with open_adapter(resolve(folder), dtype=None if dtype is None else np.dtype(dtype)) as opened:
+        return opened.read(shares(opened.shapes, own))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -176,7 +178,8 @@ def test_nothing_left_out_is_read_as_ever(folder_of, monkeypatch, kind):
     folder = folder_of(found, r=R, **fields)
     times = counted(monkeypatch, folder / "adapter_model.safetensors")
     whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
-    again = read_adapter(folder, check=lambda shapes: {})
+    with open_adapter(resolve(folder)) as opened:
+        again = opened.read({})
     assert times.max() == 2
     assert times.sum() == 2 * sum(array.nbytes for array in found.values())
     for name, module in whole.modules.items():

@@ -44,6 +44,7 @@ KEYS = st.one_of(
 @given(st.lists(KEYS, max_size=8, unique=True), st.lists(NAMES, min_size=1, max_size=6, unique=True))
 @example([r"a\_b", "a_b"], ["a_b"])  # the same name, escaped and not, in either order
 @example(["a_b", r"a\_b"], ["a_b"])
+@example(["a", "[ab]", "b"], ["a", "b"])  # a name before an expression and after it
 @example(["a.b", "aab"], ["x.aab", "aab", "a.b"])
 @example([r"a\..b", "a..b"], ["a.ab", "aaab"])
 def test_agrees_with_peft(keys, modules):
@@ -58,35 +59,12 @@ def test_agrees_with_peft_on_keys_without_a_dot(keys, modules):
     assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
 
 
-@settings(max_examples=4 * settings().max_examples)
-@given(st.data())
-def test_agrees_with_peft_when_joined_by_few(data):
-    """The same, with so few expressions to a joined one that every boundary between them occurs."""
-    keys = data.draw(
-        st.lists(st.sampled_from(["a*", "[ab]", "b+", "(a|b)a", r"a\.[ab]", "b?b", "ab|b", ".[b]"]), unique=True)
-    )
-    modules = data.draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "_JOINED_KEYS", data.draw(st.integers(1, 4)))
-        found = lookup(keys, modules)
-    assert found == {module: by_peft(keys, module) for module in modules}
-
-
 def test_real_names():
     keys = [rf"layers\.{i}\.mlp" for i in range(3)] + [r"layers\.(1|2)\.self_attn\.\w+", "layers.3.mlp.up_proj"]
     keys += ["^model.layers.4.mlp.up_proj", "^layers.5.mlp.up_proj", "up_proj", "k.proj", r".*\.31\.mlp\..*"]
     found = lookup(keys, MODULES)
     assert found == {module: by_peft(keys, module) for module in MODULES}
     assert len(set(found.values())) == 7
-
-
-def test_keys_too_large_together_are_not_too_large_alone():
-    keys = [rf"(a[bc]){{300}}x{i}" for i in range(300)]
-    assert lookup([*keys, "q"], ["ab" * 300 + "x7", "ab" * 300, "q"]) == {
-        "ab" * 300 + "x7": 7,
-        "ab" * 300: -1,
-        "q": 300,
-    }
 
 
 @pytest.mark.parametrize(
@@ -100,14 +78,14 @@ def test_keys_too_large_together_are_not_too_large_alone():
     ],
 )
 def test_refused_by_name(key, error, words):
-    keys = [*(f"q[{i}]" for i in range(1000)), key, "z+"]
+    keys = ["q[0]", "q", key, "z+"]
     with pytest.raises(error, match=words) as raised:
         lookup(keys, ["q"])
     assert str(raised.value).startswith(f"here, key {key!r}")
 
 
 def test_classes_beyond_ascii():
-    with pytest.raises(AdapterMismatchError, match=r"here: '\\\\w\+' uses classes.*'é'"):
+    with pytest.raises(AdapterMismatchError, match=r"^here, key '\\\\w\+': .* uses classes.*'é'"):
         lookup(["[q]", r"\w+"], ["é"])
     assert lookup([r"[q]", "é"], ["é", "x.é"]) == {"é": 1, "x.é": 1}
 
@@ -118,27 +96,32 @@ def test_out_of_time(monkeypatch):
         lookup(["q[a]"], ["q"])
 
 
-def costs(keys, modules):
-    """Seconds of this process's own time; not what else the machine does, nor what collections of other tests' objects
-    do."""
+def test_expressions_are_limited_and_names_are_not():
+    names = [name for i in range(3000) for name in (f"layers.{i}.mlp", rf"^layers\.{i}\.mlp$", rf"a\_{i}")]
+    expressions = [rf"layers\.({i}|7{i})\.up" for i in range(1024)]
+    assert lookup([*names, *expressions], ["m.layers.2999.mlp", "layers.71023.up"]) == {
+        "m.layers.2999.mlp": len(names) - 3,
+        "layers.71023.up": len(names) + 1023,
+    }
+    with pytest.raises(AdapterMismatchError, match=r"^here, key 'one\[more\]': over 1024 keys are regular expressions"):
+        lookup([*expressions, *names, "one[more]"], ["q"])
+
+
+@pytest.mark.parametrize("key", ["{}", "^{}"])
+def test_an_adapter_that_names_every_projection_of_all_experts(key):
+    modules = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+        for layer in range(58)
+        for expert in range(256)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
     gc.collect()
     gc.freeze()
     try:
         start = time.process_time()
-        lookup(keys, modules)
-        return time.process_time() - start
+        found = lookup([key.format(re.escape(module)) for module in modules], modules)
+        taken = time.process_time() - start
     finally:
         gc.unfreeze()
-
-
-@pytest.mark.parametrize("key", ["model.layers.{i}.self_attn.q_proj", r"layers\.({i}|7{i})\.mlp\.(up|down)_proj"])
-def test_many_keys(key):
-    """Ten times the keys cost ten times as much, and 224 modules not much more than one: the least of three tries. To
-    compare keys with each other would cost a hundred times as much, to try each key on each module 224 times."""
-    keys = [key.format(i=i) for i in range(20_000)]
-    many, few, one = (
-        min(costs(some, modules) for _ in range(3))
-        for some, modules in ((keys, MODULES), (keys[:2000], MODULES), (keys, MODULES[:1]))
-    )
-    assert many < 25 * few
-    assert many < 10 * one
+    assert list(found.values()) == list(range(44_544))
+    assert taken < 1

@@ -137,16 +137,10 @@ def test_many_names(read):
 
 
 def test_a_hundred_thousand_ranks(read):
-    """Takes about as long again as the JSON parser does; trying every name on every module took 49 s."""
+    """Trying every name on every module took 49 s."""
     names = {f"model.layers.{i}.self_attn.q_proj": 2 + i % 7 for i in range(100_000)}
     text = json.dumps(BASE | {"rank_pattern": names})
-    taken, parsing = [], []
-    for _ in range(5):
-        start = time.process_time()
-        found = read(text).ranks(list(names)[:224])
-        taken.append(time.process_time() - start)
-        start = time.process_time()
-        json.loads(text)
-        parsing.append(time.process_time() - start)
-    assert min(taken) < 5 * min(parsing)
+    start = time.process_time()
+    found = read(text).ranks(list(names)[:224])
+    assert time.process_time() - start < 2
     assert list(found.values()) == list(names.values())[:224]

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from jlora.adapters import Adapter
-from jlora.adapters.resolve import Found, resolve
+from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
@@ -60,8 +60,8 @@ def hub(monkeypatch):
 
 def test_local_folder(folder_of, no_hub):
     folder = folder_of(name="sql")
-    assert resolve(folder) == Found(folder, "sql")
-    assert resolve(f"{folder}/") == Found(folder.parent / "sql", "sql")
+    assert resolve(folder) == AdapterFolder(folder, "sql")
+    assert resolve(f"{folder}/") == AdapterFolder(folder.parent / "sql", "sql")
     assert Adapter.from_pretrained(str(folder), name="other").name == "other"
 
 

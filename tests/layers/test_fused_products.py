@@ -20,11 +20,13 @@ from jlora.adapters import Adapter, ModuleLoRA
 from jlora.layers.discover import register_layer
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import LinearSpec
-from jlora.pallas import triton, triton_product, xla
+from jlora.pallas import xla
 from jlora.pallas.tables import Key, entry_of
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 from tests.layers.merging import Target, assert_close, expected_rows, make_manager, merge, normal
 from tests.matrix import thinned
-from tests.pallas.test_triton_product import TILES
+from tests.pallas.triton.test_product import TILES
 
 # What XLA's optimisations make of kernels that are interpreted, nobody runs.
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]

@@ -204,9 +204,8 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     request = jlora.LoRARequest("a", folder, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
-    reads, read = [], stage.read_files
-    monkeypatch.setattr(stage, "read_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
-    monkeypatch.setattr(host, "read_files", stage.read_files)
+    reads, read = [], stage.pack_files
+    monkeypatch.setattr(host, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
     first = world.manager.prefetch(request)
     while not reads:
         time.sleep(0.001)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.adapters.adapter import read_adapter
+from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
 
@@ -31,7 +32,6 @@ class Store:
         self.reads: list[str] = []
         self.threads: list[threading.Thread] = []
         self.closed: set[str] = set()
-        self.read = read_adapter
 
     def request(self, name, version=0, **options) -> jlora.LoRARequest:
         folder = self.folder / f"{name}{version}"
@@ -41,13 +41,13 @@ class Store:
                 os.utime(file, (1, 1))  # a file of just now would be waited for
         return jlora.LoRARequest(name, folder, **options)
 
-    def read_adapter(self, path, **options):
-        name = path.name
+    def open_adapter(self, found, **options):
+        name = found.name
         self.reads.append(name)
         self.threads.append(threading.current_thread())
         while name in self.closed:
             time.sleep(0.001)
-        return self.read(path, **options)
+        return open_adapter(found, **options)
 
     def until_read(self, name, times=1):
         until(lambda: self.reads.count(name) >= times)
@@ -63,7 +63,7 @@ def until(true: Callable[[], bool], seconds=30.0):
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Iterator[Store]:
     made = Store(tmp_path)
-    monkeypatch.setattr(stage, "read_adapter", made.read_adapter)
+    monkeypatch.setattr(stage, "open_adapter", made.open_adapter)
     yield made
     made.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
@@ -410,26 +410,21 @@ def test_slots_are_given_in_order_of_arrival():
     assert [name for name, _ in order] == list("abcdef")
     for name, logits in order:
         world.check(logits, [make_adapter(name), None, None])
-    world.serve(["g", None, None])  # strikes off who left
+    world.serve(["g", None, None])
     assert not queue
 
 
-def interrupt(_):
-    raise KeyboardInterrupt
-
-
-def test_an_interrupted_wait_leaves_the_queue(monkeypatch):
+def test_an_interrupted_wait_leaves_the_queue():
     world = make_world(max_loras=1, max_cpu_loras=2)
     for name in "ab":
         world.manager.add_adapter(make_adapter(name))
     with world.manager.prepare(["a"]):
-        with monkeypatch.context() as patch:
-            patch.setattr(time, "sleep", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                world.manager.prepare(["b"], timeout=30)
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            world.manager.prepare(["b"], timeout=30)
         with pytest.raises(jlora.NoFreeSlotError):
             world.manager.prepare(["b"], timeout=0.02)
-    check(world, "b", None, None)  # strikes off who left
+    check(world, "b", None, None)
     assert not world.manager._batches._queue
 
 

@@ -1,93 +1,117 @@
-"""Guards of `with` blocks: whatever is raised, and whoever keeps the traceback, nothing stays taken."""
+"""The state's lock defers SIGINT in the main thread; the bell wakes who waits."""
 
-import sys
+import signal
 import threading
-from types import FrameType
-from typing import Any
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import pytest
 
-from jlora.manager import locks
+from jlora.manager.locks import Bell, StateLock
 
 
-def free(lock: locks.Lock) -> bool:
-    """Whether another thread can take it."""
-    found: list[bool] = []
-
-    def look() -> None:
-        if lock._lock.acquire(blocking=False):
-            lock._lock.release()
-            found.append(True)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return bool(found)
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
-def test_a_lock_is_held_inside_alone() -> None:
-    lock = locks.Lock()
-    with lock(), lock():
-        assert not free(lock)
-    assert free(lock)
-    with pytest.raises(ValueError, match="inside"), lock():
-        raise ValueError("inside")
-    assert free(lock)
-
-
-def test_a_guard_that_goes_gives_back_what_it_took() -> None:
-    lock = locks.Lock()
-    guard = lock()
-    guard.__enter__()
-    assert not free(lock)
-    del guard
-    assert free(lock)
-
-
-@pytest.mark.parametrize("what", ["line", "call", "return"])
-def test_a_kept_traceback_keeps_no_lock_and_no_setting(what: str) -> None:
-    """Also where the exception came on the way in or out, in the code of the guard itself."""
-    lock, device = locks.Lock(), jax.devices()[-1]
+def test_sigint_is_raised_when_the_lock_is_free_again():
+    lock, done = StateLock(), []
 
     def work() -> None:
-        with lock():
-            pass
-        with locks.within(jax.default_device(device)):
-            pass
+        with lock:
+            with lock:
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
 
-    def interrupted(at: int) -> tuple[int, BaseException | None]:
-        seen = 0
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal seen
-            if frame.f_code is work.__code__ or frame.f_code.co_filename == locks.__file__:
-                seen += event == what
-                if event == what and seen == at:
-                    raise KeyboardInterrupt
-                return trace
-            return None
-
-        sys.settrace(trace)
-        try:
-            work()
-        except KeyboardInterrupt as error:
-            return seen, error
-        finally:
-            sys.settrace(None)
-        return seen, None
-
-    total, _ = interrupted(0)
-    assert total > 2
-    for at in range(1, total + 1):
-        _, kept = interrupted(at)
-        assert kept is not None
-        assert free(lock), (what, at)
-        assert jax.config.jax_default_device is None, (what, at)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["inner", "outer"]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lock.__enter__).result(5) is None
 
 
-def test_turns_are_given_back() -> None:
-    turns = locks.Turns(1)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="inside"), turns():
+def test_an_error_under_the_lock_gives_it_back():
+    lock = StateLock()
+    with pytest.raises(ValueError, match="inside"), lock:
+        raise ValueError("inside")
+
+    def interrupted() -> None:
+        with lock:
+            signal.raise_signal(signal.SIGINT)
             raise ValueError("inside")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lock.__enter__).result(5) is None
+
+
+def test_waiting_for_the_lock_is_interrupted():
+    lock, held, go_on = StateLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            assert go_on.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    go_on.set()
+    holder.join(20)
+    with lock:
+        pass
+
+
+def test_other_handlers_and_other_threads_are_left_alone():
+    heard = []
+
+    def own(number: int, frame: object) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGINT, own)
+    lock = StateLock()
+    with lock:
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is own
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def look() -> object:
+        with lock:
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(look).result(5) is signal.default_int_handler
+
+
+def test_a_bell_wakes_those_who_wait_and_those_who_were_late():
+    bell = Bell()
+    seen = bell.rings
+    bell.ring()
+    started = time.monotonic()
+    bell.wait(seen)  # it rang since
+    bell.wait(bell.rings, deadline=time.monotonic())
+    assert time.monotonic() - started < 0.04
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(bell.wait, bell.rings, time.monotonic() + 60) for _ in range(3)]
+        bell.ring()
+        for one in waiting:
+            one.result(20)
+
+
+def test_a_wait_ends_by_itself():
+    """What is collected without having been closed rings nothing."""
+    bell = Bell()
+    bell.wait(bell.rings)
+    bell.wait(bell.rings, deadline=time.monotonic() + 3600)

@@ -109,12 +109,12 @@ class Books:
             return jlora.AdapterInUseError
         if old is None and len(self.host) == self.room and not self.remove_oldest():
             return jlora.NoFreeSlotError
-        self.put(new, old)
+        self.put(new, old, inplace)
         return True
 
-    def put(self, new: Item, old: Item | None) -> None:
+    def put(self, new: Item, old: Item | None, inplace: bool = False) -> None:
         last = self.last.get(new.name)
-        same = last is not None and new.key is not None and new.key == last[1]
+        same = last is not None and new.key is not None and new.key == last[1] and not inplace
         new.generation = 0 if last is None else last[0] + (not same)
         self.last[new.name] = (new.generation, new.key)
         if old is not None:
@@ -146,6 +146,7 @@ class Books:
         if item is not None and self.held(item):
             return jlora.AdapterInUseError
         found = self.known.pop(name, None) is not None
+        self.forget(name)
         if item is None:
             return found
         self.host.remove(item)
@@ -156,10 +157,14 @@ class Books:
     def remove_all(self) -> Any:
         if any(map(self.held, self.host)):
             return jlora.AdapterInUseError
-        self.known.clear()
-        for item in list(self.host):
-            self.remove(item.name)
+        for name in [*self.known, *(item.name for item in self.host)]:
+            self.remove(name)
         return None
+
+    def forget(self, name: str) -> None:
+        """The generations of a name that is removed go on counting; what comes is none of those before."""
+        if name in self.last:
+            self.last[name] = (self.last[name][0], None)
 
     def deactivate(self, name: str) -> Any:
         item = self.get(name)
@@ -260,6 +265,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize()
     def empty(self) -> None:
         self.manager.remove_all_adapters(timeout=PATIENCE)
+        for name in self.books.last:
+            self.books.forget(name)
 
     def teardown(self) -> None:
         for batch in self.batches:
@@ -594,7 +601,7 @@ def machine_world() -> Iterator[None]:
     Books.last = {}
     yield
     gc.collect()  # a batch that a failed example left in a traceback
-    world.reset()
+    world.manager.remove_all_adapters(timeout=PATIENCE)
     assert len(world.traces) == world.manager.stats().compilations == 1
 
 

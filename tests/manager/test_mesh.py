@@ -17,7 +17,7 @@ import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
 from jlora.manager import pool, programs
-from jlora.pallas import triton_write
+from jlora.pallas.triton import write as triton_write
 from tests.layers.merging import (
     assert_close,
     expected_rows,

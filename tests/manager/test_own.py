@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import jlora
 from jlora.errors import AdapterFormatError
 from jlora.layers.site import Site, SlotSpec
-from jlora.manager.blocks import Frame, cut
+from jlora.manager.blocks import Packing, cut
 from jlora.sharding import rules
 from jlora.sharding.rules import KernelSharding
 from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
@@ -255,15 +255,15 @@ def test_blocks_take_the_memory_of_own_rows(monkeypatch, own):
     site = Site("x", ("x",), "linear", spec, {}, "xla")
     gc.collect()
     before = resident()
-    frame = Frame(cut([site], 8 << 20), {(site, row): 16 for row in range(128)})
+    packing = Packing(cut([site], 8 << 20), {(site, row): 16 for row in range(128)})
     written = 0
-    for run, parts in frame.runs(site, 0, 128):
+    for run, parts in packing.runs(site, 0, 128):
         assert {e // 32 for e in range(128)[run]} <= set(own)
         for _, a, b in parts:
             a[...], b[...] = 1, 1
             written += a.nbytes + b.nbytes
-    assert len(frame.blocks) > 1
+    assert len(packing.blocks) > 1
     assert written == len(own) * (16 << 20)
-    assert sum(block.nbytes for block in frame.blocks) == written
+    assert sum(block.nbytes for block in packing.blocks) == written
     assert written <= resident() - before + (1 << 20)
     assert resident() - before < written + (3 << 20)

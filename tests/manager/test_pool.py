@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jlora
 from jlora.manager import blocks, pool, programs
 from jlora.manager.blocks import row_nbytes
-from jlora.pallas import triton_write
+from jlora.pallas.triton import write as triton_write
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]

@@ -14,8 +14,9 @@ from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap import wrap_model
 from jlora.manager.blocks import cut, unpack
-from jlora.manager.fit import fit, place
+from jlora.manager.fit import place
 from jlora.manager.names import SiteIndex
+from jlora.manager.packing import pack_modules
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -356,10 +357,12 @@ def test_small_scalings_in_float16():
         modules[name] = ExpertsLoRA(a=m.a * 2.0**10, b=b, alpha=3.0, scaling=1.5)
     index = SiteIndex(wrapped, ())
     placed = place("s", modules, index)
-    fitted = fit("s", dict(modules), placed, {}, wrapped, index, cut(tuple(wrapped.modules), 2**20))
-    assert {(p.first, p.shift) for p in fitted.placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
-    rows = unpack(fitted.blocks, {(p.site, p.row) for p in fitted.placements})
-    for p in fitted.placements:
+    placements, blocks = pack_modules(
+        "s", dict(modules), placed, {}, wrapped, index, cut(tuple(wrapped.modules), 2**20)
+    )
+    assert {(p.first, p.shift) for p in placements if "gate" in p.site.prefix} == {(0, -15), (1, -15)}
+    rows = unpack(blocks, {(p.site, p.row) for p in placements})
+    for p in placements:
         name, e = p.module, 0
         if p.site.spec.experts:
             name, e = name.replace(f".experts.{p.row}.", ".experts."), p.row

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gpus, gradients, mosaic_tpu, triton, xla
+from jlora.pallas import api, gpus, gradients, xla
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.plan import make_plan
+from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
-from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close, problem
+from tests.pallas.triton.test_lora import TILES
 
 
 def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):

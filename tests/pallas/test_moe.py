@@ -11,15 +11,20 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import moe, mosaic_tpu, triton, triton_fused, triton_moe, triton_plan
+from jlora.pallas import moe
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.tiles import GPUTiles
+from jlora.pallas.triton import fused as triton_fused
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import moe as triton_moe
+from jlora.pallas.triton import plan as triton_plan
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.test_plan import check
-from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close
+from tests.pallas.triton.test_lora import TILES
 
 pytestmark = pytest.mark.device
 

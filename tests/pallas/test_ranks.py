@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import api, gradients, mosaic_tpu, triton, xla
+from jlora.pallas import api, gradients, xla
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
+from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.running import interpret_of
-from tests.pallas.test_triton import TILES
 from tests.pallas.test_xla import close
+from tests.pallas.triton.test_lora import TILES
 
 pytestmark = pytest.mark.device
 

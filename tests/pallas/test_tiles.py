@@ -9,7 +9,7 @@ import pytest
 from benchmarks.moe_specs import MODELS
 from benchmarks.specs import PROJECTIONS
 from jlora.errors import LoRAError
-from jlora.pallas import tables, triton, triton_product
+from jlora.pallas import tables
 from jlora.pallas.gpus import GPU, H200
 from jlora.pallas.tables import gpu_tiles, tuned_tables
 from jlora.pallas.tiles import (
@@ -25,6 +25,8 @@ from jlora.pallas.tiles import (
     rule_of_thumb,
     shrink_shared_bytes,
 )
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 
 L4 = GPU("nvidia_l4", 99 << 10, 89)
 RANKS = (1, 8, 16, 17, 40, 64, 100, 128, 200, 256, 300, 512)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
-from jlora.pallas import triton_fused
 from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tables import gpu_tiles, too_large
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, rank_block
-from jlora.pallas.triton_parts import (
+from jlora.pallas.triton import fused
+from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
     all_ranks,
     both,
@@ -125,8 +125,8 @@ def add_lora(
     """See `jlora.ops.add_lora`. Two launches, whatever the number of slices; one for a handful of experts' rows."""
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    if tiles is None and triton_fused.suits(plan, a, slice_sizes):
-        return triton_fused.add_lora(
+    if tiles is None and fused.suits(plan, a, slice_sizes):
+        return fused.add_lora(
             base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
         )
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import triton_write
+from jlora.pallas.triton import write as triton_write
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 

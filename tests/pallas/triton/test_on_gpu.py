@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import api, triton, triton_product
+from jlora.pallas import api
 from jlora.pallas.gpus import GPU, current_gpu, platform
 from jlora.pallas.tables import too_large
 from jlora.pallas.tiles import GPUTiles, ProductTiles
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 from tests import oracle
 from tests.pallas.lowering import shared_memory
-from tests.pallas.test_triton_product import expected, of_weights, poisoned
 from tests.pallas.test_xla import close, problem
+from tests.pallas.triton.test_product import expected, of_weights, poisoned
 
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
 

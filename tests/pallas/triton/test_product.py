@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients, triton, triton_product
+from jlora.pallas import api, gradients
 from jlora.pallas.tables import Key, entry_of
 from jlora.pallas.tiles import ProductTiles, rows_bucket
+from jlora.pallas.triton import lora as triton
+from jlora.pallas.triton import product as triton_product
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
-from tests.pallas.test_triton import TILES as LORA
 from tests.pallas.test_xla import close, problem
+from tests.pallas.triton.test_lora import TILES as LORA
 
 # What XLA's optimisations make of kernels that are interpreted, nobody runs.
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]

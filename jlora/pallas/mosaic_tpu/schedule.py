@@ -1,10 +1,10 @@
-"""The schedule of `mosaic_tpu_kernel`: which bundles every row tile needs, as flat vectors for SMEM."""
+"""The schedule of `kernel`: which bundles every row tile needs, as flat vectors for SMEM."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from jlora.pallas.mosaic_tpu_kernel import NOBODY, VACANT, Sizes
+from jlora.pallas.mosaic_tpu.kernel import NOBODY, VACANT, Sizes
 
 
 def visits(s: Sizes, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from jlora import _threads
-from jlora.adapters import values
+from jlora.adapters import tensor_data
 from jlora.adapters.files import StableFile
+from jlora.adapters.tensor_data import all_finite, read_tensors
 from jlora.adapters.tensor_file import read_header
-from jlora.adapters.values import all_finite, read_tensors
 from jlora.errors import AdapterFormatError
 
 DTYPES = [np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
@@ -34,7 +34,7 @@ def read(folder, tensors, base=(), **options):
 
 @pytest.fixture(params=[8, 24, 1 << 19])
 def piece(request, monkeypatch):
-    monkeypatch.setattr(values, "_PIECE", request.param)
+    monkeypatch.setattr(tensor_data, "_PIECE", request.param)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
     ("whole", "shared"), [(1, [1] * 5), (24, [1] * 5), (25, [2, 2, 1]), (72, [3, 2]), (73, [4, 1]), (121, [5])]
 )
 def test_an_array_is_of_some_size_and_goes_with_the_last_of_its_tensors(tmp_path, monkeypatch, whole, shared):
-    monkeypatch.setattr(values, "_WHOLE", whole)
+    monkeypatch.setattr(tensor_data, "_WHOLE", whole)
     tensors = {f"{i}": np.full((2, 3), i, np.float32) for i in range(5)}  # 24 bytes each
     found = read(tmp_path, tensors)
     assert [len(list(of)) for _, of in groupby(id(array.base) for array in found.values())] == shared
@@ -129,9 +129,9 @@ def test_every_number_of_every_part(tmp_path_factory, shapes, part, piece, whole
     tensors = {f"{i}": rng.normal(size=shape).astype(stored) for i, (stored, shape) in enumerate(shapes)}
     base = {f"{i}" for i in base} & tensors.keys()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(values, "_PART", part)
-        patched.setattr(values, "_PIECE", piece)
-        patched.setattr(values, "_WHOLE", whole)
+        patched.setattr(tensor_data, "_PART", part)
+        patched.setattr(tensor_data, "_PIECE", piece)
+        patched.setattr(tensor_data, "_WHOLE", whole)
         found = read(tmp_path_factory.mktemp("read"), tensors, base, dtype=dtype)
     assert found.keys() == tensors.keys()
     for name, want in tensors.items():
@@ -156,9 +156,9 @@ def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece, whole):
         original(self, offset, buffer)
 
     monkeypatch.setattr(StableFile, "read_into", read_into)
-    monkeypatch.setattr(values, "_PART", part)
-    monkeypatch.setattr(values, "_PIECE", piece)
-    monkeypatch.setattr(values, "_WHOLE", whole)
+    monkeypatch.setattr(tensor_data, "_PART", part)
+    monkeypatch.setattr(tensor_data, "_PIECE", piece)
+    monkeypatch.setattr(tensor_data, "_WHOLE", whole)
     tensors = some()
     read(tmp_path, tensors)
     reads.sort()
@@ -183,7 +183,7 @@ def slow_at_first(monkeypatch, reads, begins, seconds=0.05):
 def test_several_threads_read_where_it_is_much(tmp_path, threads, monkeypatch):
     reads = []
     slow_at_first(monkeypatch, reads, 1 << 30)
-    monkeypatch.setattr(values, "_PART", 128)
+    monkeypatch.setattr(tensor_data, "_PART", 128)
     read(tmp_path, ones())
     assert len(set(reads)) == 4
     reads.clear()
@@ -203,7 +203,7 @@ def test_the_first_at_fault_is_named_though_others_are_found_first(tmp_path, thr
     tensors = ones()
     for name in ("2", "3", "4", "5"):
         tensors[name][place] = np.nan if kind == "not finite" else -1e6
-    monkeypatch.setattr(values, "_PART", part)
+    monkeypatch.setattr(tensor_data, "_PART", part)
     header = len(save(tensors)) - 6 * 128
     slow_at_first(monkeypatch, [], header + 3 * 128)
     what = "holds NaN or infinity" if kind == "not finite" else r"\(float32\) holds values too large for float16"
@@ -214,7 +214,7 @@ def test_the_first_at_fault_is_named_though_others_are_found_first(tmp_path, thr
 @pytest.mark.usefixtures("threads")
 def test_nobody_can_write_what_was_read(tmp_path, monkeypatch):
     """Views of one array in a cache of adapters: a number changed in one would be another's."""
-    monkeypatch.setattr(values, "_PART", 128)
+    monkeypatch.setattr(tensor_data, "_PART", 128)
     for array in read(tmp_path, ones(), base=["3"], dtype=np.dtype(np.float16)).values():
         for view in (array, array.view(), array[1:], array.reshape(4, 8).T, array.base):
             assert not view.flags.writeable
@@ -236,7 +236,7 @@ class SlowSeek(io.FileIO):
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("most", [1, 3, None])
 def test_reads_that_give_less_and_systems_without_them(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(values, "_PART", 128)
+    monkeypatch.setattr(tensor_data, "_PART", 128)
     if most is None:
         monkeypatch.delattr(os, "preadv")
         monkeypatch.setattr(os, "fdopen", lambda fd, mode, buffering: SlowSeek(fd, mode))

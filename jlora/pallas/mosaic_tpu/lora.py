@@ -27,8 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
-from jlora.pallas.mosaic_tpu_kernel import LANES, NOBODY, Sizes, call, overlaps
-from jlora.pallas.mosaic_tpu_visits import visits
+from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
+from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
 
 _VMEM_BYTES = 44 << 20  # what we plan for, of the 64 MiB of tpu7x; v5e, v5p and v6e have 128 MiB

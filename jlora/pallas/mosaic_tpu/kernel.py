@@ -1,4 +1,4 @@
-"""The Mosaic kernel behind `mosaic_tpu`: brings the weights of visited bundles from HBM, shrinks, expands."""
+"""The Mosaic kernel behind `lora`: brings the weights of visited bundles from HBM, shrinks, expands."""
 
 from dataclasses import dataclass
 from functools import partial, reduce

@@ -1,4 +1,4 @@
-"""A base product of few rows and its LoRA, made together on NVIDIA; see `triton`, whose rules hold here too.
+"""A base product of few rows and its LoRA, made together on NVIDIA; see `lora`, whose rules hold here too.
 
 A decode step's products are bound by reading the kernel, at 36 to 65% of the bandwidth in XLA's own; and beside them
 LoRA's launches are chains of loads that wait for each other. So the product is made here, and in programs beside it
@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles, ProductTiles, matrix_rows, rank_block
-from jlora.pallas.triton import column_chunks, expand_parts, shrink_kernel, shrink_programs, sum_parts
-from jlora.pallas.triton_parts import (
+from jlora.pallas.triton.lora import column_chunks, expand_parts, shrink_kernel, shrink_programs, sum_parts
+from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
     both,
     compiler_params,
@@ -55,10 +55,10 @@ def linear_lora(
     return _sum(parts, h, b, plan, ranks, slice_sizes, tiles.lora, interpret)
 
 
-# Traced and lowered once for all layers of a model whose operands are alike, as the kernels of `triton` are.
+# Traced and lowered once for all layers of a model whose operands are alike, as the kernels of `lora` are.
 @partial(jax.jit, static_argnames=("tiles", "dtype", "interpret"))
 def _product(x, w, a, plan: Plan, ranks, tiles: ProductTiles, dtype, interpret: bool):
-    """Parts of x @ w [split_k, M, N], in float32 where there are several; partial sums of the shrink as `triton`'s."""
+    """Parts of x @ w [split_k, M, N], in float32 where there are several; partial sums of the shrink as `lora`'s."""
     groups, n, rank, k = a.shape
     lora, parts = tiles.lora, tiles.product_split_k
     count = pl.cdiv(w.shape[1], tiles.product_block_n) * parts

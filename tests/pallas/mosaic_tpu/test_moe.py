@@ -10,11 +10,12 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import api, moe, mosaic_tpu
+from jlora.pallas import api, moe
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from tests import oracle
 from tests.pallas.lowering import lowered_text
+from tests.pallas.mosaic_tpu.test_lora import TOLERANCE, force_tiles, same_bits
 from tests.pallas.running import interpret_of
-from tests.pallas.test_mosaic_tpu import TOLERANCE, force_tiles, same_bits
 
 pytestmark = pytest.mark.device("tpu")
 

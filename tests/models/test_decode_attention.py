@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from jlora.models import Decoder, DecoderConfig, attention
-from jlora.pallas import triton_decode
-from jlora.pallas.triton_decode import decode_attention
+from jlora.models import decode_attention as kernel
+from jlora.models.decode_attention import decode_attention
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 
@@ -30,7 +30,7 @@ def expected(q, keys, values, begin, end, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "programs"), [(8, 2, 512), (3, 3, 1), (4, 1, 8)])
 def test_values(monkeypatch, rng, heads, groups, programs, sinks):
-    monkeypatch.setattr(triton_decode, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
     decode_attention.clear_cache()
     rows, capacity, width = 4, 300, 16
     q = jnp.asarray(rng.normal(size=(rows, heads, width)), jnp.bfloat16)
@@ -48,7 +48,7 @@ def test_values(monkeypatch, rng, heads, groups, programs, sinks):
 
 
 def test_what_is_not_supported_says_why():
-    reason = triton_decode.unsupported_reason
+    reason = kernel.unsupported_reason
     assert reason(jnp.bfloat16, 64) is None
     assert "float32" in reason(jnp.float32, 64)
     assert "48" in reason(jnp.bfloat16, 48)
@@ -77,7 +77,7 @@ def test_a_decoder_decodes_the_same_with_it(monkeypatch):
         return decode_attention(*operands, interpret=interpret_of("triton"))
 
     monkeypatch.setattr(attention, "platform", lambda: "gpu")
-    monkeypatch.setattr(triton_decode, "decode_attention", interpreted)
+    monkeypatch.setattr(kernel, "decode_attention", interpreted)
     assert model.reads_what_is_live
     found, _ = model.extend(*args, extent=64)
     assert len(calls) == 2

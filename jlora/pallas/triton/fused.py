@@ -1,4 +1,4 @@
-"""`add_lora` of experts in one launch on NVIDIA, for a handful of rows; see `triton`, whose rules hold here too.
+"""`add_lora` of experts in one launch on NVIDIA, for a handful of rows; see `lora`, whose rules hold here too.
 
 With few rows a launch costs as much as its work: each waits for the one before, then for where its tile lies, then for
 the data. Here every program computes h anew for its block of columns, and has A and B on their way at once. For Qwen3's
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import Plan
-from jlora.pallas.triton_parts import compiler_params, find_chunk, load, scalar, share_out, store, tiles_used
+from jlora.pallas.triton.parts import compiler_params, find_chunk, load, scalar, share_out, store, tiles_used
 
 MAX_RANK = 16
 MOST_A = 128 << 10  # bytes of one slice's A: as much is on its way into the registers of a program

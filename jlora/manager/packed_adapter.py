@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,6 @@ from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block
-
-_SAMPLE = 64  # values of each array
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,7 +48,7 @@ class Placement:
 
 
 @dataclass(eq=False)
-class Content:
+class PackedAdapter:
     """One generation of one adapter. Compared by identity.
 
     Attributes:
@@ -65,8 +63,6 @@ class Content:
       key: of the files that it was read from (`content_key`); None where there are none.
       in_place: whether it was loaded to replace what there is: then it is a new generation whatever its key.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
-      sample: some of the bytes of its blocks, by which others with the same are found; empty where nobody looks.
-      shared: what all contents with its blocks have, once they are on the host.
       digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
@@ -87,8 +83,6 @@ class Content:
     key: Hashable = None
     in_place: bool = False
     fingerprint: str = ""
-    sample: bytes = b""
-    shared: "Shared | None" = None
     digest: str = ""
     on_host: bool = True
     copying: bool = False
@@ -111,47 +105,6 @@ class Content:
     def nbytes(self) -> int:
         """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
-
-
-@dataclass(eq=False)
-class Shared:
-    """Blocks that several contents may have; gone with the last of these."""
-
-    blocks: tuple[Block, ...]
-
-
-def nbytes_together(contents: Iterable[Content]) -> int:
-    """Bytes of different contents; blocks that some of them share count once."""
-    blocks: dict[int, int] = {}
-    ranks = 0
-    for content in contents:
-        blocks[id(content.blocks)] = content.nbytes - content.ranks.nbytes
-        ranks += content.ranks.nbytes
-    return sum(blocks.values()) + ranks
-
-
-def sample(blocks: Iterable[Block]) -> bytes:
-    """Bytes that blocks on the host have in common with all of the same bytes, and with hardly any others."""
-    found: list[bytes] = []
-    for block in blocks:
-        found.append(f"{id(block.chunk)} {block.row} {block.start}".encode())
-        for half in (block.a, block.b):
-            flat = half.reshape(-1)
-            found.append(flat[:: max(1, flat.size // _SAMPLE)].tobytes())
-    return b" ".join(found)
-
-
-def same_bytes(blocks: Sequence[Block], others: Sequence[Block]) -> bool:
-    """Whether blocks of the same `sample` are the same, bit for bit."""
-    return all(
-        np.array_equal(_bits(half), _bits(other))
-        for block, another in zip(blocks, others, strict=True)
-        for half, other in ((block.a, another.a), (block.b, another.b))
-    )
-
-
-def _bits(half: Any) -> np.ndarray:
-    return np.ascontiguousarray(half).reshape(-1).view(np.uint8)
 
 
 def fingerprint(placements: Iterable[Placement], blocks: Iterable[Block]) -> str:

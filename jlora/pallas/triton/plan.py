@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import max_tiles
-from jlora.pallas.triton_parts import compiler_params, load, store
+from jlora.pallas.triton.parts import compiler_params, load, store
 
 PAIRWISE = 2048  # rows up to which all pairs are compared
 ROW_TILES = 64  # rows up to which each may have a tile of its own: sorting takes longer than to read factors twice

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import api, triton
+from jlora.pallas import api
 from jlora.pallas.tiles import GPUTiles
+from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text

@@ -10,8 +10,8 @@ import numpy as np
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
+from jlora.adapters.escaping import shown
 from jlora.adapters.files import StableFile
-from jlora.adapters.messages import shown
 from jlora.adapters.tensor_file import TensorInfo
 from jlora.errors import AdapterFormatError
 

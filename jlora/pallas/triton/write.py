@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jlora.pallas.triton_parts import compiler_params, load, store
+from jlora.pallas.triton.parts import compiler_params, load, store
 
 PIECE = 8192  # elements that one program copies
 WARPS = 8

@@ -1,5 +1,8 @@
 """Attention of one query a sequence over a cache, for GPUs: it reads what is live, where it lies, once."""
 
+# Kernels are written over references and tracers, for which Pallas has no types.
+# pyright: reportMissingParameterType=false
+
 from functools import partial
 
 import jax
@@ -10,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jlora._typing import DType
 from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu
 from jlora.pallas.tiles import matrix_rows
-from jlora.pallas.triton_parts import compiler_params, dot, load, store
+from jlora.pallas.triton.parts import compiler_params, dot, load, store
 
 _BLOCK = 64  # positions that a program reads at a time
 _PROGRAMS = 512  # at least, where sequences and heads are few: some to each multiprocessor of any GPU

@@ -1,4 +1,4 @@
-"""`combine_lora` on NVIDIA; see `triton`, whose rules hold here too.
+"""`combine_lora` on NVIDIA; see `lora`, whose rules hold here too.
 
 Where many pairs share a group, the hidden values of a token's experts go side by side into one row of E * R, zeros for
 experts that it did not choose, and the matrix unit sums over them all: k times fewer rows are written. Where that would
@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles
-from jlora.pallas.triton import expand_parts, shrink_parts
-from jlora.pallas.triton_parts import (
+from jlora.pallas.triton.lora import expand_parts, shrink_parts
+from jlora.pallas.triton.parts import (
     all_ranks,
     compiler_params,
     dot,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jlora.errors import LoRAError
-from jlora.pallas import mosaic_tpu
-from jlora.pallas.mosaic_tpu_visits import visits
+from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
+from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
 from tests.pallas.running import interpret_of

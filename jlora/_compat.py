@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
         def key_value_delete(self, key: str) -> None: ...
 
-        def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
         def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]) -> None: ...
 
 else:
@@ -72,15 +70,6 @@ def coordination() -> Coordination | None:
     No public name leads to it: JAX 0.10.0 to 0.12.0.
     """
     return cast("Coordination | None", jax._src.distributed.global_state.client)
-
-
-def coordinator_host() -> str:
-    """Name or address of process 0 of `jax.distributed.initialize`, as it was given or found.
-
-    No public name leads to it: JAX 0.10.0 to 0.12.0.
-    """
-    address = jax._src.distributed.global_state.coordinator_address
-    return (address or "").rpartition(":")[0].strip("[]")
 
 
 def default_device() -> Any:

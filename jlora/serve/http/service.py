@@ -21,7 +21,7 @@ from jlora.serve.http.template import ChatTemplate
 from jlora.serve.http.tokens import TokenTexts
 
 T = TypeVar("T")
-State = Literal["warming", "serving", "closing", "failed"]
+Phase = Literal["warming", "serving", "closing", "failed"]
 
 
 class Keys:
@@ -76,7 +76,7 @@ class Service:
     keys: Keys = field(default_factory=Keys)
     limits: Limits = field(default_factory=Limits)
     administration: bool = False
-    state: State = "warming"
+    state: Phase = "warming"
     progress: tuple[int, int] = (0, 0)
     started: float = field(default_factory=time.time)
 
@@ -90,7 +90,7 @@ class Service:
         self._calls = 0  # under way on a thread
 
     @property
-    def condition(self) -> State:
+    def condition(self) -> Phase:
         """`state`, but for an engine that failed while it served."""
         return "failed" if self.state == "serving" and not self.engine.ready else self.state
 

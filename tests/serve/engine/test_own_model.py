@@ -121,7 +121,7 @@ def test_a_model_of_another_style_is_served(rng):
     assert engine._steps.compiled() == compiled
     with pytest.raises(jlora.LoRAUsageError, match="tokenizer"):
         engine.submit("text")
-    assert {name: info.rank for name, info in engine.list_loras().items()} == {"a": 2, "b": 2, "c": 2}
+    assert {name: lora.info.rank for name, lora in engine.list_loras().items()} == {"a": 2, "b": 2, "c": 2}
     threads = {engine._dispatcher.thread, engine._writer.thread}
     assert threads <= set(threading.enumerate())
 

@@ -13,8 +13,7 @@ from jaxtyping import Float, Int
 from jlora.errors import LoRAError
 from jlora.layers.linear import add_delta, first_input, parameters_of, slot_arrays
 from jlora.layers.mesh import across_mesh, parts_of
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
-from jlora.layers.scope import enter_site
+from jlora.layers.scope import Scope, enter_site
 from jlora.layers.sharded import Held, add_lookup
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec
@@ -30,7 +29,7 @@ def _lookup(cls: type, name: str) -> Callable[..., Any]:
     def lookup(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
-        scope = enter_site(site, vars(self)["jlora_tracking"])
+        scope = enter_site(site, vars(self)["jlora_sites"])
         if scope is None:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]
@@ -54,7 +53,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
     def attend(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_attend_site"]
-        scope = enter_site(site, vars(self)["jlora_tracking"])
+        scope = enter_site(site, vars(self)["jlora_sites"])
         if scope is None:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]
@@ -79,7 +78,7 @@ embed_methods: dict[str, Callable[[type, str], Callable[..., Any]]] = {"lookup":
 def _add_lookup(
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     spec: EmbedSpec,
     base: Float[Array, "*lead N"],
     tokens: Int[Array, "*lead"],
@@ -89,9 +88,7 @@ def _add_lookup(
         return base
     plan = scope.plan(site, base)
     if plan is None:
-        note_unserved(site, NO_LAYOUT)
         return base
-    note_served(site)
     if site.spec.sharding is not None:
         with jax.named_scope("lora"):
             ids, lead = scope.runs(site, base), scope.lead(site, base)

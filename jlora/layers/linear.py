@@ -15,10 +15,9 @@ from jaxtyping import Float, Integer
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.mesh import across_mesh, parts_of
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.products import joint
 from jlora.layers.rows import RowMap
-from jlora.layers.scope import check_slots_fresh, enter_site
+from jlora.layers.scope import Scope, check_slots_fresh, enter_site
 from jlora.layers.sharded import Half, Held, add_rows
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
@@ -34,7 +33,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
-        scope = enter_site(site, vars(self)["jlora_tracking"])
+        scope = enter_site(site, vars(self)["jlora_sites"])
         make = None if scope is None else joint(cls, self, site, args, kwargs)
         if scope is not None and make is not None:
             y = make(cls, self, site, scope, lambda: slot_arrays(self, site), *args, **kwargs)
@@ -45,10 +44,8 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
         try:
             x, base, restore = _rows(self, site, vars(self)["jlora_spec"], parameters, y, args, kwargs)
         except Exception as error:
-            if site.inferred is not None and not site.inferred.verified:
-                # A guess that does not hold serves no adapter, now and later, and is no reason to fail.
-                site.inferred.unfit = f"{site.inferred.how}, and {error}"
-                note_unserved(site, site.inferred.unfit)
+            if site.doubt is not None and scope.recorded:  # a guess that does not hold is no reason to fail
+                scope.refuse(site, f"{site.doubt.why}, and {error}")
                 return y
             if isinstance(error, LoRAError):
                 raise LoRAError(f"{site.path}: {error}") from error
@@ -61,7 +58,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
 def add_delta(
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     base: Float[Array, "*lead N"],
     x: Float[Array, "*rows K"],
     spec: LinearSpec,
@@ -80,9 +77,7 @@ def add_delta(
         return base
     plan = scope.plan(site, base, row_map)
     if plan is None:
-        note_unserved(site, NO_LAYOUT)
         return base
-    note_served(site)
     if site.spec.sharding is not None:
         with jax.named_scope("lora"):
             base, lead = scope.checked(layer, site, base), scope.lead(site, base, row_map)
@@ -121,9 +116,14 @@ def slot_arrays(layer: nnx.Module, site: Site) -> tuple[Array, Array, Array]:
     return a, b, ranks
 
 
-def _halves(layer: nnx.Module, site: Site, scope: Any, base: Array, row_map: RowMap | None) -> list[Half]:
+def _halves(layer: nnx.Module, site: Site, scope: Scope, base: Array, row_map: RowMap | None) -> list[Half]:
     """Of `site.shared`, and where the rows of the layer are in their slots."""
-    return [Half(scope.plan(site, base, row_map, half), *_held(layer, half)) for half in site.shared]
+    halves: list[Half] = []
+    for half in site.shared:
+        plan = scope.plan(site, base, row_map, half)
+        assert plan is not None  # their rows are those of the site
+        halves.append(Half(plan, *_held(layer, half)))
+    return halves
 
 
 def _held(layer: nnx.Module, site: Site) -> tuple[Array, ...]:

@@ -16,12 +16,11 @@ from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
 from jlora.layers.mesh import reached
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
+from jlora.layers.scope import Scope
 from jlora.layers.sharded import Held, joined
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
-from jlora.pallas.plan import Plan
 from jlora.sharding.rules import Names, partition, split_axis
 
 
@@ -78,7 +77,7 @@ def fuse(
     cls: type[nnx.Module],
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     slots: Callable[[], Any],
     *args: Any,
     **kwargs: Any,
@@ -88,7 +87,7 @@ def fuse(
     def serve(x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
         del product
         rows = _flat(x, places)
-        plan = _planned(scope, site, rows)
+        plan = scope.plan(site, rows)
         if plan is None:
             return None
         a, b, ranks = slots()
@@ -108,7 +107,7 @@ def join(
     cls: type[nnx.Module],
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     slots: Callable[[], Any],
     *args: Any,
     **kwargs: Any,
@@ -126,7 +125,7 @@ def join(
     def serve(cast_x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
         x, dtype = given, cast_x.dtype
         flat = _flat(x, places)
-        plan = _planned(scope, site, flat)
+        plan = scope.plan(site, flat)
         if plan is None:
             return None
         lead = scope.lead(site, flat)
@@ -165,16 +164,6 @@ def join(
 def _flat(x: Array, places: EinsumAxes) -> Array:
     """The input as [*lead, K]."""
     return x.transpose(places.x).reshape(*(x.shape[i] for i in places.x[: places.lead]), -1)
-
-
-def _planned(scope: Any, site: Site, rows: Array) -> Plan | None:
-    """The plan of rows [*lead, K], or None where they fit no layout of the batch; which of both is noted."""
-    plan: Plan | None = scope.plan(site, rows)
-    if plan is None:
-        note_unserved(site, NO_LAYOUT)
-    else:
-        note_served(site)
-    return plan
 
 
 def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -182,7 +182,7 @@ def test_partial_leaves_it_to_the_caller(world):
 def test_parts_of_a_forward_that_make_up_the_whole(world):
     @jax.jit
     def rest(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.three(jnp.tanh(model.two(jnp.tanh(x))))
 
     names = ["all", None, "late"]
@@ -243,7 +243,7 @@ def test_a_forward_that_raises_teaches_nothing(world):
 def test_rows_that_fit_no_layout_are_known_of_that_function_alone(world):
     @jax.jit
     def odd(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.two(jnp.zeros((7, 6))), model.one(x)
 
     with world.manager.prepare(["one", None, None]) as batch:

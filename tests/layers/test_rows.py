@@ -26,14 +26,14 @@ def world():
 
 @jax.jit
 def through_proj(model, x, batch):
-    with jlora.use(batch, partial=True):
+    with jlora.use(batch, without=["*"]):
         return model.proj(x)
 
 
 @jax.jit
 def through_both(model, x, odd, batch):
     """`other` on rows that may fit no layout, then `proj` on those of the batch."""
-    with jlora.use(batch, partial=True):
+    with jlora.use(batch, without=["*"]):
         return model.other(odd), model.proj(x)
 
 
@@ -73,7 +73,7 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
 
     @jax.jit
     def seen(model, x, batch, order):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             outs = {}
             for step in ("whole", "flat") if order.size == 1 else ("flat", "whole"):
                 outs[step] = model.proj(x.reshape(3, 2, K) if step == "whole" else x)
@@ -103,7 +103,7 @@ def test_deeper_rows_show_no_length(world):
 
     @jax.jit
     def step(model, deep, flat, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.proj(deep), model.proj(flat)
 
     with world.manager.prepare(NAMES) as batch:
@@ -177,7 +177,7 @@ def test_base_sequences_are_bitwise_the_base_beside_others(world):
 def test_a_layer_that_saw_rows_of_nobody_once_is_refused_though_it_saw_others(world):
     @jax.jit
     def both(model, x, odd, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.proj(x), model.proj(odd), model.proj(x)
 
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.AdapterMismatchError, match=r"'proj'.*\(7,\)"):

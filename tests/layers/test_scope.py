@@ -157,7 +157,7 @@ def test_flattened_rows_of_another_length_are_refused(served, rows):
 
     @jax.jit
     def forward(model, tokens, batch):
-        with use(batch, partial=True):
+        with use(batch, without=["*"]):
             model.embed(tokens)
             return model.proj(jnp.zeros((rows, 6)))
 
@@ -246,7 +246,7 @@ def test_scope_ends_with_its_block_and_nests(served):
 
     @jax.jit
     def both(model, tokens, batch):
-        with use(batch, partial=True):
+        with use(batch, without=["*"]):
             with use(None):
                 alone = model(tokens)
             with use(batch):
@@ -278,7 +278,7 @@ def test_batch_opened_outside_jit(served):
     model, manager, _, _ = served
     with manager.prepare(NAMES) as batch:
         with (
-            use(batch, partial=True),
+            use(batch, without=["*"]),
             pytest.raises(LoRAError, match=r"outside `jax.jit` and is read inside it"),
         ):
             jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
@@ -289,7 +289,7 @@ def test_batch_opened_outside_jit(served):
 
         with pytest.raises(LoRAError, match=r"Pass it as an argument"):
             jax.jit(closed_over)(model, TOKENS)
-        with use(batch, partial=True), pytest.raises(LoRAError, match=r"opened outside `jax.jit`"):
+        with use(batch, without=["*"]), pytest.raises(LoRAError, match=r"opened outside `jax.jit`"):
             jax.lax.scan(lambda x, _: (model.proj(x), None), jnp.zeros((4, 6)), None, length=2)
 
 
@@ -423,7 +423,7 @@ def test_what_is_no_batch(served):
 
 
 def test_partial_forward():
-    """Parts of one forward in functions of their own: without partial=True the missing layers are refused."""
+    """Parts of one forward in functions of their own: without without=["*"] the missing layers are refused."""
     model = Model()
     manager = make_manager(model, [ONE])
 
@@ -435,5 +435,5 @@ def test_partial_forward():
     with manager.prepare(["one"] * 4) as batch:
         chex.assert_shape(step(model, TOKENS, batch, True), (4, 3, 6))
         serve(model, TOKENS, batch)
-        with pytest.raises(LoRAError, match=r"adapter 'one': brings weights for 'proj'.*partial=True"):
+        with pytest.raises(LoRAError, match=r"adapter 'one': brings weights for 'proj'.*without=["*"]"):
             step(model, TOKENS, batch, False)

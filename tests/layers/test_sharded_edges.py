@@ -222,7 +222,7 @@ def mapped(model, local, axes, specs, out):
     graphdef, _ = nnx.split(model)
 
     def on_shard(state, tokens, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return local(nnx.merge(graphdef, state), tokens)
 
     return jax.jit(

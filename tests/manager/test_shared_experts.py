@@ -331,7 +331,7 @@ def test_rows_of_experts_elsewhere_keep_their_bits(world):
     @jax.jit
     def down(model, x, y, expert, batch):
         rows = jlora.RowMap(jnp.array([0, 9, 1, -1]), of="tokens", length=2, expert=expert)
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return jlora.expert_delta(model.layers[0].experts, "down", x, y, rows)
 
     x, y = jax.random.normal(jax.random.key(0), (4, INNER)), jnp.full((4, HIDDEN), -0.0)

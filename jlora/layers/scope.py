@@ -51,10 +51,10 @@ _UNSERVED = (
     "`with jlora.use(batch)` ends, and {count} of the model's wrapped layers served no adapter:\n"
     "{layers}\n"
     "Weights that an adapter brings for them would do nothing. Either run `manager.verify(forward, inputs)` once, with "
-    "a forward that calls all of your steps: it puts layers that none of them serves into `manager.unserved`. Or leave "
-    "them out: LoRAConfig(exclude_modules={names}). Or, in a step that runs a part of the model, open "
-    "`jlora.use(batch, without={names})`"
+    "a forward that runs all of your steps: it puts the layers that none of them serves into `manager.unserved`. Or "
+    "leave them out: LoRAConfig(exclude_modules={names})"
 )
+_WITHOUT = ". Or say that this step does not run them: `jlora.use(batch, without={names})`"
 _NOT_CALLED = "it was not called (its parameters are read directly, or the step runs only a part of the model)"
 _SHOWN = 8  # layers in a message
 
@@ -357,7 +357,7 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
       batch: what `LoRAManager.prepare` returned, passed to your jitted function as an argument; None serves the base
         model alone, in a compiled variant of its own, and checks nothing.
       without: modules that the code inside does not run, named as in `LoRAConfig.exclude_modules`; ["*"] for code that
-        runs single layers. Only the check is waived: what is called is served.
+        runs single layers. Only the check that they are called is waived: those that are called are served, or raise.
 
     Raises:
       LoRAError: the batch is closed, came out of a traced function, lacks adapters that were not ready, or is a
@@ -394,23 +394,31 @@ def _check_names(names: Sequence[str], sites: ModelSites) -> None:
 
 
 def _check_all_served(batch: LoRABatch, calls: Calls, without: Sequence[str]) -> None:
-    """Raises `LoRAError` for layers that served no adapter, and are neither unserved nor among `without`."""
-    missing = {
-        site.path: calls.refused.get(site, _NOT_CALLED)
-        for site in batch.layout.sites.sites
-        if (site not in calls.called or site in calls.refused) and site not in batch.layout.unserved
-        if not any(name == "*" or is_named(name, (*site.aliases, *site.parts)) for name in without)
-    }
+    """Raises `LoRAError` for layers that served no adapter, and are neither unserved nor waived."""
+    missing: dict[str, str] = {}
+    skipped: list[str] = []
+    for site in batch.layout.sites.sites:
+        if site in batch.layout.unserved:
+            continue
+        if site in calls.refused:
+            missing[site.path] = calls.refused[site]
+        elif site not in calls.called and not _waived(site, without):
+            missing[site.path] = _NOT_CALLED
+            skipped.append(site.path)
     if missing:
-        raise LoRAError(_unserved_message(missing))
+        raise LoRAError(_message(missing, skipped))
 
 
-def _unserved_message(missing: Mapping[str, str]) -> str:
+def _waived(site: Site, without: Sequence[str]) -> bool:
+    return any(name == "*" or is_named(name, (*site.aliases, *site.parts)) for name in without)
+
+
+def _message(missing: Mapping[str, str], skipped: Sequence[str]) -> str:
     lines = [f"  {path}: {reason}" for path, reason in missing.items()][:_SHOWN]
     if len(missing) > _SHOWN:
         lines.append(f"  ... and {len(missing) - _SHOWN} more")
-    names = [*missing][:_SHOWN]
-    return _UNSERVED.format(count=len(missing), layers="\n".join(lines), names=names)
+    message = _UNSERVED.format(count=len(missing), layers="\n".join(lines), names=[*missing][:_SHOWN])
+    return message + _WITHOUT.format(names=skipped[:_SHOWN]) if skipped else message
 
 
 def _check_eager(scope: Scope) -> None:

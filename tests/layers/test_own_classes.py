@@ -204,6 +204,8 @@ class ScaledAttend(nnx.Embed):
 
 
 class TiedWith(nnx.Module):
+    tie_word_embeddings = True
+
     def __init__(self, cls):
         self.embedder = cls(11, 6, rngs=nnx.Rngs(0))
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
@@ -242,6 +244,8 @@ def test_an_embed_subclass_that_overrides_one_method_keeps_the_other(cls, kept, 
 class GPT2(nnx.Module):
     """More positions than tokens, and no layer called lm_head."""
 
+    tie_word_embeddings = True
+
     def __init__(self):
         self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
         self.wpe = nnx.Embed(40, 6, rngs=nnx.Rngs(1))
@@ -274,10 +278,15 @@ def test_tables_of_one_size_must_be_named():
             self.target = nnx.Embed(11, 6, rngs=nnx.Rngs(1))
             self.small = nnx.Embed(7, 6, rngs=nnx.Rngs(1))
 
-    manager = make_manager(Two())
+    model = Two()
+    manager = make_manager(model)
     head = make_module(np.random.default_rng(0), 6, 11, 3)
     with pytest.raises(AdapterMismatchError, match=r"any of 'source.attend', 'target.attend'; name one"):
         manager.add_adapter(Adapter(name="head", modules={"lm_head": head}))
+    with pytest.raises(AdapterMismatchError, match="'target.attend' takes no adapter yet: it is not known whether"):
+        manager.add_adapter(Adapter(name="head", modules={"target.attend": head}))
+    manager.unwrap()
+    manager = make_manager(model, target_modules=["target.attend"])
     manager.add_adapter(Adapter(name="head", modules={"target.attend": head}))
 
 

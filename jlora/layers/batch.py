@@ -194,9 +194,10 @@ class LoRABatch:
 
     def check_usable(self) -> None:
         """Raises `LoRAError` where the slots may hold other adapters than the batch names."""
-        if self.layout.orphan:
+        traced = isinstance(self.slots, jax.core.Tracer)
+        if self.layout.orphan or not (traced or self.layout.lease):
             raise LoRAError(_TRACED)
-        if not isinstance(self.slots, jax.core.Tracer) and (self.lease is None or self.lease.closed):
+        if not traced and (self.lease is None or self.lease.closed):
             raise LoRAError(_CLOSED)
         if self.slots.size > self.layout.num_sequences:
             raise LoRAError(_JOINED.format(sequences=self.layout.num_sequences, rows=self.slots.size))

@@ -66,7 +66,6 @@ class Found:
       aliases: every dotted path that reaches it.
       spec: what it computes, or why it cannot serve LoRA.
       guess: set where the spec is one.
-      own_spec: whether the spec of an embedding is a user's, who says by it that the model calls what it names.
       reasons: method of an embedding -> why that method serves no LoRA.
       excluded: whether the configuration leaves it out; then `spec` says so, and nothing else of it was read.
     """
@@ -75,7 +74,6 @@ class Found:
     aliases: tuple[str, ...]
     spec: Spec | str
     guess: Doubt | None = None
-    own_spec: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     excluded: bool = False
 
@@ -184,8 +182,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     doubt = None
     if guess is not None and isinstance(spec, LinearSpec):
         doubt = Doubt(guess, "say what the class computes with jlora.register_layer")
-    own_spec = base is not None and _describe[base] not in (describe_embed, describe_linen_embed)
-    return Found(module, aliases, spec, doubt, own_spec, reasons)
+    return Found(module, aliases, spec, doubt, reasons)
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:

@@ -115,7 +115,7 @@ def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> H
     """Find the tied heads among the modules of a model."""
     heads = {id(f.module) for f in found if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
     reasons: dict[int, str] = {}
-    tables: dict[int, Found] = {}
+    known: set[int] = set()
     vocabularies: dict[int, int] = {}
     for f in found:
         if not isinstance(f.spec, EmbedSpec):
@@ -128,13 +128,13 @@ def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> H
         elif is_position_table(f.aliases) or any(_KINDS.search(_last(alias)) for alias in f.aliases):
             reasons[id(f.module)] = "by its name it is a table of positions, which is no tied head"
         else:
-            tables[id(f.module)], vocabularies[id(f.module)] = f, f.spec.vocab
+            vocabularies[id(f.module)] = f.spec.vocab
+            if _says_tied(f.module) or selection.hits([f"{alias}.attend" for alias in f.aliases]):
+                known.add(id(f.module))
     largest = max(vocabularies.values(), default=0)
     lm_head = frozenset(key for key, vocab in vocabularies.items() if vocab == largest)
-    known = {key for key, f in tables.items() if selection.hits([f"{alias}.attend" for alias in f.aliases])}
-    said = bool(heads or _says_tied(model) or selection.hits(["lm_head"]))
-    if len(lm_head) == 1:
-        known |= {key for key in lm_head if said or tables[key].own_spec}
+    if len(lm_head) == 1 and (heads or _says_tied(model) or selection.hits(["lm_head"])):
+        known |= lm_head
     return Heads(reasons, lm_head, frozenset(known))
 
 
@@ -148,7 +148,7 @@ def _last(alias: str) -> str:
 
 
 def _says_tied(model: object) -> bool:
-    """Whether a model, or its configuration, says that its logits are computed with its embedding."""
+    """Whether a model or a table, or its configuration, says that logits are computed with an embedding."""
     config: object = own_attribute(model, "config")
     said = config.get("tie_word_embeddings") if is_mapping(config) else own_attribute(config, "tie_word_embeddings")
     return own_attribute(model, "tie_word_embeddings") is True or said is True

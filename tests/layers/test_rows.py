@@ -168,7 +168,7 @@ def test_rows_of_nobody_raise_until_verify_has_seen_them_and_then_hurt_nobody(wh
     np.testing.assert_array_equal(bits(found_odd), bits(base_of(world.bare.other, odd)))
     expected = world.expected(rows.reshape(-1, K), ["one" if name == "two" else name for name in names])
     assert_close(found.reshape(-1, N), expected)
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"adapter 'odd': .* 'other', which takes no adapter: {reason}"):
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"'odd': .* 'other', which takes no adapter: {reason}"):
         world.manager.prepare([*NAMES[:2], "odd"], **options)
 
 

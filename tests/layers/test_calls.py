@@ -340,7 +340,7 @@ def test_a_layer_that_verify_found_unserved_is_not_served_by_coincidence():
     manager = make_manager(model, adapters)
     report = manager.verify(serve, (normal(5, 2, 6), normal(3, 6)))
     assert report.checked == ("proj",)
-    assert report.unserved["vision"].startswith("its rows of shape (3,) fit no layout of this batch of 5 sequences")
+    assert "fit no layout" in report.unserved["vision"]
     inputs = (normal(3, 2, 6), normal(3, 6))
     for _ in range(2):
         with pytest.raises(jlora.AdapterMismatchError, match="'vision', which takes no adapter: its rows of shape"):

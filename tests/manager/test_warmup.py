@@ -244,4 +244,3 @@ def test_a_layer_that_the_step_never_calls_serves_no_adapter(rng):
         manager.prepare(["table", None])
     with manager.prepare(["head", None]) as batch:
         forward(model, tokens, batch)
-

@@ -213,7 +213,7 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
     batch = None
     if wrapped is not None:
         ids = _shape((sequences,), "int32", NamedSharding(mesh_of(case), P()))
-        batch = LoRABatch(ids, None, ids, Layout(wrapped.tracking, sequences), None)
+        batch = LoRABatch(ids, None, ids, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None)
     step, leaves = flat_step(model, run)
     program = step.lower(leaves, *given, batch).compile()
     text, memory = program.as_text(), program.memory_analysis()

@@ -158,7 +158,7 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
 def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     """The batch of sequences [B] in these slots, which were filled from outside, so that no adapter is leased."""
     lease = batches.Lease((), (None,) * len(slots), thread=0)
-    return batches.make_batch(slots, None, manager._wrapped.tracking, lease)
+    return batches.make_batch(slots, None, manager._wrapped.sites, lease, unserved=manager._wrapped.unserved.sites)
 
 
 def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> None:

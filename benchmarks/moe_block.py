@@ -51,7 +51,7 @@ def _apply(graphdef, state, x, routing: Routing):
 
 
 def run(blocks: Blocks, x, routing: Routing, lora_batch):
-    with jlora.use(lora_batch):
+    with jlora.use(lora_batch, without=["*"]):  # alike layers run as the first of them
         return blocks(x, routing)
 
 

@@ -529,7 +529,7 @@ def test_tokens_of_another_batch(world, rows):
 def test_rows_that_token_counts_do_not_match(world, rows):
     @jax.jit
     def project(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.model.layers[0].mlp.down_proj(x)
 
     with world.manager.prepare(["first", "second", None], token_counts=[4, 0, 5]) as batch:

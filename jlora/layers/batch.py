@@ -15,9 +15,8 @@ from jaxtyping import Float, Int
 
 from jlora._compat import to_device
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.coverage import Coverage
 from jlora.layers.mesh import across_mesh, here
-from jlora.layers.site import Site
+from jlora.layers.site import ModelSites, Site
 from jlora.sharding.put import put
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
@@ -38,7 +37,6 @@ _ABSENT = (
     "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
     "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
 )
-_NOTHING: frozenset[Site] = frozenset()
 _ARRAYS = (jax.Array, np.ndarray)
 
 
@@ -52,40 +50,6 @@ class Served(Protocol):
     @property
     def generation(self) -> int: ...
 
-    @property
-    def sites(self) -> frozenset[Site]: ...
-
-
-class Trace:
-    """The trace of a step that a batch was handed to, where it was the first.
-
-    JAX gives that to every call whose static part is equal, also to one that comes from another thread while it is
-    being made, when nobody knows yet what it will leave out. So a batch says whether it may take it (`Layout.__eq__`).
-
-    Attributes:
-      begun: whether there is one.
-      left_out: the sites that it does not serve.
-    """
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.left_out: frozenset[Site] = _NOTHING
-        self._touched: frozenset[Site] = _NOTHING
-        self._batch: Callable[[], LoRABatch | None] = lambda: None  # alive while the trace is being made
-
-    def begin(self, batch: "LoRABatch", lease: "Lease | None") -> None:
-        self._touched = _NOTHING if lease is None else lease.touched
-        self._batch = weakref.ref(batch)
-        self.begun = True
-
-    def suits(self, other: "Layout") -> bool:
-        """Whether a batch may take it, where there is one."""
-        if not self.begun or (lease := _lease(other)) is None:
-            return True
-        if self._batch() is not None:  # it will serve what its own batch needs, or raise
-            return lease.touched <= self._touched
-        return lease.touched.isdisjoint(self.left_out)
-
 
 class Lease:
     """Host state of one `prepare`: while it is open, the adapters of the batch keep their slots.
@@ -94,19 +58,14 @@ class Lease:
 
     Attributes:
       adapters: the different adapters of the batch.
-      touched: the sites that they bring weights for.
       generations: which generation each sequence is served from; None for the base model.
       opened: `time.monotonic()` at which it was opened.
       thread: identifier of the thread that opened it.
       where: the stack at which it was opened, if that is recorded.
       closed: whether it has ended.
-      trace: of the step that the batch is handed to next, if that is its first.
     """
 
-    __slots__ = (
-        "__weakref__", "_on_close", "_unsure", "adapters", "closed", "generations", "opened", "thread", "touched",
-        "trace", "where",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_on_close", "adapters", "closed", "generations", "opened", "thread", "where")
 
     def __init__(
         self,
@@ -118,15 +77,11 @@ class Lease:
     ):
         self.adapters = tuple(adapters)
         self.generations = generations
-        different = {adapter.sites for adapter in adapters}  # mostly one: equal ones are the same object
-        self.touched = different.pop() if len(different) == 1 else _NOTHING.union(*different)
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()
         self.closed = False
         self._on_close = on_close
-        self.trace = Trace()
-        self._unsure: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def close(self) -> None:
         """Let the slots be given to other adapters. Closing twice is harmless."""
@@ -134,60 +89,29 @@ class Lease:
         if self._on_close is not None:
             self._on_close()
 
-    def bringing(self, site: Site) -> list[str]:
-        return [adapter.name for adapter in self.adapters if site in adapter.sites]
-
-    def unsure(self, coverage: Coverage) -> frozenset[int]:
-        """`coverage.unsure(self.touched)`, remembered: it is asked for at every step."""
-        version = coverage.version
-        if self._unsure[0] != version:
-            self._unsure = (version, coverage.unsure(self.touched))
-        return self._unsure[1]
-
 
 @dataclass(frozen=True)
 class Layout:
-    """The static part of a batch: what a compiled function depends on. The lease is not, and is not compared.
+    """The static part of a batch: what a compiled function depends on. The lease travels with it, uncompared.
 
     Attributes:
-      coverage: of the model that the batch was prepared for.
+      sites: of the model that the batch was prepared for.
       num_sequences: of the whole batch; one shard of it may have fewer `slots`.
+      unserved: the sites that serve no adapter.
       length: rows a sequence, where declared.
-      unsure: groups of sites that its adapters touch and some traced function does not serve; see `Coverage`.
       absent: whether sequences lack their adapter.
-      orphan: whether the batch came out of a traced function. Compared, so that a step is traced for it, and raises.
-      lease: the lease of the batch that this describes. Weak, for compiled functions keep static parts for ever.
-      traced: whether the arrays were being traced.
-      trace: of a step that is traced for it.
+      orphan: whether the batch came out of a traced function. A step is traced for it, and raises.
+      lease: of the batch that this describes. Weak, for compiled functions keep static parts for ever. None in what
+        comes out of a traced function.
     """
 
-    coverage: Coverage
+    sites: ModelSites
     num_sequences: int
+    unserved: frozenset[Site]
     length: int | None = None
-    unsure: frozenset[int] = frozenset()
     absent: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
-    traced: bool = field(default=False, compare=False, repr=False)
-    trace: Trace = field(default_factory=Trace, compare=False, repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        # Asked at every step.
-        same = (
-            self.coverage is other.coverage
-            and self.num_sequences == other.num_sequences
-            and self.length == other.length
-            and self.unsure == other.unsure
-            and self.absent == other.absent
-            and self.orphan == other.orphan
-        )
-        return same and self.trace.suits(other) and other.trace.suits(self)
-
-
-def _lease(layout: Layout) -> Lease | None:
-    return None if layout.lease is None else layout.lease()
 
 
 @jax.tree_util.register_pytree_node_class
@@ -258,9 +182,10 @@ class LoRABatch:
 
     def check_usable(self) -> None:
         """Raises `LoRAError` where the slots may hold other adapters than the batch names."""
-        if self.layout.orphan:
+        traced = isinstance(self.slots, jax.core.Tracer)
+        if self.layout.orphan or not (traced or self.layout.lease):
             raise LoRAError(_TRACED)
-        if not isinstance(self.slots, jax.core.Tracer) and (self.lease is None or self.lease.closed):
+        if not traced and (self.lease is None or self.lease.closed):
             raise LoRAError(_CLOSED)
         if self.slots.size > self.layout.num_sequences:
             raise LoRAError(_JOINED.format(sequences=self.layout.num_sequences, rows=self.slots.size))
@@ -281,34 +206,24 @@ class LoRABatch:
         raise LoRAUsageError("a LoRABatch cannot be pickled: its slots mean something to its manager alone")
 
     def tree_flatten(self) -> tuple[tuple[Any, Any, Any], Layout]:
-        layout, lease = self.layout, self.lease
-        # JAX and Flax pass what comes out of a function around; only its use is wrong. Shapes serve nobody.
-        if not layout.orphan and isinstance(self.slots, _ARRAYS):
+        slots, layout = self.slots, self.layout
+        if isinstance(slots, jax.core.Tracer):
+            # JAX keeps this for what a traced function returns, in every call of it.
+            layout = replace(layout, lease=None)
+        elif isinstance(slots, _ARRAYS) and not layout.orphan:
+            # JAX and Flax pass an orphan around; only its use is wrong. Shapes serve no rows.
             self.check_usable()
-        traced = isinstance(self.slots, jax.core.Tracer)
-        if traced or lease is None:
-            return (self.slots, self.token_slots, self.stamps), replace(layout, traced=traced, trace=Trace())
-        if lease.trace.begun:
-            lease.trace = Trace()
-        unsure, trace = lease.unsure(layout.coverage), lease.trace
-        if layout.traced or unsure != layout.unsure or trace is not layout.trace:
-            layout = self.layout = replace(layout, unsure=unsure, traced=False, trace=trace)
         return (self.slots, self.token_slots, self.stamps), layout
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any, Any]) -> "LoRABatch":
-        slots, token_slots, stamps = children
-        traced = isinstance(slots, jax.core.Tracer)
-        if layout.traced and not traced:
-            layout = replace(layout, orphan=True, traced=False)
-        # Traced arrays hold no lease, nor do shapes and whatever else JAX puts in their place: they may outlive the
-        # call, in a cache of compiled functions.
-        if traced or not isinstance(slots, _ARRAYS):
-            batch = cls(slots, token_slots, stamps, layout, None)
-            if traced:
-                layout.trace.begin(batch, _lease(layout))
-            return batch
-        return cls(slots, token_slots, stamps, layout, _lease(layout))
+        # Traced arrays hold no lease, nor do shapes and other stand-ins of JAX: they may outlive the call, in a cache
+        # of compiled functions.
+        if isinstance(children[0], jax.core.Tracer) or not isinstance(children[0], _ARRAYS):
+            return cls(*children, layout, None)
+        if layout.lease is None:
+            return cls(*children, replace(layout, orphan=True), None)
+        return cls(*children, layout, layout.lease())
 
 
 def check_batch(batch: LoRABatch) -> None:
@@ -344,33 +259,26 @@ def _missed(stamps: Array, slots: Array, needed: Array) -> Array:
 def make_batch(
     slots: np.ndarray,
     token_slots: np.ndarray | None,
-    coverage: Coverage,
+    sites: ModelSites,
     lease: Lease,
     *,
+    unserved: frozenset[Site],
     stamps: np.ndarray | None = None,
     length: int | None = None,
     absent: bool = False,
 ) -> LoRABatch:
     """Move a batch's int32 arrays to the device, or onto the mesh. Without `stamps` it takes any copy of the model."""
     stamps = np.zeros_like(slots) if stamps is None else stamps
-    layout = Layout(coverage, slots.shape[0], length, absent=absent, lease=weakref.ref(lease), trace=lease.trace)
+    layout = Layout(sites, slots.shape[0], unserved, length, absent, lease=weakref.ref(lease))
     arrays = [slots, stamps] if token_slots is None else [slots, stamps, token_slots]
-    if coverage.sharding is None:
-        placed = [to_device(array, coverage.device) for array in arrays]
+    if sites.sharding is None:
+        placed = [to_device(array, sites.device) for array in arrays]
     else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
-        placed = put(arrays, [coverage.sharding.whole] * len(arrays))
+        placed = put(arrays, [sites.sharding.whole] * len(arrays))
     return LoRABatch(placed[0], None if token_slots is None else placed[2], placed[1], layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """The arrays of `batch` under another lease of the same adapters."""
-    layout = batch.layout
-    layout = Layout(
-        layout.coverage,
-        layout.num_sequences,
-        layout.length,
-        absent=layout.absent,
-        lease=weakref.ref(lease),
-        trace=lease.trace,
-    )
+    layout = replace(batch.layout, lease=weakref.ref(lease))
     return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)

@@ -15,7 +15,7 @@ _ORDER = (
 
 
 class Opened:
-    """Something that is open: a scope, a row map, a verification. Each knows the one around it.
+    """Something that is open: a scope, a row map, a record of calls. Each knows the one around it.
 
     Attributes:
       what: what opened it, for messages.

@@ -26,11 +26,10 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
 from jlora.layers.mesh import experts_reached, on_mesh, reached, split_of
-from jlora.layers.observe import NO_LAYOUT, note_served, note_unserved
 from jlora.layers.pieces import pieces_of
 from jlora.layers.rows import RowMap
 from jlora.layers.rows_on_mesh import Lead
-from jlora.layers.scope import check_slots_fresh
+from jlora.layers.scope import Scope, check_slots_fresh
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -54,17 +53,7 @@ class SlotFactors(NamedTuple):
     ranks: Array
 
 
-def plan_of(scope: Any, site: Site, rows: Array, row_map: RowMap | None = None) -> Plan | None:
-    """The plan of `rows` [*lead, features], or None where they fit no layout of the batch; either is noted."""
-    plan: Plan | None = scope.plan(site, rows, row_map)
-    if plan is None:
-        note_unserved(site, NO_LAYOUT)
-    else:
-        note_served(site)
-    return plan
-
-
-def lead_of_rows(scope: Any, site: Site, rows: Array, row_map: RowMap | None = None) -> Lead:
+def lead_of_rows(scope: Scope, site: Site, rows: Array, row_map: RowMap | None = None) -> Lead:
     """How `rows` [*lead, features] lie on the mesh of the layer."""
     return Lead(()) if site.spec.sharding is None else scope.lead(site, rows, row_map)
 
@@ -89,7 +78,7 @@ def factors_of(layer: nnx.Module, site: Site, plan: Plan) -> SlotFactors:
 def add_delta(
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     base: Float[Array, "*lead N"],
     x: Float[Array, "*rows K"],
     spec: LinearSpec,
@@ -107,10 +96,11 @@ def add_delta(
     """
     if not base.size:
         return base
-    plan = plan_of(scope, site, base, row_map)
+    plan = scope.plan(site, base, row_map)
     if plan is None:
         return base
-    shared = [factors_of(layer, half, scope.plan(site, base, row_map, half)) for half in site.shared]
+    plans = [(half, scope.plan(site, base, row_map, half)) for half in site.shared]  # of the same rows
+    shared = [factors_of(layer, half, plan) for half, plan in plans if plan is not None]
     held, lead = factors_of(layer, site, plan), lead_of_rows(scope, site, base, row_map)
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
@@ -148,7 +138,7 @@ def add_delta(
 def add_lookup(
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     base: Float[Array, "*lead N"],
     tokens: Int[Array, "*lead"],
     spec: EmbedSpec,
@@ -160,7 +150,7 @@ def add_lookup(
     """
     if not base.size:
         return base
-    plan = plan_of(scope, site, base)
+    plan = scope.plan(site, base)
     if plan is None:
         return base
     sharding = split_of(site.spec)

@@ -14,9 +14,9 @@ from jlora.layers.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
 from jlora.layers.linen import describe_embed as describe_linen_embed
 from jlora.layers.specs import (
     Describe,
+    Doubt,
     EmbedSpec,
     ExpertsSpec,
-    Inferred,
     LinearSpec,
     Spec,
     describe_embed,
@@ -65,7 +65,7 @@ class Found:
       module: the module.
       aliases: every dotted path that reaches it.
       spec: what it computes, or why it cannot serve LoRA.
-      inferred: set where the spec is a guess.
+      guess: set where the spec is one.
       reasons: method of an embedding -> why that method serves no LoRA.
       excluded: whether the configuration leaves it out; then `spec` says so, and nothing else of it was read.
     """
@@ -73,7 +73,7 @@ class Found:
     module: nnx.Module
     aliases: tuple[str, ...]
     spec: Spec | str
-    inferred: Inferred | None = None
+    guess: Doubt | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     excluded: bool = False
 
@@ -149,20 +149,20 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     """A module with its spec. Raises LoRAError where a spec does not fit it, and whatever its class raises."""
     cls, base = type(module), _base_of(type(module))
     reasons: dict[str, str] = {}
-    inferred = None
+    guess: str | None = None
     if base is None and has_grouped_products(module):
         spec = describe_grouped(module)
     elif base is None:
         spec = _einsum_by_equation(module)
         if isinstance(spec, LinearSpec):
-            inferred = Inferred(f"{cls.__name__} was taken for an einsum by its equation and its only parameter")
+            guess = f"{cls.__name__} was taken for an einsum by its equation and its only parameter"
     elif issubclass(base, nnx.Embed) or cls.__call__ is base.__call__:
         spec = _describe[base](module)
     else:
         spec = _guess(module, base)
-        inferred = Inferred(f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one")
+        guess = f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one"
     if isinstance(spec, EmbedSpec):
-        inferred, (spec, reasons) = None, _kept_methods(spec, cls, base or cls)
+        spec, reasons = _kept_methods(spec, cls, base or cls)
     if isinstance(spec, ExpertsSpec):
         for name, product in spec.products.items():
             if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
@@ -179,7 +179,10 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
             f"describe of {cls.__name__} must return a LinearSpec, an EmbedSpec, an ExpertsSpec or a string that says "
             f"why not, got {type(spec).__name__}"
         )
-    return Found(module, aliases, spec, inferred if isinstance(spec, LinearSpec) else None, reasons)
+    doubt = None
+    if guess is not None and isinstance(spec, LinearSpec):
+        doubt = Doubt(guess, "say what the class computes with jlora.register_layer")
+    return Found(module, aliases, spec, doubt, reasons)
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:

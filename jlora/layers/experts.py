@@ -18,7 +18,7 @@ from jlora.layers.delta import add_delta
 from jlora.layers.linear import first_input, parameters_of
 from jlora.layers.mesh import parts_of
 from jlora.layers.rows import RowMap
-from jlora.layers.scope import enter_site
+from jlora.layers.scope import Scope, enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
 
@@ -57,7 +57,7 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
     def product(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)[f"{prefix_of(name)}_site"]
-        scope = enter_site(site, vars(self)["jlora_tracking"])
+        scope = enter_site(site, vars(self)["jlora_sites"])
         if scope is None:
             return y
         spec: ExpertsSpec = vars(self)["jlora_spec"]
@@ -143,7 +143,7 @@ def expert_delta(
     site: Site | None = vars(layer).get(f"{prefix_of(product)}_site")
     if site is None:
         return y
-    scope = enter_site(site, vars(layer)["jlora_tracking"])
+    scope = enter_site(site, vars(layer)["jlora_sites"])
     if scope is None:
         return y
     spec: ExpertsSpec = vars(layer)["jlora_spec"]
@@ -151,7 +151,7 @@ def expert_delta(
 
 
 def _served(
-    layer: nnx.Module, site: Site, scope: Any, experts: ExpertsSpec, name: str, x: Any, y: Any, row_map: object
+    layer: nnx.Module, site: Site, scope: Scope, experts: ExpertsSpec, name: str, x: Any, y: Any, row_map: object
 ) -> Float[Array, "*lead N"]:
     spec, gathers = experts.products[name], name in experts.gathers
     if not isinstance(row_map, RowMap) or row_map.expert is None:

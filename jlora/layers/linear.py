@@ -15,7 +15,6 @@ from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.delta import add_delta
 from jlora.layers.mesh import parts_of
-from jlora.layers.observe import note_unserved
 from jlora.layers.products import joined, joins
 from jlora.layers.scope import enter_site
 from jlora.layers.site import Site
@@ -30,7 +29,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
-        scope = enter_site(site, vars(self)["jlora_tracking"])
+        scope = enter_site(site, vars(self)["jlora_sites"])
         if scope is not None and joins(cls, self, site, args, kwargs):
             return scope.checked(self, site, joined(cls, self, site, scope, args, kwargs))
         y = own(self, *args, **kwargs)
@@ -39,10 +38,8 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
         try:
             x, base, restore = _rows(self, site, vars(self)["jlora_spec"], parameters, y, args, kwargs)
         except Exception as error:
-            if site.inferred is not None and not site.inferred.verified:
-                # A guess that does not hold serves no adapter, now and later, and is no reason to fail.
-                site.inferred.unfit = f"{site.inferred.how}, and {error}"
-                note_unserved(site, site.inferred.unfit)
+            if site.doubt is not None and scope.recorded:  # a guess that does not hold is no reason to fail
+                scope.refuse(site, f"{site.doubt.why}, and {error}")
                 return y
             if isinstance(error, LoRAError):
                 raise LoRAError(f"{site.path}: {error}") from error

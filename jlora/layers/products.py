@@ -14,9 +14,10 @@ from jax import Array, lax
 
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
-from jlora.layers.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, plan_of, summed
+from jlora.layers.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, summed
 from jlora.layers.einsum import EinsumAxes, EinsumRows
 from jlora.layers.mesh import on_mesh, reached, split_of
+from jlora.layers.scope import Scope
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
@@ -72,7 +73,7 @@ def joined(
     cls: type[nnx.Module],
     layer: nnx.Module,
     site: Site,
-    scope: Any,
+    scope: Scope,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -88,7 +89,7 @@ def joined(
     def serve(cast_x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
         x, dtype = given, cast_x.dtype
         flat = _flat(x, places)
-        plan = plan_of(scope, site, flat)
+        plan = scope.plan(site, flat)
         if plan is None:
             return None
         lead = lead_of_rows(scope, site, flat)

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import math
-from collections.abc import Generator
-from typing import Any, TypeGuard
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.core
@@ -16,12 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import LoRABatch, check_batch, check_copy
+from jlora.layers.calls import Calls, ForwardRecord
 from jlora.layers.context import Opened, around, opening
-from jlora.layers.coverage import NOT_CALLED, Coverage
 from jlora.layers.mesh import check_mesh, here
 from jlora.layers.rows import RowMap, current_rows
 from jlora.layers.rows_on_mesh import Lead, lead_of, plan_of_experts, plan_of_rows
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
 from jlora.sharding.rules import KernelSharding
@@ -47,14 +47,29 @@ _STALE_SLOTS = (
     "compiled function as constants, and later adapters would not be seen. Pass the model (or the state that you split "
     "from it) as an argument: `forward(model, tokens, batch)`."
 )
+_UNSERVED = (
+    "`with jlora.use(batch)` ends, and {count} of the model's wrapped layers served no adapter:\n"
+    "{layers}\n"
+    "Weights that an adapter brings for them would do nothing. Either run `manager.verify(forward, inputs)` once, with "
+    "a forward that runs all of your steps: it puts the layers that none of them serves into `manager.unserved`. Or "
+    "leave them out: LoRAConfig(exclude_modules={names})"
+)
+_WITHOUT = ". Or say that this step does not run them: `jlora.use(batch, without={names})`"
+_NOT_CALLED = "it was not called (its parameters are read directly, or the step runs only a part of the model)"
+_SHOWN = 8  # layers in a message
+
+# What the rows of a layer are, and how many rows of each there are in turn.
+RowLayout: TypeAlias = tuple[RowMap | Literal["packed", "sequences"], int]
 
 
 class Scope(Opened):
-    """One open `use`: the batch, the plans made so far, and the sites called so far.
+    """One open `use`: the batch, the plans made so far, and the calls so far.
 
     Attributes:
       batch: None for the base model.
       eager: whether it was opened outside whatever JAX traces.
+      calls: of the layers inside; those of the scope of the same model around it, if there is one.
+      checks: whether it must have served each layer when it ends.
     """
 
     def __init__(self, batch: LoRABatch | None):
@@ -66,12 +81,34 @@ class Scope(Opened):
             # A concrete batch is never read by a jitted function, so eager calls may share what JAX has compiled.
             self.eager = not isinstance(batch.slots, jax.core.Tracer)
             super().__init__("jlora.use(batch)", "eager" if self.eager else object())
-        self.called: set[Site] = set()
-        self.unserved: dict[Site, str] = {}  # called with rows that fit no layout
+        around_it = None if batch is None else self._calls_around(batch.layout.sites)
+        self.calls = Calls() if around_it is None else around_it
+        self.checks = batch is not None and around_it is None
         self.lengths: set[tuple[bool, int]] = set()  # (under vmap, length) of rows seen as [batch, length]
-        self.trace: Any = jax.extend.core.get_opaque_trace_state()
-        self.plans: dict[Any, Plan] = {}
+        self.trace: object = jax.extend.core.get_opaque_trace_state()
+        self.plans: dict[Hashable, Plan] = {}
         self.row_maps: dict[tuple[int, int, str, int | None], RowMap] = {}
+
+    def _calls_around(self, sites: ModelSites) -> Calls | None:
+        """Those of what is open around it and counts its calls too."""
+        for outer in around():
+            if isinstance(outer, ForwardRecord) and outer.sites is sites:
+                return outer.calls
+            if not isinstance(outer, Scope) or outer.batch is None or outer.batch.layout.sites is not sites:
+                continue
+            # JAX keeps what is traced in an eager scope, for later ones that would not see its calls.
+            if self.eager or not outer.eager:
+                return outer.calls
+        return None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether `manager.verify` looks at the calls."""
+        return any(isinstance(each, ForwardRecord) for each in around())
+
+    def refuse(self, site: Site, reason: str) -> None:
+        """A call of the layer serves no adapter."""
+        self.calls.refused.setdefault(site, reason)
 
     def runs(self, site: Site, base: Float[Array, "*lead N"]) -> Int[Array, "..."]:
         """Slots along the first axes of `base`, where `plan` found a layout: all rows along the others are of one."""
@@ -93,13 +130,11 @@ class Scope(Opened):
         """The plan of the rows of `base`, made once and shared by all layers. None where they fit no layout.
 
         `row_map` is what the layer itself says of its rows, if it does; `held` is one of `site.shared`, for a plan of
-        its slots. A layer without a plan gives its base output; an adapter that brings weights for it is refused when
-        the scope closes, and every other is served.
+        its slots. A layer without a plan gives its base output, and the scope raises when it ends.
         """
         layout = self._layout(site, base, row_map)
         if isinstance(layout, str):
-            for unserved in (site, *site.shared):
-                self.unserved.setdefault(unserved, layout)
+            self.refuse(site, layout)
             return None
         spec = (held or site).spec
         # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
@@ -116,6 +151,7 @@ class Scope(Opened):
             return self.plans[key]
         assert self.batch is not None
         if site.spec.experts is not None:
+            assert isinstance(layout[0], RowMap)
             plan = self._plan_experts(layout[0], site, spec)
         else:
             make = functools.partial(self._make_plan, site)
@@ -144,7 +180,7 @@ class Scope(Opened):
         assert sharding is not None
         return self._lead(sharding, layout, base)
 
-    def _lead(self, sharding: KernelSharding, layout: tuple[Any, int], base: Float[Array, "*lead N"]) -> Lead:
+    def _lead(self, sharding: KernelSharding, layout: RowLayout, base: Float[Array, "*lead N"]) -> Lead:
         assert self.batch is not None
         kind, axes = layout[0], base.ndim - 1
         if kind == "packed":
@@ -212,7 +248,7 @@ class Scope(Opened):
         assert self.batch is not None
         return check_copy(self.batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
-    def _runs(self, layout: tuple[Any, int], site: Site) -> tuple[Int[Array, "runs"], int]:
+    def _runs(self, layout: RowLayout, site: Site) -> tuple[Int[Array, "runs"], int]:
         """Slot of each run of rows, and the rows of a run."""
         assert self.batch is not None
         kind, repeats = layout
@@ -226,9 +262,7 @@ class Scope(Opened):
             ids = sequences
         return ids, repeats
 
-    def _layout(
-        self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None
-    ) -> tuple[Any, int] | str:
+    def _layout(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> RowLayout | str:
         """(a RowMap or "packed", 1), or ("sequences", rows of each sequence); or why the rows fit no layout."""
         assert self.batch is not None
         lead = base.shape[:-1]
@@ -282,11 +316,11 @@ class Scope(Opened):
         )
 
 
-def _is_tracer(value: object) -> TypeGuard[Any]:
+def _is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _mapped(value: Any) -> bool:
+def _mapped(value: object) -> bool:
     """True if a `jax.vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
     while _is_tracer(value):
         if type(value).__name__ == "BatchTracer":  # JAX does not export the class
@@ -312,23 +346,27 @@ def _check_fresh(batch: LoRABatch) -> None:
 
 
 @contextlib.contextmanager
-def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, None, None]:
+def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[None, None, None]:
     """Trace-time scope: the wrapped layers called inside serve the adapters of `batch`.
+
+    When it ends without an exception, every wrapped layer must have been called, with rows of the batch, but for those
+    in `manager.unserved`. A `use` inside another of the same manager leaves that to the outer one, and its calls count
+    there. A function that is traced inside an eager `use` answers for itself.
 
     Args:
       batch: what `LoRAManager.prepare` returned, passed to your jitted function as an argument; None serves the base
-        model alone, in a compiled variant of its own.
-      partial: set it when the code inside runs only a part of the model (an embedding step, a pipeline stage).
-        Without it, a batch is refused if one of its adapters brings weights for a wrapped layer that is not called
-        inside. With it, nobody checks that the parts together call every layer.
+        model alone, in a compiled variant of its own, and checks nothing.
+      without: modules that the code inside does not run, named as in `LoRAConfig.exclude_modules`; ["*"] for code that
+        runs single layers. Only the check that they are called is waived: those that are called are served, or raise.
 
     Raises:
       LoRAError: the batch is closed, came out of a traced function, lacks adapters that were not ready, or is a
-        constant inside `jax.jit`.
-      LoRAUsageError: it is no batch.
-      AdapterMismatchError: on leaving, if an adapter of the batch brings weights for a layer that was not called, or
-        that saw rows which fit no layout of the batch.
+        constant inside `jax.jit`. On leaving: a wrapped layer served no adapter; the message shows the ways out.
+      LoRAUsageError: it is no batch; `without` is a string, or one of its names matches no module.
     """
+    if isinstance(without, str):  # it would be taken letter by letter
+        raise LoRAUsageError(f"jlora.use: without must be a list of names of modules, got {without!r:.100}")
+    names = tuple(without)
     if batch is not None:
         if not isinstance(batch, LoRABatch):
             raise LoRAUsageError(
@@ -336,18 +374,51 @@ def use(batch: LoRABatch | None, *, partial: bool = False) -> Generator[None, No
             )
         check_batch(batch)
         _check_fresh(batch)
+        _check_names(names, batch.layout.sites)
     scope = Scope(batch)
     _check_eager(scope)
     with opening(scope):
         yield
-    if batch is not None:
-        coverage, unserved = batch.layout.coverage, scope.unserved
-        if not partial:
-            skipped = (site for site in coverage.sites if site not in scope.called)
-            unserved = {**dict.fromkeys(skipped, NOT_CALLED), **unserved}
-        lease = batch.lease or (batch.layout.lease() if batch.layout.lease is not None else None)
-        coverage.finish(unserved, batch.layout.unsure, None if lease is None or lease.closed else lease)
-        batch.layout.trace.left_out |= unserved.keys()
+    if batch is not None and scope.checks:
+        _check_all_served(batch, scope.calls, names)
+
+
+def _check_names(names: Sequence[str], sites: ModelSites) -> None:
+    """Raises `LoRAUsageError` for a name that matches no module."""
+    missing = [name for name in names if name != "*" and not is_named(name, sites.names)]
+    if missing:
+        raise LoRAUsageError(
+            f"jlora.use: without {missing} match no module of the model; give names as in LoRAConfig.exclude_modules, "
+            "or ['*'] where single layers run"
+        )
+
+
+def _check_all_served(batch: LoRABatch, calls: Calls, without: Sequence[str]) -> None:
+    """Raises `LoRAError` for layers that served no adapter, and are neither unserved nor waived."""
+    missing: dict[str, str] = {}
+    skipped: list[str] = []
+    for site in batch.layout.sites.sites:
+        if site in batch.layout.unserved:
+            continue
+        if site in calls.refused:
+            missing[site.path] = calls.refused[site]
+        elif site not in calls.called and not _waived(site, without):
+            missing[site.path] = _NOT_CALLED
+            skipped.append(site.path)
+    if missing:
+        raise LoRAError(_message(missing, skipped))
+
+
+def _waived(site: Site, without: Sequence[str]) -> bool:
+    return any(name == "*" or is_named(name, (*site.aliases, *site.parts)) for name in without)
+
+
+def _message(missing: Mapping[str, str], skipped: Sequence[str]) -> str:
+    lines = [f"  {path}: {reason}" for path, reason in missing.items()][:_SHOWN]
+    if len(missing) > _SHOWN:
+        lines.append(f"  ... and {len(missing) - _SHOWN} more")
+    message = _UNSERVED.format(count=len(missing), layers="\n".join(lines), names=[*missing][:_SHOWN])
+    return message + _WITHOUT.format(names=skipped[:_SHOWN]) if skipped else message
 
 
 def _check_eager(scope: Scope) -> None:
@@ -359,21 +430,21 @@ def _check_eager(scope: Scope) -> None:
         if not alike and scope.eager:
             assert outer.batch is not None
             assert scope.batch is not None
-            alike = outer.batch.layout.coverage is scope.batch.layout.coverage
+            alike = outer.batch.layout.sites is scope.batch.layout.sites
         if alike:
             raise LoRAError(_EAGER.format(what=scope.what, outer=outer.what))
 
 
-def enter_site(site: Site, coverage: Coverage) -> Scope | None:
-    """Called by a wrapped layer: the open scope, or None for the base model. Raises outside any scope."""
+def enter_site(site: Site, sites: ModelSites) -> Scope | None:
+    """Called by a wrapped layer: the open scope, or None where it serves the base model. Raises outside any scope."""
     scope = next((each for each in around() if isinstance(each, Scope)), None)
     if scope is None:
         raise LoRAError(_OUTSIDE.format(path=site.path))
     if scope.batch is None:
         return None
-    if scope.batch.layout.coverage is not coverage:
+    if scope.batch.layout.sites is not sites:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
     scope.batch.check_usable()  # it may have been closed in its own scope
-    scope.called.update((site, *site.shared))
-    return scope
+    scope.calls.called.setdefault(site)
+    return None if site in scope.batch.layout.unserved else scope

@@ -3,18 +3,22 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
 from jlora.layers.discover import Found
+from jlora.layers.site import is_named
 from jlora.layers.specs import EmbedSpec, own_attribute
 
 # "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
 PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
 
-# Tables of positions and the like, by the last component of their path: no checkpoint ties its logits to one.
-_POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel|type|segment)(_|$)|position|relative|token_type")
+# By the last component of a table's path. No checkpoint ties its logits to one of these.
+_POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel)(_|$)|position|relative")
+_KINDS = re.compile(r"(^|_)(type|segment)(_|$)|token_type")
 
 
 class Selection:
@@ -34,7 +38,7 @@ class Selection:
         if (reason := self.exclusion(names)) is not None:
             self.leave_out(names)
             return reason
-        if self.targets is not None and not self._hits(names):
+        if self.targets is not None and not self.hits(names):
             return "it is not among the configured target_modules"
         return None
 
@@ -47,24 +51,24 @@ class Selection:
     def leave_out(self, names: Sequence[str]) -> None:
         """Take note of every configured name that means a layer which is left out."""
         self._matched.update(self._exclusions(names))
-        self._matched.update(self._hits(names))
+        self._matched.update(self.hits(names))
         self.max_rank(names)
 
     def serve(self, names: Iterable[str]) -> None:
         """Take note of the targets that mean a layer which is wrapped."""
-        self._matched.update(self._hits(names))
+        self._matched.update(self.hits(names))
 
     def refuse(self, names: Sequence[str], what: str, reason: str) -> None:
         """Take note of the names that mean a layer which cannot be wrapped; `what` says which it is."""
         self.max_rank(names)
-        for target in self._hits(names):
+        for target in self.hits(names):
             self._refused.setdefault(target, f"match {what}, but {reason}")
 
     def _exclusions(self, names: Sequence[str]) -> list[str]:
         """The exclusions that name this layer, or a module that it is in."""
-        return [e for e in self.excluded if any(f".{e}." in f".{name}." for name in names)]
+        return [e for e in self.excluded if is_named(e, names)]
 
-    def _hits(self, names: Iterable[str]) -> list[str]:
+    def hits(self, names: Iterable[str]) -> list[str]:
         """The targets that name this layer, by a full path or a suffix that starts at a dot."""
         return [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
 
@@ -73,7 +77,7 @@ class Selection:
         if isinstance(self._ranks, int):
             return self._ranks
         names = tuple(names)
-        hits = [given for given in self._ranks if any(f".{given}." in f".{name}." for name in names)]
+        hits = [given for given in self._ranks if is_named(given, names)]
         self._matched.update(hits)
         return self._ranks[max(hits, key=len, default="*")]
 
@@ -91,16 +95,27 @@ class Selection:
                 raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
 
 
-def tied_heads(found: Sequence[Found]) -> tuple[dict[int, str], set[int]]:
-    """Which embeddings serve the logits of a tied head.
+@dataclass(frozen=True)
+class Heads:
+    """Which embeddings serve the logits of a tied head, each by the id of its module.
 
-    Returns:
-      For each embedding whose `attend` gets no site (by id of the module), the reason; and the embeddings that also
-      take weights under the name "lm_head": the one of the largest vocabulary, or several of the same size, among
-      which an adapter must then choose by path.
+    Attributes:
+      reasons: those whose `attend` gets no site -> why.
+      lm_head: those that also take weights under the name "lm_head": the one of the largest vocabulary, or several of
+        the same size, among which an adapter must then choose by path.
+      known: those of which the model, its configuration or the user says that the logits are computed with them.
     """
+
+    reasons: Mapping[int, str]
+    lm_head: frozenset[int]
+    known: frozenset[int]
+
+
+def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> Heads:
+    """Find the tied heads among the modules of a model."""
     heads = {id(f.module) for f in found if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
     reasons: dict[int, str] = {}
+    known: set[int] = set()
     vocabularies: dict[int, int] = {}
     for f in found:
         if not isinstance(f.spec, EmbedSpec):
@@ -110,12 +125,33 @@ def tied_heads(found: Sequence[Found]) -> tuple[dict[int, str], set[int]]:
                 reasons[id(f.module)] = f.reasons["attend"]
         elif not heads <= {id(f.module)}:
             reasons[id(f.module)] = "the model's lm_head is a layer of its own"
-        elif any(_POSITIONS.search(alias.rpartition(".")[2].lower()) for alias in f.aliases):
+        elif is_position_table(f.aliases) or any(_KINDS.search(_last(alias)) for alias in f.aliases):
             reasons[id(f.module)] = "by its name it is a table of positions, which is no tied head"
         else:
             vocabularies[id(f.module)] = f.spec.vocab
+            if _says_tied(f.module) or selection.hits([f"{alias}.attend" for alias in f.aliases]):
+                known.add(id(f.module))
     largest = max(vocabularies.values(), default=0)
-    return reasons, {key for key, vocab in vocabularies.items() if vocab == largest}
+    lm_head = frozenset(key for key, vocab in vocabularies.items() if vocab == largest)
+    if len(lm_head) == 1 and (heads or _says_tied(model) or selection.hits(["lm_head"])):
+        known |= lm_head
+    return Heads(reasons, lm_head, frozenset(known))
+
+
+def is_position_table(aliases: Iterable[str]) -> bool:
+    """Whether a table is one of positions, by its name."""
+    return any(_POSITIONS.search(_last(alias)) for alias in aliases)
+
+
+def _last(alias: str) -> str:
+    return alias.rpartition(".")[2].lower()
+
+
+def _says_tied(model: object) -> bool:
+    """Whether a model or a table, or its configuration, says that logits are computed with an embedding."""
+    config: object = own_attribute(model, "config")
+    said = config.get("tie_word_embeddings") if is_mapping(config) else own_attribute(config, "tie_word_embeddings")
+    return own_attribute(model, "tie_word_embeddings") is True or said is True
 
 
 def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:

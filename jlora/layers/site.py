@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 
@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
-from jlora.layers.specs import Inferred
+from jlora.errors import LoRAError
+from jlora.layers.specs import Doubt
 from jlora.sharding.rules import KernelSharding
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
@@ -199,7 +200,7 @@ class Site:
       parts: checkpoint name -> (first slice, number of slices) it fills, for each alias.
       backend: as configured.
       prefix: attribute prefix of this site's arrays on the layer.
-      inferred: how its layer's spec was guessed; None where it is known.
+      doubt: why it takes no adapter before `manager.verify` has seen it serve one; None where its spec is enough.
       stamped: whether its layer holds the model's stamps too: int32 [(layers,) S], the number of the last write of each
         slot. One site of a model does. A batch says which writes it needs: a copy that missed one is found out.
       shared: of a product of experts, the sites of A and of B in the slots for adapters whose experts share one of the
@@ -215,15 +216,10 @@ class Site:
     parts: Mapping[str, tuple[int, int]] = field(repr=False)
     backend: Backend
     prefix: str = "jlora"
-    inferred: Inferred | None = None
+    doubt: Doubt | None = None
     stamped: bool = False
     shared: "tuple[Site, ...]" = field(default=(), repr=False)
     bitwise_base: bool = False
-
-    @property
-    def provisional(self) -> bool:
-        """Whether it takes no adapter yet, because its spec is a guess that `verify` has not confirmed."""
-        return self.inferred is not None and not self.inferred.verified
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -245,6 +241,34 @@ class Site:
     def stamps(self) -> str:
         """Name of the layer attribute that holds the stamps."""
         return f"{self.prefix}_stamps"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSites:
+    """The sites of one wrapped model. Its layers hold it, and so do its batches; compared by identity.
+
+    Attributes:
+      sites: those that adapters can name; the halves of shared slots belong to them.
+      names: of all modules of the model, as a configuration may give them.
+      sharding: of one of the sites: its mesh and its data axes are those of all; None off meshes.
+      device: chosen for the model off meshes, where one was.
+    """
+
+    sites: tuple[Site, ...]
+    names: frozenset[str] = field(repr=False)
+    sharding: KernelSharding | None
+    device: Device | None
+
+    def __deepcopy__(self, memo: object) -> "ModelSites":
+        raise LoRAError(
+            "a wrapped model cannot be deep-copied: no manager would write the slots of the copy. Copy the model "
+            "before it is wrapped"
+        )
+
+
+def is_named(given: str, names: Iterable[str]) -> bool:
+    """Whether `given` is one of the dotted names, or a part of one: how `exclude_modules` names modules."""
+    return any(f".{given}." in f".{name}." for name in names)
 
 
 def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:

@@ -15,14 +15,31 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.discover import Found, discover
 from jlora.layers.experts import prefix_of, shared_sites
 from jlora.layers.pieces import too_many_pieces
-from jlora.layers.select import PackedModules, Selection, packed_modules_of, part_names, slices, tied_heads
+from jlora.layers.select import (
+    Heads,
+    PackedModules,
+    Selection,
+    is_position_table,
+    packed_modules_of,
+    part_names,
+    slices,
+    tied_heads,
+)
 from jlora.layers.site import Site, SlotSpec
-from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.wrapped import WrappedModel
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
 _ATTEND = "jlora_attend"
 _WIDTHS = ("bfloat16", "float16", "float32", "float64")  # of parameters whose dtype the slots can have
+_POSITIONS = Doubt(
+    "by its name it is a table of positions, whose rows are not those of sequences",
+    "leave it out with LoRAConfig.exclude_modules",
+)
+_HEAD = Doubt(
+    "it is not known whether the model computes its logits with this table",
+    "say so: tie_word_embeddings = True on the model or its config",
+)
 _SHOWN = 8  # kinds of layers in a message
 
 
@@ -48,6 +65,7 @@ class _Context:
     config: LoRAConfig
     selection: Selection
     packed: PackedModules
+    heads: Heads
     mesh: Mesh | AbstractMesh | None
 
 
@@ -56,23 +74,24 @@ def choose(
 ) -> list[tuple[Found, list[Site]]]:
     """The layers to wrap and the sites of each. Nothing is changed yet.
 
-    A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`.
+    A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`. The doubtful ones of those that
+    are wrapped start in `wrapped.unserved`.
     """
     model = wrapped.model
     selection, packed = Selection(config), packed_modules_of(model, packed_modules)
     everything = discover(model, functools.partial(_excluded, selection, packed))
     for found in everything:
-        if "jlora_tracking" in vars(found.module):
+        if "jlora_sites" in vars(found.module):
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
-    no_head, heads = tied_heads(everything)
-    context = _Context(config, selection, packed, _mesh_of(everything, config))
+    heads = tied_heads(model, everything, selection)
+    context = _Context(config, selection, packed, heads, _mesh_of(everything, config))
     plans: list[tuple[Found, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
     for found in everything:
         path, name = found.aliases[0], type(found.module).__name__
-        uses = [] if isinstance(found.spec, str) else _uses(found, found.spec, context, no_head, heads)
+        uses = [] if isinstance(found.spec, str) else _uses(found, found.spec, context)
         if not uses:
-            reason = found.spec if isinstance(found.spec, str) else no_head.get(id(found.module), _NO_METHOD)
+            reason = found.spec if isinstance(found.spec, str) else heads.reasons.get(id(found.module), _NO_METHOD)
             if not found.excluded:
                 selection.refuse(found.aliases, f"{path!r} ({name})", reason)
             wrapped.unwrapped.update(dict.fromkeys(_names_of_unwrapped(found, packed), reason))
@@ -83,8 +102,8 @@ def choose(
             for role, reason in found.reasons.items():
                 names = found.aliases if role == "lookup" else [f"{alias}.attend" for alias in found.aliases]
                 wrapped.unwrapped.update((alias, reason) for alias in names)
-            if id(found.module) in no_head:
-                wrapped.unwrapped.update((f"{alias}.attend", no_head[id(found.module)]) for alias in found.aliases)
+            if (reason := heads.reasons.get(id(found.module))) is not None:
+                wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
         chosen: list[Site] = []
         for use in uses:
             made = selection.why_not(use.names) or _made(use)
@@ -101,7 +120,11 @@ def choose(
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
     _stamp(plans)
-    wrapped.others = (*others, *(name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others))
+    every = [site for _, sites in plans for site in sites]
+    attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
+    wrapped_names = {alias for site in every for alias in site.aliases}
+    wrapped.others = tuple(name for name in (*others, *attends) if name not in wrapped_names)
+    wrapped.set_unserved({site: site.doubt.reason for site in every if site.doubt is not None})
     return plans
 
 
@@ -150,16 +173,18 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
 
 
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
-    """Let one site have the stamps: the first that has all slots and is no stack of layers, for those come in parts."""
+    """Let one site have the stamps: the first, of those that surely serve, that has all slots and is no stack
+    of layers, for those come in parts."""
     every = [(sites, i) for _, sites in plans for i in range(len(sites))]
-    whole = [(sites, i) for sites, i in every if not sites[i].spec.rows] or [
-        (sites, i) for sites, i in every if sites[i].spec.experts is None
+    sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
+    whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
+        (sites, i) for sites, i in sure if sites[i].spec.experts is None
     ]
-    sites, i = (whole or every)[0]
+    sites, i = (whole or sure)[0]
     sites[i] = replace(sites[i], stamped=True)
 
 
-def _uses(found: Found, spec: Spec, context: _Context, no_head: dict[int, str], heads: set[int]) -> list[_Use]:
+def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
     """The uses of one layer where LoRA may be served."""
     aliases, backend = found.aliases, context.config.backend
     if isinstance(spec, ExpertsSpec):
@@ -170,9 +195,7 @@ def _uses(found: Found, spec: Spec, context: _Context, no_head: dict[int, str], 
             sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
             slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
             exact = context.config.bitwise_base
-            return Site(
-                aliases[0], aliases, "linear", slots, parts, backend, inferred=found.inferred, bitwise_base=exact
-            )
+            return Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess, bitwise_base=exact)
 
         return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
     uses: list[_Use] = []
@@ -181,17 +204,19 @@ def _uses(found: Found, spec: Spec, context: _Context, no_head: dict[int, str], 
 
         def lookup() -> Site:
             slots = _slots(found, spec, spec.table, (spec.features,), aliases, context)
-            return Site(aliases[0], aliases, "embedding", slots, dict.fromkeys(aliases, (0, 1)), backend)
+            doubt = _POSITIONS if is_position_table(aliases) else None
+            return Site(aliases[0], aliases, "embedding", slots, dict.fromkeys(aliases, (0, 1)), backend, doubt=doubt)
 
         uses.append(_Use(aliases[0], aliases, lookup))
-    if spec.attend is not None and key not in no_head:
+    if spec.attend is not None and key not in context.heads.reasons:
         # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
-        names = (*(f"{alias}.attend" for alias in aliases), *(("lm_head",) if key in heads else ()))
+        names = (*(f"{alias}.attend" for alias in aliases), *(("lm_head",) if key in context.heads.lm_head else ()))
 
         def attend() -> Site:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
             slots = _slots(found, spec, spec.head, (spec.rows,), parts, context)
-            return Site(names[0], names, "linear", slots, parts, backend, prefix=_ATTEND)
+            doubt = None if key in context.heads.known else _HEAD
+            return Site(names[0], names, "linear", slots, parts, backend, prefix=_ATTEND, doubt=doubt)
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
     return uses

@@ -212,29 +212,22 @@ Spec: TypeAlias = LinearSpec | EmbedSpec | ExpertsSpec
 Describe: TypeAlias = Callable[[Any], Spec | str]
 
 
-class Inferred:
-    """How the spec of a layer was guessed. The layer takes no adapter until `manager.verify` agreed with the guess.
+@dataclass(frozen=True)
+class Doubt:
+    """What no shape tells of a layer. It takes no adapter until `manager.verify` has seen it serve one.
 
     Attributes:
-      how: what the guess rests on.
-      verified: whether `verify` found the layer to compute it.
-      unfit: why some call of the layer cannot be what was guessed; None if none was seen.
+      why: what is not known.
+      instead: what settles it without `verify`.
     """
 
-    def __init__(self, how: str):
-        self.how = how
-        self.verified = False
-        self.unfit: str | None = None
+    why: str
+    instead: str
 
     @property
     def reason(self) -> str:
         """Why no adapter is taken now."""
-        if self.unfit is not None:
-            return self.unfit
-        return (
-            f"{self.how}; run manager.verify(forward, inputs) once, which checks that, or say what the class computes "
-            "with jlora.register_layer"
-        )
+        return f"{self.why}; run manager.verify(forward, inputs) once, which checks that, or {self.instead}"
 
 
 class Index:

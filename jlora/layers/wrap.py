@@ -18,7 +18,16 @@ from jlora.layers.embedding import embed_methods
 from jlora.layers.experts import experts_methods, product_of
 from jlora.layers.linear import linear_methods
 from jlora.layers.select import PackedModules
-from jlora.layers.site import Site, SlotParam, allocate, attach, check_room, chosen_by_default, set_attribute
+from jlora.layers.site import (
+    ModelSites,
+    Site,
+    SlotParam,
+    allocate,
+    attach,
+    check_room,
+    chosen_by_default,
+    set_attribute,
+)
 from jlora.layers.sites import choose
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
 from jlora.layers.wrapped import WrappedModel, set_class
@@ -54,6 +63,7 @@ def wrap_model(
     device = _device_of([found for found, _ in plans])
     every = [site for _, sites in plans for site in _every(sites)]
     arrays = {site: values for site, values in _allocate(every, make, device)}
+    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -61,13 +71,10 @@ def wrap_model(
                 attach(found.module, site, arrays[site])
                 wrapped.modules[site] = found.module
             set_attribute(found.module, "jlora_spec", found.spec)
-            set_attribute(found.module, "jlora_tracking", wrapped.tracking)
+            set_attribute(found.module, "jlora_sites", wrapped.sites)
             cls = type(found.module)
             wrapped.classes[id(found.module)] = cls
             set_class(found.module, _lora_class(cls, _methods(found, sites)))
-        wrapped.tracking.sites = tuple(wrapped.modules)
-        wrapped.tracking.device = device
-        wrapped.tracking.sharding = next(iter(wrapped.modules)).spec.sharding
         return wrapped
     except BaseException:
         # An interrupt too: no manager would be left to unwrap the model.
@@ -95,6 +102,11 @@ def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(pattern) for pattern in skip)
     except re.error as error:
         raise LoRAUsageError(f"skip: {error.pattern!r} is not a regular expression: {error}") from None
+
+
+def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | None) -> ModelSites:
+    names = {name for site in sites for name in (*site.aliases, *site.parts)}
+    return ModelSites(tuple(sites), frozenset({*wrapped.unwrapped, *names}), sites[0].spec.sharding, device)
 
 
 def _every(sites: Iterable[Site]) -> Iterable[Site]:

@@ -1,19 +1,20 @@
 """What a wrapped model is: the sites of its layers, what could not be wrapped, and how it is given back."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.coverage import Coverage
 from jlora.layers.experts import product_of
-from jlora.layers.site import Site, delete_attribute, detach
+from jlora.layers.site import ModelSites, Site, delete_attribute, detach
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.put import own_values
 
-_SHARED = ("jlora_spec", "jlora_tracking")
+_SHARED = ("jlora_spec", "jlora_sites")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LayerInfo:
       slot_bytes: bytes that one slot takes there, on a mesh of all devices together (what several hold counts once); 0
         where the layer is not wrapped.
       wrapped: whether it serves LoRA.
-      reason: why it is not wrapped, or takes no adapter yet; None where it serves.
+      reason: why it is not wrapped, or takes no adapter; None where it serves.
       shared_slot_bytes: bytes that one slot of `max_shared_expert_loras` takes there.
     """
 
@@ -44,14 +45,28 @@ class LayerInfo:
     shared_slot_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Unserved:
+    """The layers that serve no adapter.
+
+    Attributes:
+      reasons: path -> why.
+      sites: those of them that are wrapped.
+    """
+
+    reasons: Mapping[str, str]
+    sites: frozenset[Site]
+
+
 class WrappedModel:
     """A wrapped model: its sites, the layer of each, and what could not be wrapped.
 
     Attributes:
       modules: Site -> layer.
-      tracking: shared by all layers; knows which of them the traced forward calls.
+      sites: shared by all layers and batches; set when the model is wrapped.
       unwrapped: path -> why that module takes no adapter.
       others: those of them that `layers` shows: what holds variables, and uses of a table.
+      unserved: replaced whole, by `set_unserved` alone.
       classes: id of a layer -> the class it had.
       skip: patterns of checkpoint modules that this process lacks on purpose.
       skipped: checkpoint name -> the pattern that passed it over, as adapters brought them.
@@ -60,17 +75,20 @@ class WrappedModel:
     def __init__(self, model: nnx.Module, skip: tuple[re.Pattern[str], ...] = ()):
         self.model = model
         self.modules: dict[Site, nnx.Module] = {}
-        self.tracking = Coverage()
+        self.sites = ModelSites((), frozenset(), None, None)
         self.unwrapped: dict[str, str] = {}
         self.skip = skip
         self.skipped: dict[str, str] = {}
         self.classes: dict[int, type] = {}
         self.others: tuple[str, ...] = ()
+        self.unserved = Unserved({}, frozenset())
 
-    @property
-    def provisional(self) -> dict[Site, str]:
-        """Sites that take no adapter until `verify` has confirmed their spec -> the reason."""
-        return {site: site.inferred.reason for site in self.modules if site.inferred and site.provisional}
+    def set_unserved(self, reasons: Mapping[Site, str]) -> None:
+        """Let these of the wrapped sites serve no adapter, and all others serve."""
+        paths = {path: self.unwrapped[path] for path in self.others}
+        paths |= {site.path: reason for site, reason in reasons.items()}
+        sites = frozenset(held for site in reasons for held in (site, *site.shared))
+        self.unserved = Unserved(MappingProxyType(paths), sites)
 
     def skips(self, name: str) -> bool:
         """Whether a checkpoint module is passed over by one of the `skip` patterns; it is counted then."""
@@ -81,7 +99,6 @@ class WrappedModel:
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """What is wrapped, what is not and why, and what `skip` passed over so far."""
-        provisional = self.provisional
         wrapped = [
             LayerInfo(
                 site.path,
@@ -91,18 +108,13 @@ class WrappedModel:
                 site.spec.out_features,
                 site.slot_nbytes,
                 True,
-                provisional.get(site),
+                self.unserved.reasons.get(site.path),
                 site.shared_slot_nbytes,
             )
             for site in self.modules
             if site.spec.whole
         ]
-        shown = {alias for site in self.modules for alias in site.aliases}
-        other = [
-            LayerInfo(path, (), "other", None, None, 0, False, self.unwrapped[path])
-            for path in self.others
-            if path not in shown
-        ]
+        other = [LayerInfo(path, (), "other", None, None, 0, False, self.unwrapped[path]) for path in self.others]
         skipped = [
             LayerInfo(name, (), "skipped", None, None, 0, False, f"passed over by skip={pattern!r}")
             for name, pattern in sorted(self.skipped.items())

@@ -724,15 +724,25 @@ class LoRAManager:
         """Every layer: its path and sizes, and whether it is wrapped or why not."""
         return self._wrapped.layers()
 
+    @property
+    def unserved(self) -> Mapping[str, str]:
+        """Path -> why that layer serves no adapter; adapters that bring weights for it are refused.
+
+        It starts with the layers that are not wrapped, guessed ones, tables of positions, and logits of an embedding
+        that is not known to be the head. Only `verify` changes it; each step is traced once more then.
+        """
+        return self._wrapped.unserved.reasons
+
     def verify(self, forward: Forward, inputs: Any, **options: Any) -> VerifyReport:
         """Check once that this model serves what merged weights compute, row by row.
 
         What no shape can tell is found here: sequences on another axis, rows that sequences share, a layer that scales
-        its input, a wrong spec. Slots and adapters are not touched. Layers whose spec was guessed take adapters only
-        after this has passed.
+        its input, a wrong spec. Slots and adapters are not touched. `unserved` becomes what this has found, in place of
+        what earlier calls found: layers that `forward` does not call, or calls with rows that are not the batch's,
+        serve no adapter afterwards, and guessed ones that were right do.
 
         Args:
-          forward: `forward(model, inputs, batch)`, your own step; it opens `jlora.use(batch)`.
+          forward: `forward(model, inputs, batch)`, your own steps; they open `jlora.use(batch)`, once or in each step.
           inputs: what it takes: several sequences of different content.
           **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `batch_axis`, `seed`; see
             `jlora.manager.verify.verify`.
@@ -743,7 +753,10 @@ class LoRAManager:
         """
         self._check_call("verify")
         self._wrapped.check()
-        return verify(self._wrapped, forward, inputs, **options)
+        report, reasons = verify(self._wrapped, forward, inputs, **options)
+        with self._state_lock:
+            self._wrapped.set_unserved(reasons)
+        return report
 
     def stats(self) -> Stats:
         """Counts so far and what is held now."""

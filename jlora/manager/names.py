@@ -76,8 +76,8 @@ class SiteIndex:
         hits = self._hits(kind, name)
         if len(hits) == 1:
             site = hits[0][0]
-            if site.inferred is not None and site.provisional:
-                return f"{site.path!r} takes no adapter yet: {site.inferred.reason}"
+            if (reason := self._wrapped.unserved.reasons.get(site.path)) is not None:
+                return f"{site.path!r} takes no adapter yet: {reason}"
             return hits[0]
         if hits:
             places = ", ".join(repr(site.path) for site, *_ in hits)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import LoRAUsageError, NoFreeSlotError
+from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
 from jlora.layers.wrapped import WrappedModel
 from jlora.manager.batches import Asked, Name, slot_arrays
@@ -102,6 +102,8 @@ class Batches:
         if any(isinstance(name, LoRARequest) and name.load_inplace for name in asked.adapters):
             return None
         if not all(map(self._registry.newest, kept.newest)):
+            return None
+        if kept.batch.layout.unserved is not self._wrapped.unserved.sites:
             return None
         pool = self._slots.pool
         if any(pool.table[s] is not c or pool.writes[s] != write for c, (s, write) in kept.slots.items()):
@@ -275,7 +277,12 @@ class Batches:
                 registry.contents.touch(content.name)
 
     def _contents(self, asked: Asked) -> dict[Name, PackedAdapter]:
-        """What each adapter of a batch is now; those that are not loaded are left out."""
+        """What each adapter of a batch is now; those that are not loaded are left out.
+
+        Raises:
+          LoRAUsageError: a handle is closed, or of another manager.
+          AdapterMismatchError: an adapter brings weights for a layer that serves none.
+        """
         found: dict[Name, PackedAdapter] = {}
         for name in asked.adapters:
             if isinstance(name, AdapterHandle):
@@ -287,8 +294,18 @@ class Batches:
             else:
                 content = self._registry.contents.get(name.name if isinstance(name, LoRARequest) else name)
             if content is not None:
+                self._check_served(content)
                 found[name] = content
         return found
+
+    def _check_served(self, content: PackedAdapter) -> None:
+        unserved = self._wrapped.unserved
+        if not content.sites.isdisjoint(unserved.sites):
+            site = next(placement.site for placement in content.placements if placement.site in unserved.sites)
+            raise AdapterMismatchError(
+                f"adapter {content.name!r}: brings weights for {site.path!r}, which takes no adapter: "
+                f"{unserved.reasons[site.path]}"
+            )
 
     def _batch(
         self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool
@@ -305,8 +322,9 @@ class Batches:
         batch = make_batch(
             slots,
             token_slots,
-            self._wrapped.tracking,
+            self._wrapped.sites,
             lease,
+            unserved=self._wrapped.unserved.sites,
             stamps=stamps,
             length=asked.length,
             absent=not all(ready),

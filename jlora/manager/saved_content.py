@@ -186,8 +186,6 @@ def _sites(where: str, described: Sequence[Mapping[str, Any]], sites: Sequence[S
     found: list[Site] = []
     for one in described:
         site = known.get((one["path"], one["prefix"]))
-        if site is not None and site.provisional:
-            raise AdapterMismatchError(f"{where}: {site.path!r} takes no adapter before LoRAManager.verify has passed")
         if site is None:
             raise AdapterMismatchError(f"{where}: it has weights for {one['path']!r}, which this manager does not wrap")
         for key, own in description(site).items():

@@ -17,8 +17,9 @@ from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.batch import Lease, LoRABatch, make_batch
+from jlora.layers.calls import ForwardRecord
+from jlora.layers.context import opening
 from jlora.layers.copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
-from jlora.layers.observe import observe
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrapped import WrappedModel, spec_of
 from jlora.manager.batches import Name, read_arguments, slot_arrays
@@ -38,8 +39,9 @@ class VerifyReport:
 
     Attributes:
       checked: paths of the layers that were compared, in the order in which the forward calls them.
-      unserved: path -> why that layer serves no LoRA in this forward; adapters for it are refused.
-      confirmed: paths of the layers whose spec was guessed and that take adapters from now on.
+      unserved: path -> why that wrapped layer serves no adapter in this forward; `manager.unserved` has it from now on.
+      unchecked: path -> why that layer, which serves, was not compared.
+      confirmed: paths of the layers in doubt, guessed ones say, that were seen to be right.
       error, tolerance: the largest error of a row, and what it may be: in units of the outputs' largest value where
         the model computes in float32, else of the norm of the row's delta.
       batches: mixed batches that were compared.
@@ -47,6 +49,7 @@ class VerifyReport:
 
     checked: tuple[str, ...]
     unserved: Mapping[str, str]
+    unchecked: Mapping[str, str]
     confirmed: tuple[str, ...]
     error: float
     tolerance: float
@@ -64,14 +67,14 @@ def verify(
     length: int | None = None,
     batch_axis: int = 0,
     seed: int = 0,
-) -> VerifyReport:
+) -> tuple[VerifyReport, Mapping[Site, str]]:
     """Compare a mixed batch with merged weights, row by row. Slots, adapters and the model are not touched.
 
     Args:
       wrapped: the wrapped model.
-      forward: `forward(model, inputs, batch)` -> array or tree of arrays, your own step: it opens `jlora.use(batch)`
-        and returns rows of sequences. It is called with copies of the model that share its arrays, so it must not
-        donate them, and with `batch=None` on a copy that is not wrapped.
+      forward: `forward(model, inputs, batch)` -> array or tree of arrays, your own step, or several: each opens
+        `jlora.use(batch)`, and it returns rows of sequences. It is called with copies of the model that share its
+        arrays, so it must not donate them, and with `batch=None` on a copy that is not wrapped.
       inputs: what `forward` takes; sequences of different content, and, where the model allows it, as many sequences
         as no other axis has.
       num_sequences: sequences of `inputs`; None reads the first axis of its first array (or `token_counts`).
@@ -80,7 +83,7 @@ def verify(
       seed: of the random factors.
 
     Returns:
-      A `VerifyReport`. Layers with guessed specs that were found right take adapters from now on.
+      A `VerifyReport`, and why each wrapped site that serves no adapter does not.
 
     Raises:
       LoRAUsageError: the outputs have no rows of the batch.
@@ -90,23 +93,31 @@ def verify(
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
     probe = _Probe(wrapped, forward, inputs, _Layout(num_sequences, token_counts, pad_to, length, batch_axis), seed)
-    served, reasons = probe.look()
-    if not served:
-        raise LoRAError(f"verify: forward calls no layer that serves LoRA ({next(iter(reasons.values()), 'none')})")
-    error, changed = probe.compare(served)
-    if not error <= probe.tolerance:
-        probe.blame(served, error)
-    if not changed:
-        raise LoRAError("verify: random adapters change no row of what forward returns, so nothing can be compared")
-    confirmed = probe.confirm(served, reasons)
-    return VerifyReport(
+    with opening(probe.record):  # layers that serve none are found here, and raise nothing
+        served, unchecked, unserved = probe.look()
+        if not served:
+            why = next(iter((unchecked | unserved).values()), "none")
+            raise LoRAError(f"verify: forward calls no layer that serves LoRA ({why})")
+        error, changed = probe.compare(served)
+        if not error <= probe.tolerance:
+            probe.blame(served, error)
+        if not changed:
+            raise LoRAError("verify: random adapters change no row of what forward returns, so nothing can be compared")
+        confirmed = probe.confirm(served, unserved)
+    report = VerifyReport(
         tuple(site.path for site in served),
-        {site.path: reason for site, reason in reasons.items()},
+        _by_path(unserved),
+        _by_path(unchecked),
         confirmed,
         error,
         probe.tolerance,
         probe.batches,
     )
+    return report, unserved
+
+
+def _by_path(reasons: Mapping[Site, str]) -> dict[str, str]:
+    return {site.path: reason for site, reason in reasons.items()}
 
 
 def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> int:
@@ -196,6 +207,7 @@ class _Probe:
         self.half = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
         self.tolerance = _HALF_TOLERANCE if self.half else _TOLERANCE
         self.batches = 0
+        self.record = ForwardRecord(wrapped.sites)
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
         self._filled: dict[Site, list[Array]] = {}
         self._empty: dict[SlotSpec, list[Array]] = {}
@@ -233,7 +245,8 @@ class _Probe:
         slots, token_slots = slot_arrays(asked, places, max(site.spec.slots.stop for site in self.wrapped.modules))
         # The copy's slots are nobody's: the lease holds no adapter, and lives for this one forward.
         lease = Lease((), (None,) * len(names), thread=0)
-        batch = make_batch(slots, token_slots, self.wrapped.tracking, lease, length=asked.length)
+        model = self.wrapped.sites
+        batch = make_batch(slots, token_slots, model, lease, unserved=frozenset(), length=asked.length)
         arrays, self._owners = self.layout.rows(self.forward(copy, self.inputs, batch))
         return arrays
 
@@ -272,17 +285,17 @@ class _Probe:
 
     # --- comparing ------------------------------------------------------------------------------------------------
 
-    def look(self) -> tuple[list[Site], dict[Site, str]]:
-        """The sites that serve LoRA in this forward, in call order, and the others with the reason."""
-        with observe() as seen:
-            self.serve((), self._mixes()[0])
-        reasons = dict(seen.unserved)
-        for site in self.sites:
-            if site not in seen.served and site not in reasons:
-                reasons[site] = "the forward never calls that layer"
-            elif not jnp.issubdtype(_kernel(self.wrapped, site).dtype, jnp.floating):
-                reasons[site] = "its parameter is quantised, so nothing can be merged into it to compare with"
-        return [site for site in seen.served if site not in reasons], reasons
+    def look(self) -> tuple[list[Site], dict[Site, str], dict[Site, str]]:
+        """The sites to compare, in call order; those that serve and cannot be compared, and why; those that do not."""
+        self.serve((), self._mixes()[0])
+        called, unserved = self.record.calls.called, dict(self.record.calls.refused)
+        unserved |= {site: "the forward never calls that layer" for site in self.sites if site not in called}
+        unchecked: dict[Site, str] = {}
+        for site in called:
+            if site not in unserved and not jnp.issubdtype(_kernel(self.wrapped, site).dtype, jnp.floating):
+                why = "its parameter is quantised, so nothing can be merged into it to compare with"
+                (unchecked if site.doubt is None else unserved)[site] = why
+        return [site for site in called if site not in unserved and site not in unchecked], unchecked, unserved
 
     def _mixes(self) -> list[list[str | None]]:
         """Batches in which each sequence takes each adapter, and the base, once; in a shuffled order."""
@@ -353,7 +366,7 @@ class _Probe:
             alone, _ = self.compare([site])
             if not alone <= self.tolerance:
                 name = type(self.wrapped.modules[site]).__name__.removesuffix("WithLoRA")
-                guess = "" if site.inferred is None else f" {site.inferred.how}: that does not hold."
+                guess = "" if site.doubt is None else f" {site.doubt.why}: that does not hold."
                 found = f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed."
                 if not np.isfinite(alone):
                     found = "is not finite, as served or with merged weights."
@@ -371,19 +384,19 @@ class _Probe:
         )
 
     def confirm(self, sites: Sequence[Site], reasons: dict[Site, str]) -> tuple[str, ...]:
-        """Let the guessed layers that were seen to be right take adapters; each must have changed some row alone."""
+        """The layers in doubt that are right; each must have changed some row alone. The others get a reason."""
         confirmed: list[str] = []
         for site in sites:
-            inferred = site.inferred
-            if inferred is None or inferred.verified or inferred.unfit is not None:
+            if site.doubt is None:
                 continue
             error, changed = self.compare([site])
             if not error <= self.tolerance:
                 self.blame([site], error)
             if not changed:
-                reasons[site] = f"{inferred.how}, and a random adapter there changes no row, so nothing was seen of it"
+                reasons[site] = (
+                    f"{site.doubt.why}, and a random adapter there changes no row, so nothing was seen of it"
+                )
                 continue
-            inferred.verified = True
             confirmed.append(site.path)
         return tuple(confirmed)
 

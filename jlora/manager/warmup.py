@@ -46,7 +46,8 @@ def warm_up(
         if step is not None:
             rows = None if asked.counts is None else np.full(asked.rows, slot, np.int32)
             of_sequences = np.full(len(asked.names), slot, np.int32)
-            batch = make_batch(of_sequences, rows, wrapped.tracking, lease, length=asked.length)
+            unserved = wrapped.unserved.sites
+            batch = make_batch(of_sequences, rows, wrapped.sites, lease, unserved=unserved, length=asked.length)
             jax.block_until_ready(step(batch))
             with prepare() as base_only:
                 jax.block_until_ready(step(base_only))

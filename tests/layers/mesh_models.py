@@ -100,6 +100,7 @@ class Zoo(nnx.Module):
         self.vocab = nnx.Embed(24, K, rngs=rngs)
         self.vocab.real_vocab = 21
         self.wide = nnx.Embed(24, K, rngs=rngs)
+        self.vocab.tie_word_embeddings = self.wide.tie_word_embeddings = True
 
     def __call__(self, inputs):
         tokens, x = inputs

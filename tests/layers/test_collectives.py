@@ -63,6 +63,7 @@ class Chain(Small):
 
     def __init__(self):
         super().__init__()
+        del self.embed
         rngs = nnx.Rngs(1)
         self.heads = nnx.LinearGeneral(8, (4, 4), rngs=rngs)
         self.o_proj = nnx.LinearGeneral((4, 4), 8, axis=(-2, -1), rngs=rngs)

@@ -348,7 +348,8 @@ def test_a_method_needs_rows(register):
     jlora.register_layer(Methods, lambda layer: jlora.ExpertsSpec(5, {"gate_up": linear(param="wi")}))
     try:
         manager = small(Methods)
-        with manager.prepare([None]) as batch, jlora.use(batch), pytest.raises(LoRAError, match="has no `rows`"):
+        refused = pytest.raises(LoRAError, match="has no `rows`")
+        with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
             manager.model(jnp.ones((1, 2, HIDDEN)))
     finally:
         _describe.pop(Methods)
@@ -394,7 +395,7 @@ def test_a_subclass_that_overrides_a_product():
 def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
     layer = ragged.model.layers[0].experts
     source, expert = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
-    with ragged.prepare([None]) as batch, jlora.use(batch, partial=True), pytest.raises(LoRAUsageError, match=message):
+    with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAUsageError, match=message):
         jlora.expert_delta(layer, "gate_up", jnp.ones((4, 8)), jnp.ones((4, 12)), rows(source, expert))
 
 
@@ -410,7 +411,7 @@ def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
 @pytest.mark.usefixtures("unchecked_calls")
 def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
-    with ragged.prepare([None]) as batch, jlora.use(batch, partial=True), pytest.raises(LoRAError, match=message):
+    with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAError, match=message):
         jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
 
 
@@ -421,7 +422,7 @@ def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
     layer, of = manager.model.layers[0].experts, jnp.zeros(3, jnp.int32)
     where = Rows(of, of, jnp.array([3, 0, 0, 0, 0], jnp.int32), None if packed else 2)
     counts = {"token_counts": [4, 2]} if packed else {}
-    with manager.prepare([None, None], **counts) as batch, jlora.use(batch, partial=True):
+    with manager.prepare([None, None], **counts) as batch, jlora.use(batch, without=["*"]):
         assert layer.gate_up(jnp.ones((rows, HIDDEN)), where).shape == (3, 2 * INNER)
         for other in (rows - 1, rows + 1):
             with pytest.raises(LoRAError, match=f"gathers its rows from all {rows} tokens"):
@@ -442,7 +443,7 @@ def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
     layer = ragged.model.layers[0].experts
     x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
     rows = jlora.RowMap(jnp.array([0, -1, 1, 4]), of="tokens", length=2, expert=jnp.array([5, 0, -1, 1]))
-    with ragged.prepare(["all", "all"]) as batch, jlora.use(batch, partial=True):
+    with ragged.prepare(["all", "all"]) as batch, jlora.use(batch, without=["*"]):
         np.testing.assert_array_equal(jlora.expert_delta(layer, "gate_up", x, y, rows), y)
         served = jlora.expert_delta(
             layer,
@@ -458,7 +459,7 @@ def test_a_row_map_of_experts_for_a_dense_layer(manager):
     x = jnp.ones((1, 2, HIDDEN))
     rows = jlora.RowMap(jnp.zeros(2, jnp.int32), expert=jnp.zeros(2, jnp.int32))
     refused = pytest.raises(LoRAUsageError, match="for the products of experts")
-    with manager.prepare([None]) as batch, jlora.use(batch, partial=True), refused, jlora.rows(rows):
+    with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused, jlora.rows(rows):
         manager.model.layers[0].gate(x)
 
 

@@ -148,6 +148,8 @@ def test_einsum_call_that_turns_the_kernel_round_is_refused():
 class Tied(nnx.Module):
     """Embedding, one projection, logits from the same table."""
 
+    tie_word_embeddings = True
+
     def __init__(self, head_name: str = "embed", rngs=None):
         self.embed = nnx.Embed(11, 6, rngs=rngs or nnx.Rngs(0))
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))

@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jlora
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, serve
 
 pytestmark = pytest.mark.device
@@ -74,6 +74,7 @@ def test_linen_model(bridge):
     else:
         model = jlora.LinenModule(module, variables)
     assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
+    model.tie_word_embeddings = True
     one, two = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 2)
     manager = make_manager(model, [one, two])
     with manager.prepare(["one", None, "two"]) as batch:
@@ -108,18 +109,15 @@ def test_what_linen_cannot_serve_is_refused():
     module, x = Other(), np.ones((3, 2, 6), np.float32)
     model = jlora.LinenModule(module, module.init(jax.random.key(0), x))
     manager = make_manager(model, [make_adapter("good", [Target("good", 6, 6, "")], 2)])
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match="doubled: it was not called"):
+        serve(model, x, batch)
+    manager.verify(serve, x)
     with manager.prepare(["good", None, None]) as batch:
         serve(model, x, batch)
     with pytest.raises(AdapterMismatchError, match="'general' is not wrapped"):
         manager.add_adapter(make_adapter("one", [Target("general", 6, 6, "")], 2))
-
-    def ask(adapter):
-        manager.add_adapter(adapter)
-        with manager.prepare([adapter.name] * 3) as batch:
-            serve(model, x, batch)
-
-    with pytest.raises(AdapterMismatchError, match="never calls"):
-        ask(make_adapter("two", [Target("doubled", 6, 6, "")], 2))
+    with pytest.raises(AdapterMismatchError, match="'doubled' takes no adapter yet: the forward never calls"):
+        manager.add_adapter(make_adapter("two", [Target("doubled", 6, 6, "")], 2))
     for arguments in ((module,), (module, {}), (nn.Dense(3), nn.Dense(3).init(jax.random.key(0), x))):
         with pytest.raises(LoRAUsageError, match="LinenModule"):
             jlora.LinenModule(*arguments)

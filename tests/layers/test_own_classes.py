@@ -116,6 +116,8 @@ class Embedder(nnx.Module):
 
 
 class Gemma(nnx.Module):
+    tie_word_embeddings = True
+
     def __init__(self, vocab=11):
         self.embedder = Embedder(vocab, 6)
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
@@ -204,6 +206,8 @@ class ScaledAttend(nnx.Embed):
 
 
 class TiedWith(nnx.Module):
+    tie_word_embeddings = True
+
     def __init__(self, cls):
         self.embedder = cls(11, 6, rngs=nnx.Rngs(0))
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
@@ -242,6 +246,8 @@ def test_an_embed_subclass_that_overrides_one_method_keeps_the_other(cls, kept, 
 class GPT2(nnx.Module):
     """More positions than tokens, and no layer called lm_head."""
 
+    tie_word_embeddings = True
+
     def __init__(self):
         self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
         self.wpe = nnx.Embed(40, 6, rngs=nnx.Rngs(1))
@@ -274,10 +280,15 @@ def test_tables_of_one_size_must_be_named():
             self.target = nnx.Embed(11, 6, rngs=nnx.Rngs(1))
             self.small = nnx.Embed(7, 6, rngs=nnx.Rngs(1))
 
-    manager = make_manager(Two())
+    model = Two()
+    manager = make_manager(model)
     head = make_module(np.random.default_rng(0), 6, 11, 3)
     with pytest.raises(AdapterMismatchError, match=r"any of 'source.attend', 'target.attend'; name one"):
         manager.add_adapter(Adapter(name="head", modules={"lm_head": head}))
+    with pytest.raises(AdapterMismatchError, match=r"'target.attend' takes no adapter yet: it is not known"):
+        manager.add_adapter(Adapter(name="head", modules={"target.attend": head}))
+    manager.unwrap()
+    manager = make_manager(model, target_modules=["target.attend"])
     manager.add_adapter(Adapter(name="head", modules={"target.attend": head}))
 
 
@@ -434,6 +445,7 @@ def test_a_guess_that_does_not_hold_leaves_the_model_alone():
     manager = make_manager(manager.model)
     with manager.prepare([None] * 3) as batch:
         serve(manager.model, normal(3, 2, 6), batch)
+    manager.verify(serve, normal(3, 2, 6))
     with pytest.raises(AdapterMismatchError, match=r"took float32\[3, 2, 6\] and returned a (list|tuple) of 2"):
         manager.add_adapter(make_adapter("one", [Target("router", 6, 4, "")], 2))
 
@@ -576,6 +588,8 @@ def test_an_index_of_features_that_are_not_there(index):
 
 class PaddedVocab(nnx.Module):
     """100 tokens held as 128."""
+
+    tie_word_embeddings = True
 
     def __init__(self):
         self.embedder = Embedder(128, 6)

@@ -23,7 +23,7 @@ def world():
 
 
 def run_mapped(model, x, source, batch):
-    with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+    with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source)):
         return model.proj(x)
 
 
@@ -32,7 +32,7 @@ mapped = jax.jit(run_mapped)
 
 @jax.jit
 def mapped_tokens(model, x, source, batch):
-    with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source, of="tokens")):
+    with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source, of="tokens")):
         return model.proj(x)
 
 
@@ -83,14 +83,14 @@ def test_tokens_of_a_length_that_a_layer_has_shown_or_the_map_says(world):
 
     @jax.jit
     def shown(model, x, whole, source, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             model.proj(whole)
             with jlora.rows(jlora.RowMap(source, of="tokens")):
                 return model.proj(x)
 
     @jax.jit
     def said(model, x, source, batch):
-        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source, of="tokens", length=2)):
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source, of="tokens", length=2)):
             return model.proj(x)
 
     with world.manager.prepare(NAMES) as batch:
@@ -103,7 +103,7 @@ def test_tokens_of_a_length_that_a_layer_has_shown_or_the_map_says(world):
 def test_tokens_of_two_lengths_are_not_guessed(world):
     @jax.jit
     def step(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             model.proj(jnp.zeros((3, 2, K)))
             model.proj(jnp.zeros((3, 4, K)))
             with jlora.rows(jlora.RowMap(jnp.arange(4), of="tokens")):
@@ -119,7 +119,7 @@ def test_one_row_a_sequence_of_packed_tokens_where_both_are_as_many(world):
 
     @jax.jit
     def step(model, x, last, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             y = model.proj(x)
             with jlora.rows(jlora.RowMap(jnp.arange(3))):
                 return y, model.proj(last)
@@ -136,7 +136,7 @@ def test_a_lookup_of_mapped_rows(world):
 
     @jax.jit
     def lookup(model, tokens, source, batch):
-        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source)):
             return model.embed(tokens)
 
     with world.manager.prepare(NAMES) as batch:
@@ -154,7 +154,7 @@ def test_maps_nest_and_end(world):
 
     @jax.jit
     def step(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             with jlora.rows(jlora.RowMap(jnp.array([2, 2, 2]))):
                 outer = model.proj(x)
                 with jlora.rows(jlora.RowMap(jnp.array([0, 0, 0]))):
@@ -172,7 +172,7 @@ def test_maps_nest_and_end(world):
 
 def test_a_map_ends_with_an_exception(world):
     x = normal(3, K)
-    with world.manager.prepare(NAMES) as batch, jlora.use(batch, partial=True):
+    with world.manager.prepare(NAMES) as batch, jlora.use(batch, without=["*"]):
         with pytest.raises(ZeroDivisionError), jlora.rows(jlora.RowMap(np.array([2, 2, 2]))):
             raise ZeroDivisionError
         assert_close(world.model.proj(jnp.asarray(x)), world.expected(x, NAMES))
@@ -248,7 +248,7 @@ def test_a_function_called_inside_a_map_and_outside(world, wrap):
 
     @jax.jit
     def step(model, x, source, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             row_map, outs = jlora.RowMap(source), []
             outs.append(block(model.proj, x))
             with jlora.rows(row_map):
@@ -274,7 +274,7 @@ def test_a_map_opened_outside_jit(world):
 
     @jax.jit
     def step(model, x, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.proj(x)
 
     with world.manager.prepare(NAMES) as batch:
@@ -290,7 +290,7 @@ def test_a_map_opened_outside_jit(world):
 
 
 def test_eagerly(world):
-    with world.manager.prepare(NAMES) as batch, jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(SOURCE)):
+    with world.manager.prepare(NAMES) as batch, jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(SOURCE)):
         assert_close(world.model.proj(jnp.asarray(X)), world.expected(X, named(NAMES, SOURCE)))
 
 
@@ -305,7 +305,7 @@ def test_gradients(world):
         @jax.jit
         def gradient(model, x, source, batch, wrap=wrap):
             def loss(x):
-                with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+                with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source)):
                     return (w * wrap(model.proj)(x)).sum()
 
             return jax.grad(loss)(x)
@@ -326,7 +326,7 @@ def test_scan_over_maps(world):
 
     @jax.jit
     def step(model, x, sources, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
 
             def body(x, source):
                 with jlora.rows(jlora.RowMap(source)):
@@ -343,7 +343,7 @@ def test_scan_over_maps(world):
 def test_scan_inside_a_map(world):
     @jax.jit
     def step(model, x, source, batch):
-        with jlora.use(batch, partial=True), jlora.rows(jlora.RowMap(source)):
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source)):
             return jax.lax.scan(lambda x, _: (x, model.proj(x)), x, None, length=2)[1]
 
     with world.manager.prepare(NAMES) as batch:
@@ -361,7 +361,7 @@ def test_vmap_over_maps(world):
             with jlora.rows(jlora.RowMap(source)):
                 return model.proj(x)
 
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return jax.vmap(one, in_axes=(None, 0))(x, sources)
 
     with world.manager.prepare(NAMES) as batch:

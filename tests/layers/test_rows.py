@@ -26,14 +26,14 @@ def world():
 
 @jax.jit
 def through_proj(model, x, batch):
-    with jlora.use(batch, partial=True):
+    with jlora.use(batch, without=["*"]):
         return model.proj(x)
 
 
 @jax.jit
 def through_both(model, x, odd, batch):
     """`other` on rows that may fit no layout, then `proj` on those of the batch."""
-    with jlora.use(batch, partial=True):
+    with jlora.use(batch, without=["*"]):
         return model.other(odd), model.proj(x)
 
 
@@ -73,7 +73,7 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
 
     @jax.jit
     def seen(model, x, batch, order):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             outs = {}
             for step in ("whole", "flat") if order.size == 1 else ("flat", "whole"):
                 outs[step] = model.proj(x.reshape(3, 2, K) if step == "whole" else x)
@@ -83,7 +83,7 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
         outs = seen(world.model, x, batch, jnp.zeros(1))
         for out in outs.values():
             assert_close(out.reshape(-1, N), world.expected(x, adapters))
-        with pytest.raises(jlora.AdapterMismatchError, match=r"'proj', but its rows of shape \(6,\) fit no layout"):
+        with pytest.raises(jlora.LoRAError, match=r"proj: its rows of shape \(6,\) fit no layout"):
             seen(world.model, x, batch, jnp.zeros(2))  # before any layer has shown the length
     with world.manager.prepare(NAMES, length=2) as batch:
         for order in (1, 2):
@@ -94,7 +94,7 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
 def test_a_length_is_seen_in_its_own_forward_only(world):
     with world.manager.prepare(NAMES) as batch:
         chex.assert_shape(through_proj(world.model, normal(3, 2, K), batch), (3, 2, N))
-        with pytest.raises(jlora.AdapterMismatchError, match="fit no layout"):
+        with pytest.raises(jlora.LoRAError, match="fit no layout"):
             through_proj(world.model, normal(6, K), batch)
 
 
@@ -103,12 +103,12 @@ def test_deeper_rows_show_no_length(world):
 
     @jax.jit
     def step(model, deep, flat, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.proj(deep), model.proj(flat)
 
     with world.manager.prepare(NAMES) as batch:
         for rows in (6, 12):
-            with pytest.raises(jlora.AdapterMismatchError, match=rf"'proj', but its rows of shape \({rows},\)"):
+            with pytest.raises(jlora.LoRAError, match=rf"proj: its rows of shape \({rows},\)"):
                 step(world.model, normal(3, 2, 4, K), normal(rows, K), batch)
 
 
@@ -142,8 +142,9 @@ NOBODYS = {
 
 @optimised
 @pytest.mark.parametrize("what", thinned(list(NOBODYS), 0, 1, 2, 4, 6, 10))
-def test_rows_of_nobody_take_no_adapter_and_hurt_nobody(world, what):
-    """An adapter that touches them is refused by name; the others are served, the layer itself is bitwise the base."""
+def test_rows_of_nobody_raise_until_verify_has_seen_them_and_then_hurt_nobody(what):
+    """Afterwards adapters for that layer are refused, all others are served, and it is bitwise the base."""
+    world = World()
     lead, options = NOBODYS[what]
     packed = "token_counts" in options
     rows, odd = normal(options.get("pad_to", 4), K) if packed else normal(3, 2, K), normal(*lead, K, seed=1)
@@ -151,18 +152,24 @@ def test_rows_of_nobody_take_no_adapter_and_hurt_nobody(world, what):
         names = ["one", None, None, "two", None, None, None, None]
     else:
         names = ["one", None, None, "two"] if packed else ["one", "one", None, None, "two", "two"]
-    # Shown by name in the error, whatever was prepared before.
-    reason = rf"adapter 'odd': brings weights for 'other', but its rows of shape {re.escape(str(lead))} fit no layout"
-    for _ in range(2):
-        with world.manager.prepare(NAMES, **options) as batch:
-            found_odd, found = through_both(world.model, rows, odd, batch)
-        np.testing.assert_array_equal(bits(found_odd), bits(base_of(world.bare.other, odd)))
-        assert_close(found.reshape(-1, N), world.expected(rows.reshape(-1, K), names))
+    reason = rf"its rows of shape {re.escape(str(lead))} fit no layout"
+    for batch_of in (NAMES, [None] * 3):
         with (
-            world.manager.prepare([*NAMES[:2], "odd"], **options) as batch,
-            pytest.raises(jlora.AdapterMismatchError, match=reason),
+            world.manager.prepare(batch_of, **options) as batch,
+            pytest.raises(jlora.LoRAError, match=rf"other: {reason}"),
         ):
             through_both(world.model, rows, odd, batch)
+    report = world.manager.verify(lambda m, x, b: through_both(m, x, odd, b)[1], rows, num_sequences=3, **options)
+    assert report.checked == ("proj",)
+    assert re.match(reason, world.manager.unserved["other"])
+    one = ["one", None, "one"]  # `embed` was not called, and "two" brings weights for it
+    with world.manager.prepare(one, **options) as batch:
+        found_odd, found = through_both(world.model, rows, odd, batch)
+    np.testing.assert_array_equal(bits(found_odd), bits(base_of(world.bare.other, odd)))
+    expected = world.expected(rows.reshape(-1, K), ["one" if name == "two" else name for name in names])
+    assert_close(found.reshape(-1, N), expected)
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"'odd': .* 'other', which takes no adapter: {reason}"):
+        world.manager.prepare([*NAMES[:2], "odd"], **options)
 
 
 @optimised
@@ -177,14 +184,14 @@ def test_base_sequences_are_bitwise_the_base_beside_others(world):
 def test_a_layer_that_saw_rows_of_nobody_once_is_refused_though_it_saw_others(world):
     @jax.jit
     def both(model, x, odd, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.proj(x), model.proj(odd), model.proj(x)
 
-    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.AdapterMismatchError, match=r"'proj'.*\(7,\)"):
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"proj: .*\(7,\)"):
         both(world.model, normal(3, 2, K), normal(7, K), batch)
 
 
-def test_a_model_with_a_table_of_positions_is_served_by_the_default_wrap():
+def test_a_model_with_a_table_of_positions_is_served_after_verify():
     class Positions(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -204,7 +211,7 @@ def test_a_model_with_a_table_of_positions_is_served_by_the_default_wrap():
     tokens = np.arange(15, dtype=np.int32).reshape(3, 5) % 11
     extra = [make_adapter("bias", [Target("bias", K, 1, "")], 2)]
     extra += [make_adapter("table", [Target("positions", 8, K, "", kind="embedding")], 2)]
-    manager = make_manager(model, [adapter, *extra])
+    manager = make_manager(model, [adapter, extra[0]])
 
     @jax.jit
     def step(model, tokens, batch):
@@ -212,12 +219,12 @@ def test_a_model_with_a_table_of_positions_is_served_by_the_default_wrap():
             return model(tokens)
 
     names = ["one", None, "one"]
-    for _ in range(2):
-        with manager.prepare(names) as batch:
-            assert_close(step(model, tokens, batch), expected_rows(twins, names, tokens))
-        for name, layer in (("bias", "bias"), ("table", "positions")):
-            with (
-                manager.prepare([name, None, "one"]) as batch,
-                pytest.raises(jlora.AdapterMismatchError, match=rf"adapter '{name}'.*'{layer}', but its rows of shape"),
-            ):
-                step(model, tokens, batch)
+    with manager.prepare(names) as batch, pytest.raises(jlora.LoRAError, match=r"bias: its rows of shape \(5,\)"):
+        step(model, tokens, batch)
+    assert set(manager.verify(step, tokens).unserved) == {"positions", "bias", "embed.attend"}
+    with manager.prepare(names) as batch:
+        assert_close(step(model, tokens, batch), expected_rows(twins, names, tokens))
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'bias', which takes no adapter: its rows of shape"):
+        manager.prepare(["bias", None, "one"])
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'positions' takes no adapter yet: its rows of shape"):
+        manager.add_adapter(extra[1])

@@ -143,7 +143,7 @@ def test_rows_without_an_adapter_are_the_base(served):
 
     @jax.jit
     def served_columns(model, tokens, batch):
-        with jlora.use(batch, partial=True):
+        with jlora.use(batch, without=["*"]):
             return model.up(model.embed(tokens))
 
     with manager.prepare(NAMES) as batch:
@@ -248,7 +248,7 @@ def test_recomputed(served, want):
     @jax.jit
     def loss(x, model, batch):
         def body(x):
-            with jlora.use(batch, partial=True):
+            with jlora.use(batch, without=["*"]):
                 return model.head(x + model.down(jnp.tanh(model.up(x))))
 
         return (jax.checkpoint(body)(x) ** 2).sum()

@@ -105,7 +105,7 @@ def test_lookup_alone_leaves_the_logits_alone():
     manager = make_manager(model, [adapter], target_modules=["lm_head", "embed"])
     query = np.ones((1, 2, 6), np.float32)
     plain = np.asarray(query @ np.asarray(model.embed.embedding[...]).T)
-    with manager.prepare(["one"]) as batch, use(batch, partial=True):
+    with manager.prepare(["one"]) as batch, use(batch, without=["*"]):
         np.testing.assert_allclose(model.embed.attend(query), plain, rtol=1e-5)
         changed = np.asarray(model.embed(np.zeros((1, 2), np.int32))) - np.asarray(model.embed.embedding[...])[0]
     module = adapter.modules["embed"]

@@ -250,15 +250,10 @@ def test_eight_threads_prepare_step_and_close():
     world.manager.remove_all_adapters()
 
 
-def test_a_lease_touches_the_sites_of_all_its_adapters_and_equal_sets_are_one():
+def test_equal_sets_of_sites_are_one():
     world = make_world(max_loras=3)
     m = world.manager
     m.add_adapter(make_adapter("a", modules=["layers.0.q_proj", "layers.1.o_proj"]))
     m.add_adapter(make_adapter("b", modules=["layers.0.q_proj", "layers.1.o_proj"]))
-    m.add_adapter(make_adapter("c", modules=["embed"]))
     contents = m._registry.contents
     assert contents["a"].sites is contents["b"].sites
-    for names in (["a", "b", None], ["a", "b", "c"], ["c", None, "c"], [None] * 3):
-        with m.prepare(names) as batch:
-            want = {site for name in names if name is not None for site in contents[name].sites}
-            assert batch.lease.touched == want

@@ -225,24 +225,22 @@ def test_a_layer_that_the_step_never_calls_serves_no_adapter(rng):
     head = jlora.Adapter(name="head", modules={"lm_head": factors(4, 5, "linear")})
     manager.add_adapter(table)
     manager.add_adapter(head)
-    tokens = jnp.zeros((1, 2), jnp.int32)
-
-    traces = []
+    tokens = jnp.zeros((2, 2), jnp.int32)
 
     @jax.jit
-    def forward(model, batch):
+    def forward(model, tokens, batch):
         with jlora.use(batch):
-            logits = model(tokens)
-        traces.append(1)  # those that were not refused
-        return logits
+            return model(tokens)
 
-    for _ in range(2):  # before anything was traced, and of a function that was compiled for others
-        with (
-            pytest.raises(jlora.AdapterMismatchError, match=r"'table'.*'embed'.*never calls"),
-            manager.prepare(["table"]) as batch,
-        ):
-            forward(model, batch)
-        manager.warmup(lambda batch: forward(model, batch))
-        with manager.prepare(["head"]) as batch:
-            forward(model, batch)
-    assert len(traces) == 1
+    def warm_up():
+        manager.warmup(lambda batch: forward(model, tokens, batch), num_sequences=2)
+
+    for _ in range(2):
+        with pytest.raises(jlora.LoRAError, match="embed: it was not called"):
+            warm_up()
+    manager.verify(forward, tokens.at[1].set(1))
+    warm_up()
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'table'.*'embed'.*never calls"):
+        manager.prepare(["table", None])
+    with manager.prepare(["head", None]) as batch:
+        forward(model, tokens, batch)

@@ -41,6 +41,7 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
+    tie_word_embeddings = True
     packed_modules: ClassVar = {"qkv_proj": {name: stop - start for name, (start, stop) in PARTS.items()}}
 
     def __init__(self, seed=0, dtype=jnp.float32):

@@ -54,6 +54,7 @@ class Block(nnx.Module):
 class GPT2(nnx.Module):
     def __init__(self, layers, rngs):
         self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.table.tie_word_embeddings = True
         self.places = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, rngs=rngs)

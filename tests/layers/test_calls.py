@@ -1,0 +1,350 @@
+"""A step serves every wrapped layer or raises; layers that `verify` found unserved stay so, and refuse adapters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.one, self.two, self.three = (nnx.Linear(6, 6, rngs=rngs) for _ in range(3))
+        self.norm = nnx.RMSNorm(6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.three(jnp.tanh(self.two(jnp.tanh(self.one(x)))))
+
+
+ALL = [Target(name, 6, 6, f"{name}.kernel") for name in ("one", "two", "three")]
+ADAPTERS = [make_adapter("one", ALL[:1], 2), make_adapter("late", ALL[1:], 2), make_adapter("all", ALL, 2)]
+X = normal(3, 2, 6)
+NAMES = ["all", None, "late"]
+NOT_CALLED = "it was not called"
+
+
+class World:
+    """A wrapped model and what its users' functions compute of it; `traces` counts theirs."""
+
+    def __init__(self):
+        self.model = Model()
+        self.twins = {a.name: merge(self.model, ALL, a) for a in ADAPTERS} | {None: nnx.clone(self.model)}
+        self.manager = make_manager(self.model, ADAPTERS)
+        self.traces: dict[str, int] = {"full": 0, "first": 0}
+
+        def full(model, x, batch):
+            self.traces["full"] += 1
+            with jlora.use(batch):
+                return model(x)
+
+        def first(model, x, batch, without=()):
+            self.traces["first"] += 1
+            with jlora.use(batch, without=without):
+                return model.one(x)
+
+        self.full, self.first = jax.jit(full), jax.jit(first, static_argnums=3)
+
+    def serves(self, *names):
+        with self.manager.prepare(names) as batch:
+            assert_close(self.full(self.model, X, batch), expected_rows(self.twins, names, X))
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+# --- What a step must call ---
+
+
+@pytest.mark.parametrize("names", [NAMES, ["one", None, "one"], [None] * 3])
+def test_a_step_that_leaves_out_a_layer_raises_and_shows_the_ways_out(world, names):
+    """Whatever its batch brings: it is compiled for all."""
+    with world.manager.prepare(names) as batch:
+        for _ in range(2):  # what raised was not compiled
+            with pytest.raises(jlora.LoRAError, match=rf"(?s)2 of .*two: {NOT_CALLED}.*three: {NOT_CALLED}") as raised:
+                world.first(world.model, X, batch)
+    message = str(raised.value)
+    assert "manager.verify(forward, inputs)" in message
+    assert "LoRAConfig(exclude_modules=['two', 'three'])" in message
+    assert "jlora.use(batch, without=['two', 'three'])" in message
+    world.serves(*NAMES)
+    assert world.traces == {"full": 1, "first": 2}
+
+
+def test_without_waives_the_layers_that_it_names(world):
+    with world.manager.prepare(NAMES) as batch:
+        found = world.first(world.model, X, batch, ("two", "three"))
+        assert_close(found[1], np.asarray(world.twins[None].one(X))[1])
+        assert_close(found[0], np.asarray(world.twins["all"].one(X))[0])
+        assert_close(world.first(world.model, X, batch, ("*",)), found)
+        with pytest.raises(jlora.LoRAError, match=rf"1 of .*\n  two: {NOT_CALLED}"):
+            world.first(world.model, X, batch, ("three", "norm"))  # a module that is not wrapped may be named too
+
+
+def test_without_takes_names_as_exclude_modules_does():
+    class Nested(nnx.Module):
+        packed_modules = {"kv": ("k", "v")}
+
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.proj, self.kv = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+            self.mtp = nnx.List([nnx.Dict(proj=nnx.Linear(6, 6, rngs=rngs)) for _ in range(2)])
+
+    model = Nested()
+    manager = make_manager(model)
+    for names in (["mtp", "kv"], ["mtp.0", "mtp.1.proj", "v"]):
+        with manager.prepare([None] * 3) as batch, jlora.use(batch, without=names):
+            model.proj(jnp.asarray(X))
+    with (
+        manager.prepare([None] * 3) as batch,
+        pytest.raises(jlora.LoRAError, match=r"mtp.1.proj: it was not called"),
+        jlora.use(batch, without=["mtp.0", "kv"]),
+    ):
+        model.proj(jnp.asarray(X))
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    ("without", "message"), [(["twoo"], r"without \['twoo'\] match no module"), ("two", "must be a list of names")]
+)
+def test_without_what_is_not_there_raises(world, without, message):
+    with (
+        world.manager.prepare([None] * 3) as batch,
+        pytest.raises(jlora.LoRAUsageError, match=message),
+        jlora.use(batch, without=without),
+    ):
+        pass
+
+
+def test_without_does_not_hide_rows_that_fit_no_layout(world):
+    """The layer is called, so it would serve the base model to rows of adapters."""
+
+    @jax.jit
+    def odd(model, x, batch):
+        with jlora.use(batch, without=["*"]):
+            return model.two(jnp.zeros((7, 6))), model.one(x)
+
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"two: its rows of shape \(7,\)"):
+        odd(world.model, X, batch)
+
+
+def test_parts_of_a_forward_that_make_up_the_whole(world):
+    @jax.jit
+    def rest(model, x, batch):
+        with jlora.use(batch, without=["one"]):
+            return model.three(jnp.tanh(model.two(jnp.tanh(x))))
+
+    for names in (NAMES, [None, "all", "one"]):
+        with world.manager.prepare(names) as batch:
+            hidden = world.first(world.model, X, batch, ("two", "three"))
+            assert_close(rest(world.model, hidden, batch), expected_rows(world.twins, names, X))
+    assert world.traces["first"] == 1
+
+
+def test_eagerly(world):
+    with (
+        world.manager.prepare(NAMES) as batch,
+        pytest.raises(jlora.LoRAError, match=f"two: {NOT_CALLED}"),
+        jlora.use(batch),
+    ):
+        world.model.one(jnp.asarray(X))
+    with world.manager.prepare(NAMES) as batch, jlora.use(batch):
+        assert_close(world.model(jnp.asarray(X)), expected_rows(world.twins, NAMES, X))
+    with world.manager.prepare(NAMES) as batch, pytest.raises(ZeroDivisionError), jlora.use(batch):
+        raise ZeroDivisionError
+    with jlora.use(None):
+        world.model.one(jnp.asarray(X))
+
+
+# --- Scopes inside scopes ---
+
+
+def test_calls_in_nested_scopes_of_the_manager_count(world):
+    @jax.jit
+    def nested(model, x, batch):
+        with jlora.use(batch):
+            with jlora.use(batch):
+                x = jnp.tanh(model.one(x))
+            with jlora.use(batch, without=["one"]):
+                return model.three(jnp.tanh(model.two(x)))
+
+    with world.manager.prepare(NAMES) as batch:
+        assert_close(nested(world.model, X, batch), expected_rows(world.twins, NAMES, X))
+
+
+def test_calls_of_the_base_model_do_not_count(world):
+    @jax.jit
+    def nested(model, x, batch):
+        with jlora.use(batch):
+            with jlora.use(None):
+                x = jnp.tanh(model.one(x))
+            return model.three(jnp.tanh(model.two(x)))
+
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=f"1 of .*\n  one: {NOT_CALLED}"):
+        nested(world.model, X, batch)
+
+
+def test_scopes_of_another_manager_answer_for_themselves(world):
+    other = World()
+
+    @jax.jit
+    def both(model, another, x, batch, of_another):
+        with jlora.use(batch):
+            x = model(x)
+            with jlora.use(of_another):
+                return another.one(x)
+
+    with (
+        world.manager.prepare(NAMES) as batch,
+        other.manager.prepare(NAMES) as of_another,
+        pytest.raises(jlora.LoRAError, match=f"2 of .*\n  two: {NOT_CALLED}"),
+    ):
+        both(world.model, other.model, X, batch, of_another)
+
+
+def test_a_function_traced_in_an_eager_scope_answers_for_itself(world):
+    """JAX keeps its trace, which a later eager scope would not see."""
+    with world.manager.prepare(NAMES) as batch:
+        for _ in range(2):
+            with jlora.use(batch, without=["*"]):
+                assert_close(world.full(world.model, X, batch), expected_rows(world.twins, NAMES, X))
+            with pytest.raises(jlora.LoRAError, match=f"two: {NOT_CALLED}"), jlora.use(batch, without=["*"]):
+                world.first(world.model, X, batch)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, nnx.jit, jax.checkpoint], ids=["jit", "nnx.jit", "remat"])
+def test_layers_called_in_an_inner_function_count(world, wrap):
+    """Whose trace JAX keeps: the second outer function does not run its Python, and must know what it calls."""
+    inner = wrap(lambda layer, x: layer(x))
+
+    def outer(model, x, batch):
+        with jlora.use(batch):
+            return inner(model.three, jnp.tanh(inner(model.two, jnp.tanh(inner(model.one, x)))))
+
+    for step in (jax.jit(lambda *args: outer(*args)), jax.jit(lambda *args: 1 * outer(*args))):
+        for _ in range(2):
+            with world.manager.prepare(NAMES) as batch:
+                assert_close(step(world.model, X, batch), expected_rows(world.twins, NAMES, X))
+
+
+def test_an_inner_function_that_leaves_out_a_layer(world):
+    inner = jax.jit(lambda layer, x: layer(x))
+
+    @jax.jit
+    def outer(model, x, batch):
+        with jlora.use(batch):
+            return inner(model.three, jnp.tanh(inner(model.one, x)))
+
+    for _ in range(2):
+        with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=f"two: {NOT_CALLED}"):
+            outer(world.model, X, batch)
+
+
+# --- What verify finds ---
+
+
+def test_layers_that_verify_found_unserved_refuse_adapters_until_it_finds_otherwise(world):
+    world.serves(*NAMES)
+    assert world.manager.unserved == {}
+    report = world.manager.verify(world.first, X)
+    assert report.checked == ("one",)
+    assert set(world.manager.unserved) == set(report.unserved) == {"two", "three"}
+    for names in (["one", None, "one"], [None] * 3):
+        with world.manager.prepare(names) as batch:
+            found = world.first(world.model, X, batch)
+            assert_close(found[0], np.asarray(world.twins[names[0]].one(X))[0])
+    reason = r"(two|three)', which takes no adapter: the forward never calls that layer"
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"adapter 'late': brings weights for '{reason}"):
+        world.manager.prepare(["one", None, "late"])
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'two' takes no adapter yet: the forward never calls"):
+        world.manager.add_adapter(make_adapter("new", ALL, 1))
+    assert [layer.reason is None for layer in world.manager.layers()] == [True, False, False]
+    world.manager.verify(world.full, X)
+    assert world.manager.unserved == {}
+    world.manager.add_adapter(make_adapter("new", ALL, 1))
+    world.serves(*NAMES)
+
+
+def test_a_change_of_what_is_unserved_retraces_each_step_once(world):
+    def traced_by(call):
+        before = world.traces["full"]
+        call()
+        return world.traces["full"] - before
+
+    assert traced_by(lambda: world.serves("one", None, None)) == 1
+    world.manager.verify(lambda model, x, batch: world.first(model, x, batch), X)
+    assert traced_by(lambda: world.serves("one", None, None)) == 1
+    for names in (["one"] * 3, [None, "one", None], [None] * 3):
+        assert traced_by(lambda names=names: world.serves(*names)) == 0
+    world.manager.verify(lambda model, x, batch: world.first(model, x, batch), X)  # it finds the same
+    assert traced_by(lambda: world.serves("one", None, None)) == 0
+
+
+def test_a_batch_that_is_open_while_verify_runs_serves_as_it_was_prepared(world):
+    expected = expected_rows(world.twins, NAMES, X)
+    with world.manager.prepare(NAMES) as batch:
+        assert_close(world.full(world.model, X, batch), expected)
+        world.manager.verify(world.first, X)
+        assert_close(world.full(world.model, X, batch), expected)
+        assert_close(world.full(world.model, X, jax.device_put(batch)), expected)
+
+
+def test_calls_in_all_scopes_of_verify_count(world):
+    """A forward of several steps, of which each leaves out the layers of the others; none raises."""
+
+    @jax.jit
+    def rest(model, x, batch):
+        with jlora.use(batch):
+            return model.three(jnp.tanh(x))
+
+    def forward(model, x, batch):
+        return rest(model, jnp.tanh(world.first(model, x, batch)), batch)
+
+    report = world.manager.verify(forward, X)
+    assert report.checked == ("one", "three")
+    assert set(world.manager.unserved) == {"two"}
+    with world.manager.prepare(["one"] * 3) as batch, pytest.raises(jlora.LoRAError, match=f"three: {NOT_CALLED}"):
+        world.first(world.model, X, batch)
+
+
+def test_verify_that_fails_changes_nothing(world):
+    world.manager.verify(world.first, X)
+    before = world.manager.unserved
+    with pytest.raises(jlora.LoRAUsageError, match="batch_axis"):
+        world.manager.verify(lambda model, x, batch: world.full(model, x, batch).mean(0), X)
+    assert world.manager.unserved is before
+
+
+class Sees(nnx.Module):
+    """Images that all sequences share."""
+
+    def __init__(self):
+        self.vision = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
+
+    def __call__(self, inputs):
+        x, images = inputs
+        return self.proj(x + self.vision(images).mean(0)[None, None])
+
+
+def test_a_layer_that_verify_found_unserved_is_not_served_by_coincidence():
+    """Five sequences and three images are no rows of a batch; three and three look like it."""
+    vision, proj = Target("vision", 6, 6, "vision.kernel"), Target("proj", 6, 6, "proj.kernel")
+    model, adapters = Sees(), [make_adapter("look", [vision], 2), make_adapter("text", [proj], 2)]
+    twins = {"text": merge(model, [proj], adapters[1]), None: nnx.clone(model)}
+    manager = make_manager(model, adapters)
+    report = manager.verify(serve, (normal(5, 2, 6), normal(3, 6)))
+    assert report.checked == ("proj",)
+    assert "fit no layout" in report.unserved["vision"]
+    inputs = (normal(3, 2, 6), normal(3, 6))
+    for _ in range(2):
+        with pytest.raises(jlora.AdapterMismatchError, match="'vision', which takes no adapter: its rows of shape"):
+            manager.prepare(["look", None, "text"])
+        with manager.prepare(["text", None, "text"]) as batch:
+            found = serve(model, inputs, batch)
+        assert_close(found, expected_rows(twins, ["text", None, "text"], inputs))

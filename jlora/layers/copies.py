@@ -11,10 +11,8 @@ from flax import nnx
 from jlora.layers.discover import walk
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
-from jlora.layers.wrapped import WrappedModel, spec_of, take_off
+from jlora.layers.wrapped import WrappedModel, set_class, spec_of, take_off
 from jlora.sharding.put import put
-
-_TABLES = {"lookup": "jlora_lookup_table", "attend": "jlora_attend_table"}
 
 
 def wrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
@@ -46,18 +44,14 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
         delta = _unflatten(spec, _spread(spec, delta), kernel.get_value().shape)
         kernel.set_value(_add(kernel.get_value(), delta))
         return
-    role = "lookup" if site.kind == "embedding" else "attend"
-    if role == "lookup":
-        padding = [(0, 0)] * (delta.ndim - 2) + [(0, spec.vocab - spec.rows), (0, 0)]
-        delta = np.pad(delta, padding)
+    if site.kind == "embedding":
+        name, attribute, delta = spec.lookup, "jlora_lookup_table", _spread(spec.table, delta)
     else:
+        name, attribute = spec.attend, "jlora_attend_table"
         delta = np.swapaxes(_spread(spec.head, delta), -1, -2)
-    table = vars(layer)[spec.param]
-    set_attribute(layer, _TABLES[role], nnx.Param(_add(table.get_value(), delta)))
-    name = spec.lookup if role == "lookup" else spec.attend
     assert name is not None
-    cls = _with_table(type(layer), name, spec.param, _TABLES[role])
-    object.__setattr__(layer, "__class__", cls)
+    set_attribute(layer, attribute, nnx.Param(_add(vars(layer)[spec.param].get_value(), delta)))
+    set_class(layer, _with_table(type(layer), name, spec.param, attribute))
 
 
 def cast_to_float32(model: nnx.Module) -> None:

@@ -1,5 +1,6 @@
 """Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -283,7 +284,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
         return None  # quantised and packed weights have shapes of their own
     if isinstance(spec, EmbedSpec):
         return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
-    sizes = tuple(_product(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
+    sizes = tuple(math.prod(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
     if sizes != (spec.in_features, spec.out_features):
         return (
             f"its parameter {spec.param!r} {own} has {sizes[0]} features in and {sizes[1]} out by in_axes="
@@ -323,10 +324,3 @@ def _how_to_register(module: nnx.Module) -> str:
     else:
         spec = f'jlora.einsum_spec("<its equation>", layer.{name}.shape, param="{name}")'
     return f"; say what it computes: jlora.register_layer({cls.__name__}, lambda layer: {spec})"
-
-
-def _product(sizes: Iterator[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

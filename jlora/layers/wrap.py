@@ -86,10 +86,10 @@ def wrap_model(
         raise
 
 
-def survey(model: nnx.Module, config: LoRAConfig, packed_modules: PackedModules | None = None) -> WrappedModel:
+def survey(model: nnx.Module, config: LoRAConfig) -> WrappedModel:
     """What `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
     wrapped = WrappedModel(model)
-    plans = choose(wrapped, config, packed_modules)
+    plans = choose(wrapped, config, None)
     wrapped.modules = {site: found.module for found, sites in plans for site in _every(sites)}
     return wrapped
 

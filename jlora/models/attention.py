@@ -125,6 +125,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
+        sinks = self.sinks[...] if config.sinks else None
         if cache is None:
             key_positions = positions
         else:
@@ -133,7 +134,6 @@ class Attention(nnx.Module):
             if kernels is not None:
                 here = positions[:, 0]
                 begin = jnp.zeros_like(here) if self.window is None else jnp.maximum(here + 1 - self.window, 0)
-                sinks = self.sinks[...] if config.sinks else None
                 out = kernels.decode_attention(q[:, 0], cache.keys, cache.values, begin, here + 1, sinks)
                 return self.o_proj(out.reshape(batch, 1, -1)), cache
             k, v = cache.keys[:, :extent], cache.values[:, :extent]
@@ -145,7 +145,6 @@ class Attention(nnx.Module):
         visible = distance >= 0
         if self.window is not None:
             visible &= distance < self.window
-        sinks = self.sinks[...] if config.sinks else None
         return self.o_proj(attend(q, k, v, visible, sinks).reshape(batch, length, -1)), cache
 
     def kernels(self, dtype: DType) -> ModuleType | None:

@@ -232,9 +232,9 @@ def _shape(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str
     return tuple(view.get_shape())
 
 
-def _tensor(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str, ...] = FLOATS) -> np.ndarray:
+def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
     file, stored_name = tensors[name]
-    _shape(tensors, name, folder, types)
+    _shape(tensors, name, folder)
     with _naming(folder):
         return cast(np.ndarray, file.get_tensor(stored_name))
 

@@ -60,14 +60,11 @@ def dispatch(
     return ExpertRows(order // experts.shape[1], expert, counts, length), places.reshape(experts.shape)
 
 
-def combine(
-    rows: Float[Array, "M H"], places: Int[Array, "T k"], weights: Float[Array, "T k"] | None
-) -> Float[Array, "T H"]:
-    """Each token's k rows, weighted if asked, summed one after the other in float32: no other token has a say."""
+def combine(rows: Float[Array, "M H"], places: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T H"]:
+    """Each token's k rows, weighted, summed one after the other in float32: no other token has a say."""
     total = jnp.zeros((places.shape[0], rows.shape[1]), jnp.float32)
     for i in range(places.shape[1]):
-        row = rows[places[:, i]].astype(jnp.float32)
-        total = total + (row if weights is None else row * weights[:, i, None])
+        total = total + rows[places[:, i]].astype(jnp.float32) * weights[:, i, None]
     return total.astype(rows.dtype)
 
 
@@ -90,12 +87,11 @@ class ClampedSwiGLU:
 
 
 class Experts(nnx.Module):
-    """E gated (or plain) MLPs, each applied to the rows that were routed to it.
+    """E gated MLPs, each applied to the rows that were routed to it.
 
     Attributes:
-      gate_up_proj: [E, H, 2 * I], or [E, H, I] where not gated; `gate_up_proj_bias` [E, ...] with `bias`.
+      gate_up_proj: [E, H, 2 * I], all columns of the gate first; `gate_up_proj_bias` [E, ...] with `bias`.
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
-      gated: whether the first product holds a gate beside the values; all columns of the gate come first.
       alternating: products whose columns of gate and up alternate in checkpoints, in a tensor of all experts.
       output_blocks: the columns of `gate_up_proj`, only where a mesh asks for another order (`partition.Blocks`).
     """
@@ -112,17 +108,14 @@ class Experts(nnx.Module):
         num_experts: int,
         *,
         activation: Callable[..., jax.Array] = gated_silu,
-        gated: bool = True,
         alternating: Sequence[str] = (),
         bias: bool = False,
-        weigh_hidden: bool = False,
         dtype: DType,
         rngs: nnx.Rngs,
         partition: Partition = ONE_DEVICE,
         dispatch: Dispatch = "all_gather",
     ):
-        """`activation` takes gate and up [M, I], or the one [M, I] where not gated; it must be hashable by value.
-        `weigh_hidden` applies the routed weights before the second product, not after it."""
+        """`activation` takes gate and up [M, I]; it must be hashable by value."""
 
         def draw(inputs: int, outputs: int, *axes: str | None, blocks: Blocks | None = None) -> nnx.Param[jax.Array]:
             drawn = partition.draw(("expert", *axes), blocks)(rngs.params(), (num_experts, inputs, outputs), dtype)
@@ -132,26 +125,23 @@ class Experts(nnx.Module):
             values = jnp.zeros((num_experts, size), dtype, device=partition.sharding("expert", axis))
             return nnx.Param(values, **partition.metadata("expert", axis))
 
-        columns = 2 * inner if gated else inner
-        blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor")) if gated else None
-        self.gate_up_proj = draw(features, columns, None, "tensor", blocks=blocks)
+        blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor"))
+        self.gate_up_proj = draw(features, 2 * inner, None, "tensor", blocks=blocks)
         self.down_proj = draw(inner, features, "tensor", None)
         if bias:
-            self.gate_up_proj_bias = zeros(columns, "tensor")
+            self.gate_up_proj_bias = zeros(2 * inner, "tensor")
             self.down_proj_bias = zeros(features, None)
         if blocks is not None:
             self.output_blocks = blocks
         self.num_experts = num_experts
         self.activation = activation
-        self.gated = gated
         self.alternating = tuple(alternating)
         self.bias = bias
-        self.weigh_hidden = weigh_hidden
         self.partition = partition
         self.dispatch: Dispatch = dispatch
 
     def gate_up(self, x: Float[Array, "T H"], rows: ExpertRows) -> Float[Array, "M F"]:
-        """The first product of every token's rows, its bias added; F = 2 * I, or I where not gated."""
+        """The first product of every token's rows, its bias added; F = 2 * I."""
         out = grouped_matmul(x[rows.token], self.gate_up_proj[...], rows.counts)
         return out + self.gate_up_proj_bias[...][rows.expert] if self.bias else out
 
@@ -180,17 +170,8 @@ class Experts(nnx.Module):
         rows, places = dispatch(experts, here, length)
         rows = rows._replace(origin=origin)
         used = rows.expert < here if some else None
-        h = self._activate(_only(used, self.gate_up(tokens, rows)))
-        weights = routing.weights
-        if self.weigh_hidden:
-            sorted_weights = jnp.zeros(h.shape[0], weights.dtype).at[places].set(weights, unique_indices=True)
-            h, weights = (h.astype(jnp.float32) * sorted_weights[:, None]).astype(h.dtype), None
-        return combine(_only(used, self.down(h, rows)), places, weights)
-
-    def _activate(self, hidden: Float[Array, "M F"]) -> Float[Array, "M I"]:
-        if not self.gated:
-            return self.activation(hidden)
-        return self.activation(*jnp.split(hidden, 2, axis=1))
+        h = self.activation(*jnp.split(_only(used, self.gate_up(tokens, rows)), 2, axis=1))
+        return combine(_only(used, self.down(h, rows)), places, routing.weights)
 
 
 def _only(used: Bool[Array, "M"] | None, rows: Float[Array, "M N"]) -> Float[Array, "M N"]:

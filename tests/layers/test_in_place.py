@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import chex
 import jax
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.site import SlotParam, SlotRanks
-from jlora.layers.wrap import wrap_model
 from tests.layers.merging import (
     Target,
     assert_close,
@@ -311,66 +308,3 @@ def test_slots_that_are_more_than_a_device_has_are_not_begun(monkeypatch):
     assert held(model) == before
     monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: needed)
     make_manager(model)
-
-
-class Stop(KeyboardInterrupt):
-    pass
-
-
-def interrupted_at(line: int, function, *args):
-    """Call `function` and raise at its line number `line`, counted over all lines that run in jlora.layers.
-
-    Returns (result or None, whether it was interrupted)."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        if "/jlora/layers/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                raise Stop
-        return trace
-
-    old = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return function(*args), False
-    except Stop:
-        return None, True
-    finally:
-        sys.settrace(old)
-
-
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_any_line_of_wrapping_leaves_the_model_as_it_was(step):
-    model = Block(nnx.Rngs(0))
-    before, graphdef = held(model), nnx.graphdef(model)
-    line, lines = 1 - step, 0
-    while True:
-        line += step
-        wrapped, stopped = interrupted_at(line, wrap_model, model, LoRAConfig(max_loras=1, max_lora_rank=1))
-        if not stopped:
-            break
-        lines += 1
-        assert held(model) == before
-        assert nnx.graphdef(model) == graphdef
-    assert lines > 200 / step
-    assert held(model) != before
-    wrapped.unwrap()
-    assert held(model) == before
-
-
-def test_unwrap_can_be_called_again_after_an_interrupt_at_any_line():
-    model = Block(nnx.Rngs(0))
-    before, graphdef, line, stopped = held(model), nnx.graphdef(model), 0, True
-    while stopped:
-        line += 1
-        wrapped = wrap_model(model, LoRAConfig(max_loras=1, max_lora_rank=1))
-        _, stopped = interrupted_at(line, wrapped.unwrap)
-        if stopped:
-            wrapped.unwrap()
-        assert held(model) == before
-        assert nnx.graphdef(model) == graphdef
-    assert line > 20

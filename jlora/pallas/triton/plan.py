@@ -120,8 +120,8 @@ def _scatter(ref, index, value, mask):
     store(ref, (jnp.where(mask, index, 2**30),), value, mask)
 
 
-def _power(size: int, least: int = 16) -> int:
-    return max(least, 1 << (size - 1).bit_length())
+def _power(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _rank_kernel(ids_ref, row_ref, sorted_ref, first_ref):

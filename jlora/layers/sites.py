@@ -38,7 +38,7 @@ _POSITIONS = Doubt(
 )
 _HEAD = Doubt(
     "it is not known whether the model computes its logits with this table",
-    "say so: tie_word_embeddings = True on the model or its config",
+    "say so: tie_word_embeddings = True on the model, its config or the table",
 )
 _SHOWN = 8  # kinds of layers in a message
 

@@ -313,6 +313,8 @@ class Batches:
         """The batch of contents that are in slots, those that are; and which sequences have theirs."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}
+        for content in served.values():
+            self._check_served(content)  # `verify` may have changed it since
         ready = tuple(name is None or name in slot_of for name in asked.names)
         generations = tuple(None if name not in served else served[name].generation for name in asked.names)
         slots, token_slots = slot_arrays(asked, slot_of, self._config.max_loras)

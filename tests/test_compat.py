@@ -29,7 +29,7 @@ def test_arrays_that_were_consumed_before_are_refused():
     launch = launch_of(compiled(lambda a, b: a + b, *arrays))
     arrays[0].delete()
     with pytest.raises((RuntimeError, ValueError), match=r"deleted|Expected args"):
-        launch.start(arrays)
+        launch(arrays)
 
 
 def test_what_a_launch_leaves_out_is_refused():

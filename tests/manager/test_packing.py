@@ -287,7 +287,7 @@ def test_modules_are_written_by_several_threads(monkeypatch):
     adapter = jlora.Adapter(name="x", modules=modules)
     expected = fitted(adapter, True, "float16")
     on_several_threads(monkeypatch)
-    threads, original, met = set(), packing._fill, threading.Barrier(3)
+    threads, original, met = set(), packing._fill, threading.Barrier(4)
 
     def fill(*args):
         if threading.current_thread() not in threads:
@@ -297,7 +297,7 @@ def test_modules_are_written_by_several_threads(monkeypatch):
 
     monkeypatch.setattr(packing, "_fill", fill)
     found = fitted(adapter, True, "float16")
-    assert len(threads) == 3
+    assert len(threads) == 4
     assert found[0] == expected[0]
     for one, other in zip(found[1], expected[1], strict=True):
         assert one.a.tobytes() == other.a.tobytes()

@@ -158,7 +158,8 @@ class Batches:
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:
-                self._queue.remove(ticket)
+                with self._state_lock:
+                    self._queue.remove(ticket)
                 self._changed.ring()
 
     def bring(

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 import jlora
+from jlora.layers.batch import Lease
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import World, make_world
 
@@ -262,6 +264,26 @@ def test_signals_harm_nothing(how: str, times: int) -> None:
     assert figures["caught"] + swallowed == times
     assert swallowed <= 1 + times // 50
     assert figures["slowest"] < SOON
+
+
+def test_interrupts_that_python_swallows_are_found() -> None:
+    """One outside of jlora, and one in a callback that calls jlora."""
+
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    lease = Lease((), (), 0, None, interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with swallowed_interrupts() as swallowed:
+            for callback in (interrupt, lambda _: lease.close()):
+                collected = Harm("lost", "a signal")
+                ref = weakref.ref(collected, callback)
+                del collected
+                assert ref() is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [JLORA in text for text in swallowed] == [False, True]
 
 
 def test_a_batch_is_closed_by_its_block() -> None:

@@ -32,7 +32,7 @@ def test_warmup_for_packed_rows():
     seen = []
     world.manager.warmup(lambda batch: seen.append((batch.slots, batch.token_slots)), token_counts=[3], pad_to=8)
     (slots, rows), (none, no_rows) = seen
-    assert (slots.tolist(), rows.tolist()) == ([0], [0] * 8)
+    assert (slots.tolist(), rows.tolist()) == ([0], [0] * 3 + [2] * 5)
     assert (none.tolist(), no_rows.tolist()) == ([2], [2] * 8)
     with world.manager.prepare([None], [3], 8) as batch:
         assert (batch.slots.aval, batch.token_slots.aval) == (slots.aval, rows.aval)
@@ -131,7 +131,7 @@ def test_stats_count():
     assert counts() == (4, 1, 3, 1, 4)
     m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written when a batch asks for it
     assert counts() == (5, 1, 3, 1, 4)
-    m.prepare(["a"]).close()  # over its own old generation: no eviction
+    m.prepare(["a"]).close()  # over its own old version: no eviction
     assert counts() == (5, 1, 4, 1, 4)
     m.remove_adapter("a")  # asked for: no eviction
     assert counts() == (5, 1, 4, 1, 4)
@@ -158,7 +158,7 @@ def test_what_list_adapters_shows(world):
         leased=False,
         path=None,
         base_model_name="org/base",
-        generation=info.generation,
+        version=info.version,
     )
     world.manager.pin_adapter("a")
     with world.manager.prepare(["a"]):

@@ -1,6 +1,6 @@
 """Hours of what the tests do in seconds: interrupts, crowds of threads, the stateful test.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 5 --signals 200
+    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 5 --signals 300
 
 Each part that is asked for takes its figures to `benchmarks/results/soak.json`, where those of the others stay. Harm
 is counted by kind (`tests.manager.hostile.Harm`), described, and followed by a new world; the exit status is 1 if there
@@ -33,7 +33,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 import jlora
 from tests.manager.hostile import Harm, Judge
-from tests.manager.test_interrupts import Signals
+from tests.manager.test_interrupts import HOW, in_a_process
 from tests.manager.test_machine import Books, ManagerMachine, Open
 from tests.manager.test_threads import Crowd
 from tests.manager.tiny import World, make_world
@@ -125,13 +125,17 @@ class Part:
 
 
 def signals(part: Part, seed: int, times: int) -> None:
-    """Real interrupts."""
-    work = Signals(seed, harm=part.blame)
-    while work.caught.total() < times and part.harm.total() < DESCRIBED:
-        part.alive = time.monotonic()
-        work.run(1)
-    part.compiled(len(work.world.traces), work.world.manager.stats().compilations)
-    part.figures |= {"signals": times, "caught_in": dict(work.caught), "slowest": work.slowest, "answers": work.answers}
+    """Real interrupts of a plain script, of tasks of asyncio, and of a test of pytest, each in a process of its own."""
+    for how in HOW:
+        part.alive = time.monotonic() + 3 * times
+        try:
+            figures = in_a_process(how, seed, times)
+        except Exception as error:  # counted as dead, and the next has its turn
+            part.blame(error, f"{how}:")
+            continue
+        for kind, text in figures.pop("harm"):
+            part.blame(Harm(kind, text.removeprefix(f"{kind}: ")), f"{how}:")
+        part.figures[how] = figures
 
 
 def crowds(part: Part, seed: int, seconds: float) -> None:
@@ -222,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=0, help="of the stateful test")
     parser.add_argument("--minutes", type=float, default=0.0, help="of crowds of threads")
-    parser.add_argument("--signals", type=int, default=0, help="real interrupts")
+    parser.add_argument("--signals", type=int, default=0, help="real interrupts, so many in each kind of program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -48,7 +48,7 @@ def swallowed_interrupts() -> Iterator[list[str]]:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             before(unraisable)
             return
-        text, trace = repr(unraisable.object), unraisable.exc_traceback
+        text, trace = getattr(unraisable.object, "__qualname__", repr(unraisable.object)), unraisable.exc_traceback
         while trace is not None:
             code = trace.tb_frame.f_code
             text += f", {code.co_filename}:{trace.tb_lineno}" if code.co_filename.startswith(JLORA) else ""
@@ -95,14 +95,15 @@ class Signals:
     def _start(self) -> None:
         self.world = make_world(max_loras=2, max_cpu_loras=4)
         self.judge = Judge(self.world)
-        for verb in self._verbs().values():  # compiles
-            verb(self.world)
+        # Compile all: ranks differ, and JAX swallows an interrupt in a bare `except` when it compiles.
+        for name in NAMES:
+            for verb in self._verbs(name).values():
+                verb(self.world)
         self._check()
         gc.collect()
         gc.freeze()  # so that the collections of every check are short
 
-    def _request(self, **fields: bool) -> jlora.LoRARequest:
-        name = self._rng.choice(NAMES)
+    def _request(self, name: str, **fields: bool) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, str(self._folders / f"{name}{self._rng.randrange(2)}"), **fields)
 
     def _step(self, world: World) -> None:
@@ -117,8 +118,11 @@ class Signals:
             if not any(self.judge.right(logits[row], row, one) for one in may):
                 raise Harm("wrong", f"an answer for {name!r}")
 
-    def _update(self, world: World, of: Callable[..., object]) -> None:
-        name = self._rng.choice(NAMES)
+    def _activate(self, world: World, name: str) -> None:
+        world.manager.add_adapter(adapter(name))
+        world.manager.activate_adapter(name)
+
+    def _update(self, world: World, name: str, of: Callable[..., object]) -> None:
         world.manager.add_adapter(adapter(name), load_inplace=True)
         module, lora = next((m, lora) for m, lora in adapter(name).modules.items() if lora.kind != "embedding")
         zeros = {"A": np.zeros_like(lora.a), "B": np.zeros_like(lora.b)}
@@ -126,17 +130,17 @@ class Signals:
         world.manager.update_adapter(name, arrays)
         world.manager.remove_adapter(name)  # its answers are those of no version
 
-    def _verbs(self) -> dict[str, Callable[[World], object]]:
+    def _verbs(self, name: str) -> dict[str, Callable[[World], object]]:
         return {
             "step": self._step,
-            "load": lambda w: w.manager.add_adapter(self._request()),
-            "load in place": lambda w: w.manager.add_adapter(self._request(load_inplace=True)),
-            "prepare a request": lambda w: w.manager.prepare([self._request(), None, None]).close(),
-            "prefetch": lambda w: w.manager.prefetch(self._request()).result(),
-            "activate": lambda w: w.manager.activate_adapter(self._rng.choice([*w.manager.list_adapters()])),
-            "remove": lambda w: w.manager.remove_adapter(self._rng.choice(NAMES)),
-            "update": lambda w: self._update(w, lambda half: half),
-            "update on the device": lambda w: self._update(w, jnp.asarray),
+            "load": lambda w: w.manager.add_adapter(self._request(name)),
+            "load in place": lambda w: w.manager.add_adapter(self._request(name, load_inplace=True)),
+            "prepare a request": lambda w: w.manager.prepare([self._request(name), None, None]).close(),
+            "prefetch": lambda w: w.manager.prefetch(self._request(name)).result(),
+            "activate": lambda w: self._activate(w, name),
+            "remove": lambda w: w.manager.remove_adapter(name),
+            "update": lambda w: self._update(w, name, lambda half: half),
+            "update on the device": lambda w: self._update(w, name, jnp.asarray),
         }
 
     def _versions(self, name: str) -> list[jlora.Adapter]:
@@ -191,9 +195,8 @@ class Signals:
             raise Harm("hung", f"{self._doing} for {took:.2f} s after a signal")
 
     def _work(self, going: Callable[[], bool]) -> None:
-        verbs = self._verbs()
-
         def work() -> None:
+            verbs = self._verbs(self._rng.choice(NAMES))
             self._doing = self._rng.choice(sorted(verbs))
             verbs[self._doing](self.world)
 

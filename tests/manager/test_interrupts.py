@@ -258,7 +258,7 @@ def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HOW)
 def test_signals_harm_nothing(how: str, times: int) -> None:
     figures = in_a_process(how, 1, times)
@@ -269,6 +269,7 @@ def test_signals_harm_nothing(how: str, times: int) -> None:
     assert figures["slowest"] < SOON
 
 
+@pytest.mark.usefixtures("python_handles_sigint")
 def test_interrupts_that_python_swallows_are_found() -> None:
     """One outside of jlora, and one in a callback that calls jlora."""
 
@@ -276,16 +277,12 @@ def test_interrupts_that_python_swallows_are_found() -> None:
         signal.raise_signal(signal.SIGINT)
 
     lease = Lease((), (), 0, None, interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with swallowed_interrupts() as swallowed:
-            for callback in (interrupt, lambda _: lease.close()):
-                collected = Harm("lost", "a signal")
-                ref = weakref.ref(collected, callback)
-                del collected
-                assert ref() is None
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with swallowed_interrupts() as swallowed:
+        for callback in (interrupt, lambda _: lease.close()):
+            collected = Harm("lost", "a signal")
+            ref = weakref.ref(collected, callback)
+            del collected
+            assert ref() is None
     assert [JLORA in text for text in swallowed] == [False, True]
 
 

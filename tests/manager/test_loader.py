@@ -414,6 +414,7 @@ def test_slots_are_given_in_order_of_arrival():
     assert not queue
 
 
+@pytest.mark.usefixtures("python_handles_sigint")
 def test_an_interrupted_wait_leaves_the_queue():
     world = make_world(max_loras=1, max_cpu_loras=2)
     for name in "ab":

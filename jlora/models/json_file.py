@@ -38,7 +38,11 @@ class Fields:
         return ModelError(f"{self.where}: {field} {problem}")
 
     def integer(self, field: str, default: int | None = None) -> int:
-        """Return a positive integer up to the field's bound; absent or null fields take the default, or raise without one."""
+        """Return a positive integer that is at most the field's bound; an absent or null field takes the default.
+
+        Raises:
+          ModelError: The value is another, or the field is absent without a default.
+        """
         value = self.values.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -50,7 +54,11 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Return a positive finite number; absent or null fields take the default, or raise without one."""
+        """Return a positive finite number; an absent or null field takes the default.
+
+        Raises:
+          ModelError: The value is another, or the field is absent without a default.
+        """
         value = self.values.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:

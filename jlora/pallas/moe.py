@@ -1,11 +1,12 @@
 """LoRA for a mixture of experts.
 
 The rows of an expert product are pairs of a token and one of its k experts, M = T * k of them. The group of a pair is
-slot * E + expert. `add_lora` therefore serves experts as it serves slots: with a plan of the M pairs and factors of [S
-* E, ...]. The products w1 and w3 read the token's row by `x_rows`; w2 has a row of its own for each pair.
+slot * E + expert. With a plan of the M pairs and S * E groups of factors, `add_lora` therefore serves experts as it
+serves slots. The products w1 and w3 read the token's row by `x_rows`. The product w2 has a row of its own for each
+pair.
 
-`combine_lora` adds the delta of w2 to the weighted sum over each token's experts. It is for layers in which only this
-sum exists, and moves k times fewer rows than `add_lora` on the pairs.
+`combine_lora` adds the delta of w2 to the weighted sum over each token's experts. It is for layers that have only this
+sum, and writes k times fewer rows than `add_lora` on the pairs.
 """
 
 import dataclasses

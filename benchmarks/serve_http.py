@@ -195,7 +195,7 @@ class Client:
     async def first_tokens(
         self, names: Iterable[str | None], length: int, before: Callable[[str], None] = lambda name: None
     ) -> dict[str, float]:
-        """Milliseconds to the first token, one request after the other."""
+        """Return milliseconds to the first token, for one request after the other."""
         connection, times = await Connection.open("127.0.0.1", self.port), list[float]()
         (prompt,) = self.prompts(1, length)
         for name in names:
@@ -212,7 +212,7 @@ class Client:
         }
 
     async def ladder(self, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-        """Of each level; they follow each other so that every request finds its adapter where it is said to be."""
+        """Return the figures of each level, in an order in which every request finds its adapter at that level."""
         (prompt,) = self.prompts(1, 32)
         names = sorted(path.name for path in folder.iterdir())
         # The `max_cpu_loras` adapters that were read last are on the host, and the last used of these are in slots.

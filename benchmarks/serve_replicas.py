@@ -69,7 +69,7 @@ def traffic(made: dict[str, str], requests: int, seed: int = 0) -> list[Asked]:
 
 
 async def ask_all(address: str, asked: list[Asked], in_flight: int) -> list[str]:
-    """What was wrong: an answer, or a status."""
+    """Send all requests, and return the wrong answers and error statuses."""
     wrong: list[str] = []
     waiting = iter(asked)
 

@@ -125,7 +125,7 @@ class Part:
 
 
 def signals(part: Part, seed: int, times: int) -> None:
-    """Interrupt real operations by signals."""
+    """Interrupt operations by real signals."""
     work = Signals(seed, harm=part.blame)
     while work.caught.total() < times and part.harm.total() < DESCRIBED:
         part.alive = time.monotonic()

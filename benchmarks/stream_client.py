@@ -60,7 +60,12 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def stream(self, body: dict) -> Answer:
-        """Raises RuntimeError for a status other than 200, ConnectionError for a connection that ends."""
+        """Send a completion request and return its streamed answer.
+
+        Raises:
+          RuntimeError: The status is not 200.
+          ConnectionError: The connection ended.
+        """
         content = json.dumps({**body, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: {_JSON}\r\ncontent-length: {len(content)}"
         self._tail, self._done = b"", asyncio.get_running_loop().create_future()

@@ -89,7 +89,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
         return chain(apply, donate=False), (base, x, layers, ids[0], ranks)
 
     def times(candidates: list[GPUTiles]) -> dict[GPUTiles, list[tuple[float, float]]]:
-        """Microseconds a layer of (shrink, expand) in each mix."""
+        """Return microseconds a layer of (shrink, expand) in each mix."""
         found = {}
         for tiles, run in zip(candidates, compile_all([trial(tiles) for tiles in candidates]), strict=True):
             if isinstance(run, Exception):  # needs too much shared memory, for example

@@ -216,7 +216,7 @@ def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
-    """Drop the copy of the embedding that a tied checkpoint may store as lm_head, and check that they are equal."""
+    """Check that the lm_head which a tied checkpoint may store equals the embedding, and drop it."""
     if "lm_head.weight" in tensors and "model.embed_tokens.weight" in tensors:
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         same = _shape(tensors, head, folder) == _shape(tensors, embedding, folder)

@@ -1,10 +1,10 @@
-"""The TPU backend: shrink and expand fused in one Mosaic kernel, with the rank-R intermediate in VMEM.
+"""The TPU backend: shrink and expand fused in one Mosaic kernel, with the rank-R intermediate h in VMEM.
 
 Bundles. If groups are few, rows stay in their own order, because sorting would move the [M, N] base output through HBM
 three more times. The matrix unit handles 128 ranks at the cost of one. The kernel therefore multiplies a tile of rows
-with up to 128 / R groups at once (a "bundle") and masks the small intermediate, so that each row keeps the result of
-its own group. The place of a group in its bundle is its id modulo the bundle's size. A row is thus computed in the same
-way in every batch.
+with up to 128 / R groups at once (a "bundle"), and masks h so that each row keeps the result of its own group. The
+place of a group in its bundle is its id modulo the bundle's size. A row is thus computed in the same way in every
+batch.
 
 Visits. A "visit" is a tile of rows with a bundle that occurs in it. Only the groups of visited bundles are read from
 HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle.
@@ -13,12 +13,12 @@ Layouts. The copies expect K, or N, as the innermost axis of the factors. XLA ch
 shape, with the axis that needs the least padding innermost. If K is not a multiple of 128 but another axis is (slots,
 experts or ranks), XLA makes the other axis the innermost one, and transposes the whole array before every call. This
 happens with 128 slots, 128 experts or rank 128 of gpt-oss, whose hidden size is 2880. The results are the same, but the
-factors of all slots are moved. 127 or 129 slots have the expected layout. The number of experts cannot be changed in
-this way, because they are divided among chips.
+factors of all slots are moved. With 127 or 129 slots the layout is the expected one. An expert cannot be added in this
+way, because experts are divided among chips.
 
-Experts. Rows of experts are sorted by group, which is a slot's expert. In any other order, a tile of rows would need
-the same groups as the next tile. The size of their schedule depends on the number of rows, because nearly all groups
-have none.
+Experts. Rows of experts are sorted by group, which is a slot's expert. In any other order, neighbouring tiles of rows
+would need the same groups and read their weights again. The size of the schedule depends on the number of rows, because
+nearly all groups have none.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """A base product of few rows fused with its LoRA on NVIDIA GPUs. The rules of `lora` hold here too.
 
-The time of a decode step's products is that of reading the kernel w, for which XLA's own reach 36 to 65% of the
-bandwidth. The separate launches of LoRA are chains of loads that wait for each other. Here the product and the shrinks,
-which are independent, run in different programs of one launch. The second launch is the rest of LoRA. If K is split, it
-also adds up the parts of the product.
+The products of a decode step are bound by reading the kernel w. XLA's own products read it at 36 to 65% of the
+bandwidth, and the separate launches of LoRA are chains of loads that wait for each other. Here the product and the
+shrinks, which are independent, run in different programs of one launch. The second launch is the rest of LoRA. If K is
+split, it also adds up the parts of the product.
 
     launch 1   | x @ w, columns 0.., part 0 | columns 0.., part 1 | ... | shrink units | shrink units | ...
     launch 2   | out = part 0 + part 1 + ... + delta, or the expand of `add_lora` for a product in one part

@@ -53,7 +53,7 @@ NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/
   if "$$python" -c 'import ensurepip' 2>/dev/null; then echo "$$python"; break; fi; done)
 NEWEST_TESTS := test_compat.py $(addprefix layers/test_,batch.py explicit_mesh.py layer_kinds.py scope.py sharded.py transforms.py) \
   $(addprefix pallas/,$(addprefix test_,api.py gpus.py xla.py) mosaic_tpu/test_lora.py triton/test_lora.py) \
-  $(addprefix manager/test_,lru.py mesh.py pool.py prepare.py transfers.py) serve/engine/test_engine.py
+  $(addprefix manager/test_,lru.py mesh.py slot_arrays.py prepare.py transfers.py) serve/engine/test_engine.py
 test-newest:
 	@python="$(NEWEST_PYTHON)"; if [ -n "$$python" ]; then \
 	  $(MAKE) --no-print-directory NEWEST_PYTHON="$$python" .venv-newest/.test && \

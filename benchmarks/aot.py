@@ -46,10 +46,10 @@ import jlora
 from benchmarks.decode_step import CONTEXT, decode, flat_step, prefill
 from benchmarks.mesh import PROJECTIONS, SHAPES
 from benchmarks.timing import write_rows
-from jlora.layers.batch import Layout, LoRABatch
+from jlora.layers.forward.batch import Layout, LoRABatch
 from jlora.layers.site import allocate
-from jlora.layers.wrap import wrap_model
-from jlora.layers.wrapped import WrappedModel
+from jlora.layers.wrap.apply import wrap_model
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.expert_parallel import spread_over
 from jlora.models.partition import Dispatch

@@ -27,7 +27,9 @@ from jax.sharding import NamedSharding
 import jlora
 from benchmarks.roofline import BANDWIDTH
 from benchmarks.timing import kernel_us, kind_of, machine
-from jlora.layers import batch as batches
+from jlora.layers.forward.batch import Lease
+from jlora.layers.forward.batch import make_batch as batch_in_slots
+from jlora.layers.forward.batch_shape import BatchShape
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.config import MoEConfig
 
@@ -157,8 +159,10 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
 
 def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     """The batch of sequences [B] in these slots, which were filled from outside, so that no adapter is leased."""
-    lease = batches.Lease((), (None,) * len(slots), thread=0)
-    return batches.make_batch(slots, None, manager._wrapped.sites, lease, unserved=manager._wrapped.unserved.sites)
+    lease = Lease((), (None,) * len(slots), thread=0)
+    unserved, none = manager._wrapped.unserved.sites, manager.config.max_loras
+    shape = BatchShape(len(slots))
+    return batch_in_slots(slots.tolist(), shape, manager._wrapped.sites, lease, none=none, unserved=unserved)
 
 
 def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> None:

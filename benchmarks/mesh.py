@@ -199,7 +199,7 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
     for adapter in adapters(config, args.rank, 6):
         manager.add_adapter(adapter)
         names.append(adapter.name)
-    contents = [manager._registry.contents[name] for name in names]
+    contents = [manager._cache.contents[name] for name in names]
     pool = manager._pool
     hosts, alls, copies = [], [], []
     for i in range(48):  # in turns: a machine that has slept is slower at first

@@ -1,4 +1,4 @@
-"""One process with N devices beside N processes with one each: logits, generations after a swap, and times.
+"""One process with N devices beside N processes with one each: logits, versions after a swap, and times.
 
     python -m benchmarks.processes --devices 2 [--model llama-3-8b] [--layers 8] [--out results.json]
 
@@ -61,7 +61,7 @@ def work(args: argparse.Namespace) -> None:
     def leaves() -> list[jax.Array]:
         return jax.tree.leaves(nnx.split(model)[1])
 
-    logits, generations, slots = [], [], []
+    logits, versions, slots = [], [], []
     for batch_of in ([0, 1, None, 2, 0, 1, 2, None], [3, 4, None, 5, 3, 4, 5, None], [0, 3, None, 5, 0, 0, 5, None]):
         if len(logits) == 2:
             other = jlora.Adapter(name=names[0], modules=adapters[1].modules)
@@ -69,7 +69,7 @@ def work(args: argparse.Namespace) -> None:
         with manager.prepare([None if i is None else names[i] for i in batch_of]) as batch:
             out = step(leaves(), tokens, batch)[0]
             logits.append(multihost_utils.process_allgather(out.astype(jnp.float32), tiled=True))
-            generations.append(batch.generations)
+            versions.append(batch.versions)
             slots.append(manager.slot_names)
     compiled = manager.stats().compilations, step._cache_size()
     for i in range(6):
@@ -86,7 +86,7 @@ def work(args: argparse.Namespace) -> None:
         found = {
             **machine(),
             "processes": jax.process_count(),
-            "generations": generations,
+            "versions": versions,
             "slots": slots,
             "compilations": compiled,
             "swap_ms": statistics.median(swaps),
@@ -143,7 +143,7 @@ def main() -> None:
         "model": about,
         "devices": args.devices,
         "logits_off": float(off),
-        "same_generations": one["generations"] == many["generations"],
+        "same_versions": one["versions"] == many["versions"],
         "same_slots": one["slots"] == many["slots"],
         "one_process": one,
         "a_process_each": many,

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jlora.layers.discover import _describe
+from jlora.layers.wrap.discover import _describe
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jlora.adapters import BaseShape
 from jlora.layers.site import Site
-from jlora.layers.wrapped import WrappedModel, checkpoint_weight
+from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight
 from jlora.manager.names import SiteIndex
 
 

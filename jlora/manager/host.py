@@ -14,17 +14,17 @@ from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
-from jlora.layers.wrapped import WrappedModel
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block
 from jlora.manager.histogram import Histogram
+from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter, Placement
-from jlora.manager.registry import Registry
 from jlora.manager.report import unknown_name
-from jlora.manager.slots import Slots
+from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated
 
@@ -39,9 +39,9 @@ class Host:
         config: LoRAConfig,
         wrapped: WrappedModel,
         index: SiteIndex,
-        registry: Registry,
+        cache: HostCache,
         leases: Leases,
-        slots: Slots,
+        slots: SlotTable,
         counts: Counter[str],
         state_lock: StateLock,
         changed: Bell,
@@ -50,7 +50,7 @@ class Host:
         self._config = config
         self._wrapped = wrapped
         self._index = index
-        self._registry = registry
+        self._cache = cache
         self._leases = leases
         self._slots = slots
         self._counts = counts
@@ -68,17 +68,17 @@ class Host:
 
     def newest(self, name: str) -> PackedAdapter:
         """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
-        content = self._registry.contents.get(name)
+        content = self._cache.contents.get(name)
         if content is None:
-            raise AdapterNotFoundError(unknown_name(name, self._registry.contents, self._registry.known))
+            raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
         return content
 
     def touch(self, name: str) -> bool:
         """Mark a use; False where the name is not on the host."""
         with self._state_lock:
-            if name not in self._registry.contents:
+            if name not in self._cache.contents:
                 return False
-            self._registry.contents.touch(name)
+            self._cache.contents.touch(name)
             return True
 
     def load(self, request: LoRARequest, patience: Patience) -> bool:
@@ -130,8 +130,8 @@ class Host:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
         while True:
             with self._state_lock:
-                known = self._registry.known.get(name)
-                if name in self._registry.contents or known is None:
+                known = self._cache.known.get(name)
+                if name in self._cache.contents or known is None:
                     self.newest(name)
                     return
                 load = self.loader.start(known, again=True)
@@ -156,7 +156,7 @@ class Host:
                 self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
             with self._state_lock:
-                newest = load.content or self._registry.contents.get(request.name)
+                newest = load.content or self._cache.contents.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
         return result
@@ -236,7 +236,7 @@ class Host:
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
-            contents = (*(self._registry.contents[name] for name in self._registry.contents), *others)
+            contents = (*(self._cache.contents[name] for name in self._cache.contents), *others)
             taken = sum(content.nbytes for content in contents if content.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
@@ -250,31 +250,31 @@ class Host:
                 self._wrapped.check()
                 if load is not None:
                     self.loader.check_wanted(load)
-                old = self._registry.contents.get(name)
+                old = self._cache.contents.get(name)
                 if old is not None and not replace:
-                    self._registry.contents.touch(name)
+                    self._cache.contents.touch(name)
                     return False
                 if old is None or not self.held(old):
-                    victims = self._registry.victims_for(content, self.busy)
-                    self._put(content, victims, self._registry.generation(content))
+                    victims = self._cache.victims_for(content, self.busy)
+                    self._put(content, victims, self._cache.version(content))
                     return True
             if load is not None:
                 load.in_use = True
             self.wait_for(old, "replacing", patience, seen)
 
-    def _put(self, content: PackedAdapter, victims: Iterable[str], generation: int) -> None:
+    def _put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
             self.evict(victim)
-        content.generation = generation
-        self._registry.put(content)
+        content.version = version
+        self._cache.put(content)
         self._counts["host_loads"] += 1
 
     def put_back(self, content: PackedAdapter, pin: bool) -> None:
-        """Make a restored content the newest of its name. One that was read anew gets the generation that it is."""
-        generation = content.generation if content.digest else self._registry.generation(content)
-        self._put(content, (), generation)
+        """Make a restored content the newest of its name. One that was read anew gets the version that it is."""
+        version = content.version if content.digest else self._cache.version(content)
+        self._put(content, (), version)
         if pin:
-            self._registry.contents.pin(content.name)
+            self._cache.contents.pin(content.name)
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
         """See `LoRAManager.update_adapter`."""
@@ -289,10 +289,10 @@ class Host:
             seen = self._changed.rings
             with step_lock, self._state_lock:
                 self._wrapped.check()
-                if not self._registry.newest(old):
+                if not self._cache.newest(old):
                     raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
                 if not self.held(old):
-                    victims = self._registry.victims_for(content, self.busy)
+                    victims = self._cache.victims_for(content, self.busy)
                     if not content.on_host:
                         # First, for a content that is never copied back is never evicted; it waits for this lock.
                         copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
@@ -301,13 +301,13 @@ class Host:
                         content.copying = True
                     for victim in victims:
                         self.evict(victim)
-                    content.generation = self._registry.generation(content)
-                    self._registry.put(content)
+                    content.version = self._cache.version(content)
+                    self._cache.put(content)
                     self._slots.replace(old, content, written)
                     break
             self.wait_for(old, "updating", patience, seen)
-        _log.info("updated %r to generation %d", name, content.generation)
-        return content.generation
+        _log.info("updated %r to version %d", name, content.version)
+        return content.version
 
     def _copy_back(self, content: PackedAdapter) -> None:
         """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
@@ -336,18 +336,18 @@ class Host:
         return not content.on_host or content in self._leases.leased()
 
     def wait_until_free(self, name: str, doing: str, patience: Patience, *, handled: bool = False) -> int | None:
-        """Wait until no open batch holds an adapter. Returns its generation, None where it is not on the host.
+        """Wait until no open batch holds an adapter. Returns its version, None where it is not on the host.
 
         Args:
-          handled: whether to wait for batches with a generation that handles keep, too.
+          handled: whether to wait for batches with a version that handles keep, too.
         """
         while True:
             seen = self._changed.rings
             with self._state_lock:
-                content = self._registry.contents.get(name)
+                content = self._cache.contents.get(name)
                 held = content is not None and (content in self._leases.leased() if handled else self.held(content))
                 if content is None or not held:
-                    return None if content is None else content.generation
+                    return None if content is None else content.version
             self.wait_for(content, doing, patience, seen)
 
     def wait_for(self, content: PackedAdapter, doing: str, patience: Patience, seen: int) -> None:
@@ -359,15 +359,15 @@ class Host:
 
     def evict(self, name: str) -> None:
         """Out of the host cache, and out of its slot."""
-        content = self._registry.contents[name]
-        self._registry.evict(name)
+        content = self._cache.contents[name]
+        self._cache.evict(name)
         self._slots.release(content)
         self._counts["host_evictions"] += 1
         _log.info("evicted %r from the host cache", name)
 
     def oldest(self) -> str | None:
         """The name that is evicted next."""
-        contents = self._registry.contents
+        contents = self._cache.contents
         return next(contents.evictable(lambda n: self.busy(contents[n])), None)
 
 

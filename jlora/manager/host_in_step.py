@@ -39,7 +39,7 @@ class HostInStep(Host):
         return bool(self.let_in(f"add_adapter({request.name!r})", request, patience, again=True))
 
     def recall(self, name: str) -> None:
-        if name not in self._registry.contents:
+        if name not in self._cache.contents:
             self.let_in(f"the load of {name!r}", name, Patience(None))
 
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
@@ -49,7 +49,7 @@ class HostInStep(Host):
         return False  # what was read is kept for the call that lets it in
 
     def _found(self, name: str) -> bool:
-        return name in self._registry.contents  # not a use of it: the order of uses is that of the calls
+        return name in self._cache.contents  # not a use of it: the order of uses is that of the calls
 
     def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
         return fingerprint(placements, blocks)
@@ -62,13 +62,13 @@ class HostInStep(Host):
                 return True
             load.content = content
             for old in self.loader.staged()[: -(self._config.max_cpu_loras or 1)]:
-                if old.request.name not in self._registry.contents:
-                    self._registry.known[old.request.name] = old.request
+                if old.request.name not in self._cache.contents:
+                    self._cache.known[old.request.name] = old.request
                 self._drop(old)
         return True
 
     def _drop(self, load: Load) -> None:
-        if load.content is not None and not self._registry.newest(load.content):
+        if load.content is not None and not self._cache.newest(load.content):
             self._slots.release(load.content)
         self.loader.abandon(load)
 
@@ -131,10 +131,10 @@ class HostInStep(Host):
     def _request(self, request: LoRARequest | str) -> LoRARequest:
         if isinstance(request, LoRARequest):
             return request
-        if (known := self._registry.known.get(request)) is not None:
+        if (known := self._cache.known.get(request)) is not None:
             return known
         if not (loads := self.loader.named(request)):
-            raise AdapterNotFoundError(unknown_name(request, self._registry.contents, self._registry.known))
+            raise AdapterNotFoundError(unknown_name(request, self._cache.contents, self._cache.known))
         return loads[0].request
 
     def give_up(self, name: str | None = None) -> list[Load]:
@@ -162,20 +162,20 @@ class HostInStep(Host):
             while True:
                 seen = self._changed.rings
                 with self._state_lock:
-                    old = self._registry.contents.get(content.name)
+                    old = self._cache.contents.get(content.name)
                     if old is None or not self.held(old):
-                        victims = self._registry.victims_for(content, self.busy)
-                        return [content.fingerprint, victims], self._registry.generation(content)
+                        victims = self._cache.victims_for(content, self.busy)
+                        return [content.fingerprint, victims], self._cache.version(content)
                 if not wait and patience.thread not in self._leases.threads(old):
                     return None
                 self.wait_for(old, "replacing", patience, seen)
 
-        with self._processes.together(what, ready) as generations:
-            if generations is None:
+        with self._processes.together(what, ready) as versions:
+            if versions is None:
                 return None
             assert content is not None
             with self._state_lock:
-                self._put(content, victims, max(generations))
+                self._put(content, victims, max(versions))
             return True
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
@@ -198,9 +198,9 @@ class HostInStep(Host):
             content.fingerprint = fingerprint(content.placements, content.blocks)
             self.wait_until_free(name, "updating", patience)
             with self._state_lock:
-                victims = self._registry.victims_for(content, self.busy)
+                victims = self._cache.victims_for(content, self.busy)
                 found = old, content, written, victims
-                return [content.fingerprint, victims, self._registry.generation(content)], None
+                return [content.fingerprint, victims, self._cache.version(content)], None
 
         with self._processes.together(f"update_adapter({name!r})", ready):
             assert found is not None
@@ -208,7 +208,7 @@ class HostInStep(Host):
             with step_lock, self._state_lock:
                 for victim in victims:
                     self.evict(victim)
-                content.generation = self._registry.generation(content)
-                self._registry.put(content)
+                content.version = self._cache.version(content)
+                self._cache.put(content)
                 self._slots.replace(old, content, written)
-        return content.generation
+        return content.version

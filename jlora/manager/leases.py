@@ -1,11 +1,11 @@
-"""Which adapters open batches hold, and handles on one generation of an adapter."""
+"""Which adapters open batches hold, and handles on one version of an adapter."""
 
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jlora.layers.batch import Lease, Served
+from jlora.layers.forward.batch import Lease, Served
 from jlora.manager.packed_adapter import PackedAdapter
 
 
@@ -27,19 +27,19 @@ class LeaseInfo:
 
 
 class AdapterHandle:
-    """One generation of an adapter: `prepare` takes it in the place of a name, whatever the name means by then.
+    """One version of an adapter: `prepare` takes it in the place of a name, whatever the name means by then.
 
     The content stays on the host while the handle is open; it ends when it is closed, or when it is gone.
 
     Attributes:
-      name, generation: what it stands for.
+      name, version: what it stands for.
     """
 
     def __init__(self, content: PackedAdapter, on_close: Callable[[], object]):
         self._content: PackedAdapter | None = content
         self._on_close = on_close
         self.name = content.name
-        self.generation = content.generation
+        self.version = content.version
 
     @property
     def content(self) -> PackedAdapter | None:
@@ -47,7 +47,7 @@ class AdapterHandle:
         return self._content
 
     def close(self) -> None:
-        """Let the generation go. Closing twice is harmless."""
+        """Let the version go. Closing twice is harmless."""
         self._content = None
         self._on_close()
 
@@ -58,7 +58,7 @@ class AdapterHandle:
         self.close()
 
     def __repr__(self) -> str:
-        return f"AdapterHandle({self.name!r}, generation={self.generation})"
+        return f"AdapterHandle({self.name!r}, version={self.version})"
 
 
 class Leases:

@@ -21,31 +21,32 @@ from jlora._memory import machine_bytes
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
-from jlora.layers.batch import LoRABatch
-from jlora.layers.scope import staged
-from jlora.layers.select import PackedModules
+from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.batch_shape import batch_shape
+from jlora.layers.forward.scope import staged
 from jlora.layers.site import SlotParam
-from jlora.layers.wrap import wrap_model
-from jlora.layers.wrapped import LayerInfo, WrappedModel
-from jlora.manager.batches import Name, read_arguments
+from jlora.layers.wrap.apply import wrap_model
+from jlora.layers.wrap.select import PackedModules
+from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
+from jlora.manager.batch_arguments import Name, read_arguments
 from jlora.manager.export import export
 from jlora.manager.host import Host
+from jlora.manager.host_cache import HostCache
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
 from jlora.manager.loader import Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.pool import Pool
 from jlora.manager.prepare import Batches
 from jlora.manager.prepare_in_step import BatchesInStep
 from jlora.manager.processes import Processes
-from jlora.manager.registry import Registry
 from jlora.manager.report import AdapterInfo, Stats, listed
 from jlora.manager.saved import base_digest, restore, save
-from jlora.manager.slots import Slots
-from jlora.manager.verify import Forward, VerifyReport, verify
+from jlora.manager.slot_arrays import SlotArrays
+from jlora.manager.slot_table import SlotTable
 from jlora.manager.warmup import warm_up
+from jlora.verify.verify import Forward, VerifyReport, verify
 
 _log = logging.getLogger("jlora")
 
@@ -153,12 +154,12 @@ class LoRAManager:
         self._changed = Bell()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
-        self._registry = Registry(config.max_cpu_loras or config.max_loras, memory)
-        self._pool = Pool(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
-        self._slots = Slots(self._pool, self._registry, self._leases, self._counts)
-        of_host = (config, self._wrapped, index, self._registry, self._leases, self._slots, self._counts)
+        self._cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
+        self._pool = SlotArrays(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
+        self._slots = SlotTable(self._pool, self._cache, self._leases, self._counts)
+        of_host = (config, self._wrapped, index, self._cache, self._leases, self._slots, self._counts)
         of_host = (*of_host, self._state_lock, self._changed)
-        of_batches = (self._wrapped, config, self._registry, self._leases, self._slots, locks, self._changed)
+        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, locks, self._changed)
         if self._processes.several:
             self._host = host = HostInStep(*of_host, resolve, processes=self._processes)
             self._batches = BatchesInStep(*of_batches, host=host, processes=self._processes)
@@ -182,8 +183,8 @@ class LoRAManager:
         """Load an adapter into the host cache. True if it was loaded, False if the name was there (then it is touched).
 
         With `load_inplace` (here or in the request) an adapter of the same name is replaced, by its files as they are
-        now and always as a new generation. That waits for open batches with the old one, unless handles hold it: then
-        both generations are served.
+        now and always as a new version. That waits for open batches with the old one, unless handles hold it: then
+        both versions are served.
 
         Args:
           adapter: what to load: a folder or repository, or arrays in memory.
@@ -232,7 +233,7 @@ class LoRAManager:
         self._check_call("prefetch")
         if isinstance(request, str):
             with self._state_lock:
-                name, known = request, self._registry.known.get(request)
+                name, known = request, self._cache.known.get(request)
                 request = known or self._host.newest(name).request or LoRARequest(name, name)  # in memory: never read
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
@@ -253,7 +254,7 @@ class LoRAManager:
             self._host.give_up_request(request, reading=reading)
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
-        """New weights for an adapter, as a new generation, in the slot that it has: all of them or none.
+        """New weights for an adapter, as a new version, in the slot that it has: all of them or none.
 
         From device arrays nothing goes through the host: they are cast, scaled and written where they are, and copied
         to the host cache in the background; until then the adapter is not evicted, and who needs its slot waits. Open
@@ -268,7 +269,7 @@ class LoRAManager:
           timeout: seconds to wait. None: as long as it takes, but not for batches which this very thread has open.
 
         Returns:
-          The new generation.
+          The new version.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -300,10 +301,10 @@ class LoRAManager:
             while True:
                 seen = self._changed.rings
                 with self._state_lock:
-                    content = self._registry.contents.get(name)
+                    content = self._cache.contents.get(name)
                     if content is None or not self._host.held(content):
                         loads = self._host.give_up(name)
-                        found = self._registry.forget(name) or bool(loads)
+                        found = self._cache.forget(name) or bool(loads)
                         if content is not None:
                             self._slots.release(content)
                             _log.info("removed %r", name)
@@ -339,19 +340,19 @@ class LoRAManager:
 
         def ready() -> tuple[Any, Any]:
             with self._state_lock:
-                names = list(self._registry.contents)
+                names = list(self._cache.contents)
             return [self._host.wait_until_free(name, "removing", patience) for name in names], None
 
         with self._processes.together("remove_all_adapters()", ready):
             while True:
                 seen = self._changed.rings
                 with self._state_lock:
-                    contents = [self._registry.contents[name] for name in self._registry.contents]
+                    contents = [self._cache.contents[name] for name in self._cache.contents]
                     held = next((content for content in contents if self._host.held(content)), None)
                     if held is None:
                         loads = self._host.give_up()
-                        for name in [*self._registry.known, *self._registry.contents]:
-                            self._registry.forget(name)
+                        for name in [*self._cache.known, *self._cache.contents]:
+                            self._cache.forget(name)
                         for content in contents:
                             self._slots.release(content)
                         break
@@ -362,30 +363,30 @@ class LoRAManager:
     def list_adapters(self) -> dict[str, AdapterInfo]:
         """The adapters of the host cache, least recently used first."""
         with self._state_lock:
-            return listed(self._registry.contents, self._pool.table, self._leases.leased())
+            return listed(self._cache.contents, self._pool.table, self._leases.leased())
 
     def list_evicted(self) -> dict[str, LoRARequest]:
         """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
         with self._state_lock:
-            return dict(self._registry.known)
+            return dict(self._cache.known)
 
     def evicted(self, name: str) -> LoRARequest | None:
         """What an adapter is loaded from that was evicted from the host cache; None for any other."""
         with self._state_lock:
-            return self._registry.known.get(name)
+            return self._cache.known.get(name)
 
     def level(self, name: str) -> Literal["slot", "host", "evicted"] | None:
         """Where an adapter is: in a slot, on the host, or to be loaded again when it is asked for. None: unknown."""
         with self._state_lock:
-            content = self._registry.contents.get(name)
+            content = self._cache.contents.get(name)
             if content is None:
-                return "evicted" if name in self._registry.known else None
+                return "evicted" if name in self._cache.known else None
             return "host" if self._pool.slot_of(content) is None else "slot"
 
     def pinned(self, name: str) -> bool:
         """Whether an adapter is pinned; one that is unknown or evicted is not."""
         with self._state_lock:
-            return self._registry.contents.pinned(name)
+            return self._cache.contents.pinned(name)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.
@@ -423,7 +424,7 @@ class LoRAManager:
         """Save what a restart needs to go on warm: `restore`, of a new manager, takes it.
 
         Names, the requests that they came from (of evicted ones too), pins, what is in slots, the orders of use,
-        generations, and the weights of the host cache, through orbax-checkpoint. What was saved there before is
+        versions, and the weights of the host cache, through orbax-checkpoint. What was saved there before is
         replaced in the end, in one step: a process that is killed at any point leaves the old or the new, whole.
         Weights that are there already are not written again. On return all of it is on the disk.
 
@@ -445,13 +446,13 @@ class LoRAManager:
         """
         self._check_call("save")
         where = self._saved_at("save", path)
-        save(where, self._slots, self._registry, self._state_lock, self._base(), weights=weights, without=without)
+        save(where, self._slots, self._cache, self._state_lock, self._base(), weights=weights, without=without)
 
     def restore(self, path: str | os.PathLike[str], *, weights: bool = True) -> frozenset[str]:
         """Take what another manager has saved: all of it, or nothing where this raises.
 
-        Adapters come back with their generations, pins and orders of use, in slots where they were; none is read from
-        its own folder, unless it is pinned and its weights were not saved. The next generation of a name is larger than
+        Adapters come back with their versions, pins and orders of use, in slots where they were; none is read from
+        its own folder, unless it is pinned and its weights were not saved. The next version of a name is larger than
         any before, saved or not. Sizes may be others than they were: of a smaller host cache or fewer slots those used
         last get the room, and the rest is loaded when it is asked for. So may the mesh, and `max_lora_rank` as far as
         the adapters allow.
@@ -475,7 +476,7 @@ class LoRAManager:
         self._check_call("restore")
         where, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
         self._wrapped.check()
-        return restore(where, self._host, self._slots, self._registry, locks, self._base(), weights=weights)
+        return restore(where, self._host, self._slots, self._cache, locks, self._base(), weights=weights)
 
     def _saved_at(self, what: str, path: str | os.PathLike[str]) -> Path:
         if self._processes.several:
@@ -513,11 +514,11 @@ class LoRAManager:
             while True:
                 seen = self._changed.rings
                 with self._state_lock:
-                    content = self._registry.contents.get(name)
+                    content = self._cache.contents.get(name)
                     if content is None or content not in self._pool.table:
                         return False
                     if content not in self._leases.leased():
-                        self._registry.contents.unpin(name)
+                        self._cache.contents.unpin(name)
                         self._slots.release(content)
                         return True
                 self._host.wait_for(content, "deactivating", patience, seen)
@@ -540,7 +541,7 @@ class LoRAManager:
         """
         with self._processes.in_turn(f"unpin_adapter({name!r})"), self._state_lock:
             self._host.newest(name)
-            return self._registry.contents.unpin(name)
+            return self._cache.contents.unpin(name)
 
     @property
     def slot_names(self) -> tuple[str | None, ...]:
@@ -576,14 +577,14 @@ class LoRAManager:
         """Bring a name into a slot, loaded again if need be. True if it was written."""
 
         def wanted() -> list[PackedAdapter]:
-            content = self._registry.contents.get(name)
+            content = self._cache.contents.get(name)
             return [] if content is None else [content]
 
         def then(written: list[PackedAdapter]) -> bool | None:
-            if name not in self._registry.contents:  # evicted since
+            if name not in self._cache.contents:  # evicted since
                 return None
             if pin:
-                self._registry.contents.pin(name)
+                self._cache.contents.pin(name)
             return bool(written)
 
         with self._processes.in_turn(f"activate_adapter({name!r})"):
@@ -632,7 +633,7 @@ class LoRAManager:
         """Bring the adapters of one batch into slots and hold them there until the batch closes.
 
         Args:
-          names: the adapter of each sequence, as a name (its newest generation), a `LoRARequest` (loaded if it is not)
+          names: the adapter of each sequence, as a name (its newest version), a `LoRARequest` (loaded if it is not)
             or a handle from `hold`; None takes the base model.
           token_counts: for packed rows [tokens, features]: how many rows each sequence has, in order.
           pad_to: number of packed rows, at least their sum (the default); the rows behind take no adapter.
@@ -653,14 +654,14 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        asked = read_arguments(names, token_counts, pad_to, length)
-        batch, ready = self._batches.prepare(asked, wait, _patience(timeout).deadline)
+        args = read_arguments(names, token_counts, pad_to, length)
+        batch, ready = self._batches.prepare(args, wait, _patience(timeout).deadline)
         return batch if wait else (batch, ready)
 
     def hold(self, name: str) -> AdapterHandle:
-        """A handle on the newest generation of an adapter, for sequences that must go on with what they began with.
+        """A handle on the newest version of an adapter, for sequences that must go on with what they began with.
 
-        `prepare` takes it in the place of the name. While it is open, that generation stays on the host, through
+        `prepare` takes it in the place of the name. While it is open, that version stays on the host, through
         `load_inplace`, `update_adapter` and `remove_adapter` of the name.
 
         Raises:
@@ -672,8 +673,8 @@ class LoRAManager:
             while True:
                 self._host.recall(name)
                 with self._state_lock:
-                    if name in self._registry.contents:  # not evicted since
-                        handle = AdapterHandle(self._registry.contents[name], self._changed.ring)
+                    if name in self._cache.contents:  # not evicted since
+                        handle = AdapterHandle(self._cache.contents[name], self._changed.ring)
                         self._leases.add_handle(handle)
                         return handle
 
@@ -715,10 +716,10 @@ class LoRAManager:
           token_counts, pad_to, length: as in `prepare`.
         """
         self._check_call("warmup")
-        asked = read_arguments([None] * num_sequences, token_counts, pad_to, length)
+        shape = batch_shape(num_sequences, token_counts, pad_to, length)
         base_only = partial(self.prepare, [None] * num_sequences, token_counts, pad_to, length=length)
         locks = (self._step_lock, self._state_lock)
-        warm_up(step, asked, base_only, self._wrapped, self._slots, self._leases, locks)
+        warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Every layer: its path and sizes, and whether it is wrapped or why not."""
@@ -745,7 +746,7 @@ class LoRAManager:
           forward: `forward(model, inputs, batch)`, your own steps; they open `jlora.use(batch)`, once or in each step.
           inputs: what it takes: several sequences of different content.
           **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `batch_axis`, `seed`; see
-            `jlora.manager.verify.verify`.
+            `jlora.verify.verify.verify`.
 
         Raises:
           LoRAError: some row differs from merged weights; the message names the first layer that is off.
@@ -765,11 +766,11 @@ class LoRAManager:
             return Stats(
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
-                registered=len(self._registry.contents),
+                registered=len(self._cache.contents),
                 active=sum(name is not None for name in self._slots.names()),
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
-                host_bytes=self._registry.nbytes,
+                host_bytes=self._cache.nbytes,
                 open_leases=sum(1 for _ in self._leases.open()),
                 load_seconds=self._host.load_seconds.read(),
                 swap_seconds=self._slots.seconds.read(),
@@ -800,9 +801,9 @@ class LoRAManager:
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            for name in self._registry.contents:
-                self._registry.contents.remove(name)
-            self._registry.known.clear()
+            for name in self._cache.contents:
+                self._cache.contents.remove(name)
+            self._cache.known.clear()
             self._batches.clear()
             self._state = None
             self._wrapped.unwrap()

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jlora.errors import LoRAUsageError
-from jlora.layers.select import Nearest
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
-from jlora.layers.wrapped import WrappedModel
+from jlora.layers.wrap.select import Nearest
+from jlora.layers.wrap.wrapped import WrappedModel
 
 Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, slices
 NameMap: TypeAlias = Mapping[str, str]

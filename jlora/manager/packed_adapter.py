@@ -1,4 +1,4 @@
-"""One generation of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
+"""One version of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
 
 import functools
 import hashlib
@@ -49,10 +49,10 @@ class Placement:
 
 @dataclass(eq=False)
 class PackedAdapter:
-    """One generation of one adapter. Compared by identity.
+    """One version of one adapter. Compared by identity.
 
     Attributes:
-      name, generation: one content of a name has one generation, counted from 0.
+      name, version: one content of a name has one version, counted from 0.
       placements: where its modules go.
       blocks: its factors, packed as slots are written; replaced whole, never changed. Where experts are split over
         processes, those of other processes' devices are zeros, which take no memory.
@@ -61,7 +61,7 @@ class PackedAdapter:
       about: the adapter without its arrays, for what else an exported one must say.
       request: what it is loaded from again once it was evicted, if it was loaded from a request.
       key: of the files that it was read from (`content_key`); None where there are none.
-      in_place: whether it was loaded to replace what there is: then it is a new generation whatever its key.
+      in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
       digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
@@ -73,7 +73,7 @@ class PackedAdapter:
     """
 
     name: str
-    generation: int
+    version: int
     placements: tuple[Placement, ...]
     blocks: tuple[Block, ...]
     ranks: Int[np.ndarray, "ranks"]

@@ -11,7 +11,7 @@ from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters.lora import LoRA, ModuleLoRA
 from jlora.layers.site import Site
-from jlora.layers.wrapped import WrappedModel, own_order_of
+from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write

@@ -9,20 +9,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
-from jlora.layers.batch import Lease, LoRABatch, make_batch, renewed
-from jlora.layers.wrapped import WrappedModel
-from jlora.manager.batches import Asked, Name, slot_arrays
+from jlora.layers.forward.batch import Lease, LoRABatch, make_batch, renewed
+from jlora.layers.wrap.wrapped import WrappedModel
+from jlora.manager.batch_arguments import BatchArguments, Name
 from jlora.manager.host import Host
+from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import Load, LoadCancelled, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.registry import Registry
-from jlora.manager.slots import Slots
+from jlora.manager.slot_table import SlotTable
 
 R = TypeVar("R")
 
@@ -43,7 +41,7 @@ class _Kept:
     batch: LoRABatch
     slots: dict[PackedAdapter, tuple[int, int]]
     newest: frozenset[PackedAdapter]
-    generations: tuple[int | None, ...]
+    versions: tuple[int | None, ...]
 
 
 def over(deadline: float | None) -> bool:
@@ -73,16 +71,16 @@ class Batches:
         self,
         wrapped: WrappedModel,
         config: LoRAConfig,
-        registry: Registry,
+        cache: HostCache,
         leases: Leases,
-        slots: Slots,
+        slots: SlotTable,
         locks: tuple[AbstractContextManager[Any], StateLock],
         changed: Bell,
         host: Host,
     ):
         self._wrapped = wrapped
         self._config = config
-        self._registry = registry
+        self._cache = cache
         self._leases = leases
         self._slots = slots
         self._host = host
@@ -94,14 +92,14 @@ class Batches:
     def clear(self) -> None:
         self._kept.clear()
 
-    def _again(self, asked: Asked) -> LoRABatch | None:
+    def _again(self, args: BatchArguments) -> LoRABatch | None:
         """The batch from kept arrays, where everything is still as it was."""
-        kept = self._kept.get(asked.key)
+        kept = self._kept.get(args.key)
         if kept is None:
             return None
-        if any(isinstance(name, LoRARequest) and name.load_inplace for name in asked.adapters):
+        if any(isinstance(name, LoRARequest) and name.load_inplace for name in args.adapters):
             return None
-        if not all(map(self._registry.newest, kept.newest)):
+        if not all(map(self._cache.newest, kept.newest)):
             return None
         if kept.batch.layout.unserved is not self._wrapped.unserved.sites:
             return None
@@ -111,20 +109,20 @@ class Batches:
         if not pool.intact() or _deleted(kept.batch):
             return None
         self._slots.hit(kept.slots)
-        self._kept.move_to_end(asked.key)
-        lease = self._lease(kept.slots, kept.generations)
+        self._kept.move_to_end(args.key)
+        lease = self._lease(kept.slots, kept.versions)
         return renewed(kept.batch, lease)
 
-    def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
         with self._state_lock:
             self._wrapped.check()
-            batch = self._again(asked)
+            batch = self._again(args)
         if batch is not None:
-            return batch, (True,) * len(asked.names)
-        return self._new(asked, wait, deadline)
+            return batch, (True,) * len(args.names)
+        return self._new(args, wait, deadline)
 
-    def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _new(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """What no kept arrays can tell."""
         ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
@@ -132,7 +130,7 @@ class Batches:
             while True:
                 seen = self._changed.rings
                 try:
-                    loads = self._missing(asked, reloaded, ticket if wait else None)
+                    loads = self._missing(args, reloaded, ticket if wait else None)
                     if loads and wait:
                         self._wait(loads, reloaded, deadline)
                         continue
@@ -144,14 +142,14 @@ class Batches:
                 self._slots.pool.compile()
                 with self._step_lock, self._state_lock:
                     self._wrapped.check()
-                    contents = self._contents(asked)
-                    if wait and len(contents) < len(asked.adapters):
+                    contents = self._contents(args)
+                    if wait and len(contents) < len(args.adapters):
                         continue  # evicted since
                     try:
                         if any(content not in self._slots.pool.table for content in contents.values()):
                             self._check_first(ticket)
                         self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
-                        return self._batch(asked, contents, keep=wait)
+                        return self._batch(args, contents, keep=wait)
                     except NoFreeSlotError:
                         if not (self._slots.copying or self._lined_up(ticket)):
                             raise
@@ -170,7 +168,7 @@ class Batches:
         partly: bool = False,
         deadline: float | None = None,
     ) -> R:
-        """Bring contents into slots. See `Slots.activate`.
+        """Bring contents into slots. See `SlotTable.activate`.
 
         Args:
           what: the call, for messages.
@@ -206,7 +204,7 @@ class Batches:
         if first is not ticket:
             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
-    def _missing(self, asked: Asked, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
+    def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
         """The loads of a batch, each wanted once more by this call, which waits for them where it has a ticket.
 
         Raises:
@@ -217,26 +215,26 @@ class Batches:
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
         with self._state_lock:
-            for name in asked.adapters:
+            for name in args.adapters:
                 if isinstance(name, AdapterHandle):
                     continue
                 if isinstance(name, LoRARequest):
                     again = name.load_inplace and name not in reloaded
-                    if name.name in self._registry.contents and not again:
+                    if name.name in self._cache.contents and not again:
                         continue
                     request = name
                     reloaded.add(name)
                 else:
-                    if name in self._registry.contents:
+                    if name in self._cache.contents:
                         continue
-                    known = self._registry.known.get(name)
+                    known = self._cache.known.get(name)
                     if known is None:
                         self._host.newest(name)  # raises
                         continue
                     request = known
                 if ticket is not None:
                     self._check_first(ticket)
-                    self._keep(asked)
+                    self._keep(args)
                 load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
@@ -255,16 +253,16 @@ class Batches:
             reloaded.difference_update(load.request for load in loads if load.error is not None)
             raise
 
-    def _keep(self, asked: Asked) -> None:
+    def _keep(self, args: BatchArguments) -> None:
         """Before a load: see that all of a batch fit into the slots, and so on the host, and that it evicts others."""
-        contents = self._contents(asked)
-        wanted = {contents.get(name, name.name if isinstance(name, LoRARequest) else name) for name in asked.adapters}
-        leased, registry = self._leases.leased(), self._registry
+        contents = self._contents(args)
+        wanted = {contents.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
+        leased, cache = self._leases.leased(), self._cache
         stay = [
             content
             for content in self._slots.pool.table
             if content is not None and content not in wanted
-            and (content in leased or (registry.newest(content) and registry.contents.pinned(content.name)))
+            and (content in leased or (cache.newest(content) and cache.contents.pinned(content.name)))
         ]  # fmt: skip
         slots = len(self._slots.pool.table)
         if len(wanted) + len(stay) > slots:
@@ -273,10 +271,10 @@ class Batches:
                 "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
             )
         for content in contents.values():
-            if registry.newest(content):
-                registry.contents.touch(content.name)
+            if cache.newest(content):
+                cache.contents.touch(content.name)
 
-    def _contents(self, asked: Asked) -> dict[Name, PackedAdapter]:
+    def _contents(self, args: BatchArguments) -> dict[Name, PackedAdapter]:
         """What each adapter of a batch is now; those that are not loaded are left out.
 
         Raises:
@@ -284,7 +282,7 @@ class Batches:
           AdapterMismatchError: an adapter brings weights for a layer that serves none.
         """
         found: dict[Name, PackedAdapter] = {}
-        for name in asked.adapters:
+        for name in args.adapters:
             if isinstance(name, AdapterHandle):
                 content = name.content
                 if content is None:
@@ -292,7 +290,7 @@ class Batches:
                 if not self._leases.gave(name):
                     raise LoRAUsageError(f"prepare: {name!r} is of another manager")
             else:
-                content = self._registry.contents.get(name.name if isinstance(name, LoRARequest) else name)
+                content = self._cache.contents.get(name.name if isinstance(name, LoRARequest) else name)
             if content is not None:
                 self._check_served(content)
                 found[name] = content
@@ -308,27 +306,27 @@ class Batches:
             )
 
     def _batch(
-        self, asked: Asked, contents: dict[Name, PackedAdapter], keep: bool
+        self, args: BatchArguments, contents: dict[Name, PackedAdapter], keep: bool
     ) -> tuple[LoRABatch, tuple[bool, ...]]:
         """The batch of contents that are in slots, those that are; and which sequences have theirs."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}
         for content in served.values():
             self._check_served(content)  # `verify` may have changed it since
-        ready = tuple(name is None or name in slot_of for name in asked.names)
-        generations = tuple(None if name not in served else served[name].generation for name in asked.names)
-        slots, token_slots = slot_arrays(asked, slot_of, self._config.max_loras)
-        writes = self._slots.pool.writes
-        stamps = np.array([writes[slot_of[name]] if name in slot_of else 0 for name in asked.names], np.int32)
-        lease = self._lease(served.values(), generations)
+        ready = tuple(name is None or name in slot_of for name in args.names)
+        versions = tuple(None if name not in served else served[name].version for name in args.names)
+        none, writes = self._config.max_loras, self._slots.pool.writes
+        slots = [none if name is None else slot_of.get(name, none) for name in args.names]
+        stamps = [writes[slot] if slot < none else 0 for slot in slots]
+        lease = self._lease(served.values(), versions)
         batch = make_batch(
             slots,
-            token_slots,
+            args.shape,
             self._wrapped.sites,
             lease,
+            none=none,
             unserved=self._wrapped.unserved.sites,
             stamps=stamps,
-            length=asked.length,
             absent=not all(ready),
         )
         if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
@@ -337,16 +335,16 @@ class Batches:
             closed.close()
             slots_of = {content: (slot_of[name], writes[slot_of[name]]) for name, content in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
-            self._kept[asked.key] = _Kept(renewed(batch, closed), slots_of, newest, generations)
-            self._kept.move_to_end(asked.key)
+            self._kept[args.key] = _Kept(renewed(batch, closed), slots_of, newest, versions)
+            self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
         return batch, ready
 
-    def _lease(self, contents: Iterable[PackedAdapter], generations: tuple[int | None, ...]) -> Lease:
+    def _lease(self, contents: Iterable[PackedAdapter], versions: tuple[int | None, ...]) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
         distinct = tuple(dict.fromkeys(contents))
-        lease = Lease(distinct, generations, threading.get_ident(), where, self._changed.ring)
+        lease = Lease(distinct, versions, threading.get_ident(), where, self._changed.ring)
         self._leases.add(lease)
         return lease
 

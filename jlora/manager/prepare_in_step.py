@@ -6,8 +6,8 @@ from typing import Any
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.layers.batch import LoRABatch
-from jlora.manager.batches import Asked, Name
+from jlora.layers.forward.batch import LoRABatch
+from jlora.manager.batch_arguments import BatchArguments, Name
 from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loader import Patience
@@ -26,24 +26,24 @@ class BatchesInStep(Batches):
         self._shared = host
         self._processes = processes
 
-    def prepare(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         with self._processes.in_turn("prepare"):
-            return super().prepare(asked, wait, deadline)
+            return super().prepare(args, wait, deadline)
 
-    def _again(self, asked: Asked) -> LoRABatch | None:
-        batch = super()._again(asked)
+    def _again(self, args: BatchArguments) -> LoRABatch | None:
+        batch = super()._again(args)
         if batch is not None:
             self._processes.check()
         return batch
 
-    def _new(self, asked: Asked, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _new(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         reloaded: set[Name] = set()
         while True:
             with self._state_lock:
-                known = self._contents(asked)
+                known = self._contents(args)
             absent = [
                 name
-                for name in asked.adapters
+                for name in args.adapters
                 if name not in known or (isinstance(name, LoRARequest) and name.load_inplace and name not in reloaded)
             ]
             for name in absent:
@@ -54,25 +54,25 @@ class BatchesInStep(Batches):
                     name,
                     Patience(deadline, threading.get_ident()),
                     wait=wait,
-                    before=lambda: self._wait_for_room(asked, deadline) if wait else None,
+                    before=lambda: self._wait_for_room(args, deadline) if wait else None,
                 )
             if not (absent and wait):
                 break
         with self._state_lock:
-            contents = self._contents(asked)
+            contents = self._contents(args)
         wanted = list(dict.fromkeys(contents.values()))
 
         def batch(_: list[PackedAdapter]) -> tuple[LoRABatch, tuple[bool, ...]]:
-            return self._batch(asked, contents, keep=wait)
+            return self._batch(args, contents, keep=wait)
 
         return self.bring("prepare", lambda: wanted, batch, partly=not wait, deadline=deadline)
 
-    def _wait_for_room(self, asked: Asked, deadline: float | None) -> None:
+    def _wait_for_room(self, args: BatchArguments, deadline: float | None) -> None:
         while True:
             seen = self._changed.rings
             try:
                 with self._state_lock:
-                    return self._keep(asked)
+                    return self._keep(args)
             except NoFreeSlotError:
                 if over(deadline):
                     raise
@@ -104,7 +104,7 @@ class BatchesInStep(Batches):
                 try:
                     with self._step_lock, self._state_lock:
                         plan = self._slots.plan(contents, partly=partly)
-                        return [(content.name, content.generation, slot) for content, slot in plan.items()], None
+                        return [(content.name, content.version, slot) for content, slot in plan.items()], None
                 except NoFreeSlotError:
                     if over(deadline):
                         raise

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
-from jlora.layers.writes import takes_kernels, write_block, write_ranks
+from jlora.layers.slot_write import takes_kernels, write_block, write_ranks
+from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.manager.blocks import rank_step
-from jlora.manager.where import Where, a_device, as_sharded, everywhere, of_blocks
 
 # Sites of one spec that a program writes: the spec, how many rows the block has, and how many sites these are.
 Part: TypeAlias = tuple[SlotSpec, int, int]
@@ -22,7 +22,7 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @lru_cache(maxsize=256)
-def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Launch:
+def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
     """`write(*arrays, *(*blocks, [slot, row, rank, shard]), ..)`: the arrays (donated) with blocks written; the stamps
     count one more write of the slot.
 
@@ -78,7 +78,7 @@ def _write_part(
 
 
 @lru_cache(maxsize=32)
-def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[Where, ...]) -> Launch:
+def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
     """`write(*arrays, ranks, [slot, 0, 0, 0])`: the ranks of every site (donated) written, and the stamps as above."""
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array) -> Arrays:
@@ -97,7 +97,7 @@ def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:
     return stamps.at[..., slot].add(1)
 
 
-def _struct(shape: tuple[int, ...], dtype: str, where: Where) -> jax.ShapeDtypeStruct:
+def _struct(shape: tuple[int, ...], dtype: str, where: ArrayPlacement) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=None if isinstance(where, Device) else where)
 
 
@@ -108,7 +108,7 @@ def _spec_of(struct: jax.ShapeDtypeStruct) -> PartitionSpec:
 def _compile(
     write: Callable[..., Arrays],
     mesh: Any,
-    lie: Sequence[Where],
+    lie: Sequence[ArrayPlacement],
     arrays: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Any],
 ) -> Launch:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from jlora.layers.batch import Served
+from jlora.layers.forward.batch import Served
 from jlora.manager.histogram import HistogramCounts
 from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter
@@ -25,7 +25,7 @@ class AdapterInfo:
     leased: bool
     path: str | None
     base_model_name: str | None
-    generation: int
+    version: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def listed(
             leased=content in leased,
             path=None if content.request is None else content.request.path,
             base_model_name=None if content.about is None else content.about.base_model_name,
-            generation=content.generation,
+            version=content.version,
         )
         for name, content in ((name, contents[name]) for name in contents)
     }

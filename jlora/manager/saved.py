@@ -1,6 +1,6 @@
 """What a manager knows of its adapters, as a folder from which another one goes on warm.
 
-    names.json         names, requests, pins, orders of use and generations (`saved_names`); replaced in one step
+    names.json         names, requests, pins, orders of use and versions (`saved_names`); replaced in one step
     contents/SHA-256/  the weights of one adapter each (`saved_content`); there before a names.json says so
 
 Whoever writes or deletes contents holds contents.lock, and whoever replaces names.json, names.lock. What it says is
@@ -26,12 +26,12 @@ from jlora._compat import asked_for
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.manager.host import Host
+from jlora.manager.host_cache import HostCache
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.registry import Registry
 from jlora.manager.saved_content import description, make_folder, read_content, sync, write_content
 from jlora.manager.saved_names import Entry, Names, locked, read_names, write_names
-from jlora.manager.slots import Slots
+from jlora.manager.slot_table import SlotTable
 
 _CONTENTS = "contents"
 _OURS = re.compile(r"[0-9a-f]{64}(\..*)?")  # and what Orbax calls a content that is not whole yet
@@ -42,8 +42,8 @@ _OURS = re.compile(r"[0-9a-f]{64}(\..*)?")  # and what Orbax calls a content tha
 
 def save(
     folder: Path,
-    slots: Slots,
-    registry: Registry,
+    slots: SlotTable,
+    cache: HostCache,
     state_lock: StateLock,
     base: str,
     *,
@@ -55,7 +55,7 @@ def save(
     def take() -> tuple[Names, list[PackedAdapter]]:
         left_out = without()
         with state_lock:
-            return _taken(slots, registry, base, left_out)
+            return _taken(slots, cache, base, left_out)
 
     try:
         make_folder(folder)
@@ -124,31 +124,33 @@ def _commit(folder: Path, take: Callable[[], tuple[Names, list[PackedAdapter]]],
         write_names(folder, names)
 
 
-def _taken(slots: Slots, registry: Registry, base: str, without: Collection[str]) -> tuple[Names, list[PackedAdapter]]:
+def _taken(
+    slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
+) -> tuple[Names, list[PackedAdapter]]:
     """What the manager knows now, without weights, and its contents in the same order. Under its lock.
 
     An interrupt may have left a name among the contents and among those that are known, or a content in two slots.
     """
-    contents = [registry.contents[name] for name in registry.contents if name not in without]
+    contents = [cache.contents[name] for name in cache.contents if name not in without]
     names = Names(
         base=base,
         layers=layers_digest(slots),
-        adapters=tuple(_entry(content, registry.contents.pinned(content.name), None) for content in contents),
-        slots=tuple(dict.fromkeys(content.name for content in slots.by_use() if registry.newest(content))),
+        adapters=tuple(_entry(content, cache.contents.pinned(content.name), None) for content in contents),
+        slots=tuple(dict.fromkeys(content.name for content in slots.by_use() if cache.newest(content))),
         evicted=tuple(
-            request for name, request in registry.known.items() if name not in without and name not in registry.contents
+            request for name, request in cache.known.items() if name not in without and name not in cache.contents
         ),
         # What is saved as removed is another content when it is added again, be it of the same files.
-        generations={
+        versions={
             name: (last, key if isinstance(key, str) and name not in without else None)
-            for name, (last, key) in registry.last.items()
+            for name, (last, key) in cache.last.items()
         },
     )
     return names, contents
 
 
 def _entry(content: PackedAdapter, pinned: bool, weights: str | None) -> Entry:
-    return Entry(content.name, content.generation, pinned, content.request, weights)
+    return Entry(content.name, content.version, pinned, content.request, weights)
 
 
 def _clear(below: Path, keep: Collection[str]) -> None:
@@ -181,7 +183,7 @@ def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
     return found.hexdigest()
 
 
-def layers_digest(slots: Slots) -> str:
+def layers_digest(slots: SlotTable) -> str:
     """What tells apart managers that make different contents of the same file."""
     return hashlib.sha256(json.dumps([description(site) for site in slots.pool.sites]).encode()).hexdigest()
 
@@ -192,8 +194,8 @@ def layers_digest(slots: Slots) -> str:
 def restore(
     folder: Path,
     host: Host,
-    slots: Slots,
-    registry: Registry,
+    slots: SlotTable,
+    cache: HostCache,
     locks: tuple[AbstractContextManager[Any], StateLock],
     base: str,
     *,
@@ -202,7 +204,7 @@ def restore(
     """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
     step_lock, state_lock = locks
     with state_lock:
-        _check_new(registry)
+        _check_new(cache)
     with locked(folder / "contents.lock", shared=True):
         names = read_names(folder)
         if names is None:
@@ -213,42 +215,42 @@ def restore(
                 "values, or name_map or skip are others. restore(path, weights=False) takes the names alone, and loads "
                 "their adapters anew"
             )
-        contents, left = _read_contents(folder, names, host, slots, registry, weights)
-    generations = dict(names.generations)
+        contents, left = _read_contents(folder, names, host, slots, cache, weights)
+    versions = dict(names.versions)
     if not weights or names.layers != layers_digest(slots):  # there the same file was another content
-        generations = {name: (last, None) for name, (last, _) in generations.items()}
+        versions = {name: (last, None) for name, (last, _) in versions.items()}
     slots.pool.compile()
     with step_lock, state_lock:
-        _check_new(registry)
+        _check_new(cache)
         try:
-            registry.last.update(generations)
-            # What was served after the save, before a crash say, had generations that nobody knows. Time is past them.
-            registry.floor = time.time_ns() // 1000
+            cache.last.update(versions)
+            # What was served after the save, before a crash say, had versions that nobody knows. Time is past them.
+            cache.floor = time.time_ns() // 1000
             for entry in names.adapters:
                 if (content := contents.get(entry.name)) is not None:
                     host.put_back(content, entry.pinned)
-            kept = (name for name in generations if name not in contents or contents[name].digest)
-            registry.last.update({name: generations[name] for name in kept})
-            registry.known.update({request.name: request for request in left})
+            kept = (name for name in versions if name not in contents or contents[name].digest)
+            cache.last.update({name: versions[name] for name in kept})
+            cache.known.update({request.name: request for request in left})
             _fill_slots(names, contents, slots)
             for entry in names.adapters:
                 if entry.name in contents:
-                    registry.contents.touch(entry.name)
+                    cache.contents.touch(entry.name)
         except BaseException:
             for content in contents.values():
                 slots.release(content)
-            registry.clear()
+            cache.clear()
             raise
-    return frozenset(generations)
+    return frozenset(versions)
 
 
-def _check_new(registry: Registry) -> None:
-    if registry.last or registry.known:
+def _check_new(cache: HostCache) -> None:
+    if cache.last or cache.known:
         raise LoRAUsageError("restore: this manager has had adapters already; restore into a new one")
 
 
 def _read_contents(
-    folder: Path, names: Names, host: Host, slots: Slots, registry: Registry, weights: bool
+    folder: Path, names: Names, host: Host, slots: SlotTable, cache: HostCache, weights: bool
 ) -> tuple[dict[str, PackedAdapter], list[LoRARequest]]:
     """The contents that there is room for, first those that must be there and then those used last; and the requests of
     the rest."""
@@ -265,7 +267,7 @@ def _read_contents(
         content = None
         if not full and ((weights and entry.weights is not None) or entry.pinned):
             content = _read_content(folder, entry, host, slots, found, weights)
-            full = not registry.has_room([*found.values(), content])
+            full = not cache.has_room([*found.values(), content])
         if content is not None and not full:
             found[entry.name] = content
         elif entry.pinned or entry.request is None:
@@ -280,7 +282,7 @@ def _read_contents(
 
 
 def _read_content(
-    folder: Path, entry: Entry, host: Host, slots: Slots, found: dict[str, PackedAdapter], weights: bool
+    folder: Path, entry: Entry, host: Host, slots: SlotTable, found: dict[str, PackedAdapter], weights: bool
 ) -> PackedAdapter:
     """The content of an adapter, from what was saved, or else from its request."""
     if not weights or entry.weights is None:
@@ -290,12 +292,12 @@ def _read_content(
     content = read_content(
         entry.name, folder / _CONTENTS / entry.weights, pool.sites, pool.chunks, allow_nonfinite=host.allow_nonfinite
     )
-    content.generation, content.request = entry.generation, entry.request
+    content.version, content.request = entry.version, entry.request
     content.blocks = host.pinned(content.blocks, found.values())
     return content
 
 
-def _fill_slots(names: Names, contents: dict[str, PackedAdapter], slots: Slots) -> None:
+def _fill_slots(names: Names, contents: dict[str, PackedAdapter], slots: SlotTable) -> None:
     """Write those that were in slots, as many as fit, the least recently used first; and all that are pinned."""
     pinned = [contents[entry.name] for entry in names.adapters if entry.pinned]
     by_use = [content for name in names.slots if (content := contents.get(name)) is not None and content not in pinned]

@@ -80,7 +80,7 @@ def write_content(content: PackedAdapter, folder: Path, sound: Collection[str] =
 def read_content(
     name: str, folder: Path, sites: Sequence[Site], chunks: Sequence[Chunk], *, allow_nonfinite: bool
 ) -> PackedAdapter:
-    """The content that a folder holds, as generation 0 of a name, in the blocks of this manager.
+    """The content that a folder holds, as version 0 of a name, in the blocks of this manager.
 
     Raises:
       AdapterFormatError: the folder does not hold what its name promises.
@@ -120,7 +120,7 @@ def read_content(
         raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
     return PackedAdapter(
         name=name,
-        generation=0,
+        version=0,
         placements=placements,
         blocks=pack(chunks, factors),
         ranks=rank_vector(tuple(sites), placements),

@@ -25,7 +25,7 @@ class Entry:
     """An adapter of the host cache: `weights` is the digest of its content, None where that was not saved."""
 
     name: str
-    generation: int
+    version: int
     pinned: bool
     request: LoRARequest | None
     weights: str | None
@@ -41,7 +41,7 @@ class Names:
       adapters: of the host cache, least recently used first.
       slots: the names of those in slots, least recently used first.
       evicted: what evicted adapters are loaded from.
-      generations: name -> its last generation, and what tells that content from others (`PackedAdapter.key`).
+      versions: name -> its last version, and what tells that content from others (`PackedAdapter.key`).
     """
 
     base: str
@@ -49,7 +49,7 @@ class Names:
     adapters: tuple[Entry, ...]
     slots: tuple[str, ...]
     evicted: tuple[LoRARequest, ...]
-    generations: dict[str, tuple[int, str | None]]
+    versions: dict[str, tuple[int, str | None]]
 
     @property
     def weights(self) -> set[str]:
@@ -69,7 +69,7 @@ def write_names(folder: Path, names: Names) -> None:
         "adapters": [{**vars(e), "request": None if e.request is None else asdict(e.request)} for e in names.adapters],
         "slots": names.slots,
         "evicted": [asdict(request) for request in names.evicted],
-        "generations": names.generations,
+        "versions": names.versions,
     }
     try:
         _parsed(json.loads(json.dumps(saved)))
@@ -115,7 +115,7 @@ def _parsed(said: Any) -> Names:
     entries = tuple(
         Entry(
             name=_text(one["name"]),
-            generation=_whole(one["generation"]),
+            version=_whole(one["version"]),
             pinned=_flag(one["pinned"]),
             request=None if one["request"] is None else _request(one["request"]),
             weights=None if one["weights"] is None else _text(one["weights"]),
@@ -128,9 +128,8 @@ def _parsed(said: Any) -> Names:
         adapters=entries,
         slots=tuple(map(_text, said["slots"])),
         evicted=tuple(map(_request, said["evicted"])),
-        generations={
-            name: (_whole(last), None if key is None else _text(key))
-            for name, (last, key) in said["generations"].items()
+        versions={
+            name: (_whole(last), None if key is None else _text(key)) for name, (last, key) in said["versions"].items()
         },
     )
     own = [entry.name for entry in entries]
@@ -144,8 +143,8 @@ def _parsed(said: Any) -> Names:
             raise ValueError(f"{entry.name!r} has weights {entry.weights!r:.80}")
         if entry.weights is None and entry.request is None:
             raise ValueError(f"{entry.name!r} has neither weights nor a request")
-        if entry.name not in names.generations or entry.generation > names.generations[entry.name][0]:
-            raise ValueError(f"{entry.name!r} has generation {entry.generation}, which is above its last")
+        if entry.name not in names.versions or entry.version > names.versions[entry.name][0]:
+            raise ValueError(f"{entry.name!r} has version {entry.version}, which is above its last")
     if len(set(names.slots)) < len(names.slots) or not set(names.slots) <= set(own):
         raise ValueError("slots hold a name twice, or one that is not on the host")
     return names

@@ -10,12 +10,12 @@ from jlora.adapters.lora import LoRA
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError
-from jlora.layers.wrapped import WrappedModel
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import pack_modules, rank_vector
-from jlora.manager.pool import Pool
+from jlora.manager.slot_arrays import SlotArrays
 
 
 def pack_files(
@@ -23,7 +23,7 @@ def pack_files(
     found: AdapterFolder,
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: Pool,
+    pool: SlotArrays,
     *,
     allow_nonfinite: bool,
 ) -> PackedAdapter:
@@ -42,7 +42,7 @@ def pack_files(
 
 
 def pack_in_memory(
-    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: Pool, *, allow_nonfinite: bool
+    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays, *, allow_nonfinite: bool
 ) -> PackedAdapter:
     """Check and pack an adapter that is in memory."""
     where = describe(adapter.name, None)
@@ -75,14 +75,14 @@ def _pack(
     request: LoRARequest | None,
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: Pool,
+    pool: SlotArrays,
 ) -> PackedAdapter:
     """Cast and pack the modules of an adapter, which are taken out of `modules`: memory goes back meanwhile."""
     rank = max(module.rank for module in modules.values())
     placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
     return PackedAdapter(
         name=adapter.name,
-        generation=0,
+        version=0,
         placements=placements,
         blocks=blocks,
         ranks=rank_vector(pool.sites, placements),

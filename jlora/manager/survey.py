@@ -8,8 +8,8 @@ from flax import nnx
 
 from jlora.adapters import Adapter, AdapterShapes, BaseShape
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.layers.wrap import survey
-from jlora.layers.wrapped import LayerInfo
+from jlora.layers.wrap.apply import survey
+from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.fit import check_base_shapes, describe, place
 from jlora.manager.names import SiteIndex
 

@@ -19,14 +19,14 @@ from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import in_slot_dtype
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.packing import rank_vector
-from jlora.manager.pool import Pool
+from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
 
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def updated(
-    content: PackedAdapter, arrays: Mapping[str, Any], pool: Pool, *, allow_nonfinite: bool
+    content: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays, *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """`content` with new weights, as a content of its own, and those of its blocks that changed.
 
@@ -173,7 +173,7 @@ def _assemble_on_host(
     news: Sequence[NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: Pool,
+    pool: SlotArrays,
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}

@@ -17,7 +17,7 @@ from jlora.errors import AdapterFormatError
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
 from jlora.manager.packed_adapter import Placement
-from jlora.manager.pool import Pool
+from jlora.manager.slot_arrays import SlotArrays
 
 _sharding = operator.attrgetter("sharding")
 
@@ -91,7 +91,7 @@ def plan_update(
     news: Sequence[NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: Pool,
+    pool: SlotArrays,
 ) -> UpdatePlan:
     """What an update is to write.
 

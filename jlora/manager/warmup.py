@@ -8,27 +8,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from jlora.layers.batch import Lease, LoRABatch, make_batch
-from jlora.layers.wrapped import WrappedModel
-from jlora.manager.batches import Asked
+from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
+from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.packing import rank_vector
-from jlora.manager.slots import Slots
+from jlora.manager.slot_table import SlotTable
 
 
 def warm_up(
     step: Callable[[LoRABatch], Any] | None,
-    asked: Asked,
+    shape: BatchShape,
     prepare: Callable[[], LoRABatch],
     wrapped: WrappedModel,
-    slots: Slots,
+    slots: SlotTable,
     leases: Leases,
     locks: tuple[AbstractContextManager[Any], StateLock],
 ) -> None:
-    """See `LoRAManager.warmup`; `asked` is the shape of a batch, and `prepare` makes one of the base model alone."""
+    """See `LoRAManager.warmup`; `prepare` makes a batch of the base model alone."""
     step_lock, state_lock = locks
     pool = slots.pool
     pool.compile()
@@ -38,16 +38,15 @@ def warm_up(
         slots.sweep()
         slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)
         blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
-        lease = Lease([blank], (0,) * len(asked.names), threading.get_ident())
+        lease = Lease([blank], (0,) * shape.num_sequences, threading.get_ident())
         leases.add(lease)
         if slot < none:
             slots.write(slot, blank)
     try:
         if step is not None:
-            rows = None if asked.counts is None else np.full(asked.rows, slot, np.int32)
-            of_sequences = np.full(len(asked.names), slot, np.int32)
+            slots_of = [slot] * shape.num_sequences
             unserved = wrapped.unserved.sites
-            batch = make_batch(of_sequences, rows, wrapped.sites, lease, unserved=unserved, length=asked.length)
+            batch = make_batch(slots_of, shape, wrapped.sites, lease, none=none, unserved=unserved)
             jax.block_until_ready(step(batch))
             with prepare() as base_only:
                 jax.block_until_ready(step(base_only))

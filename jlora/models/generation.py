@@ -198,7 +198,7 @@ def _scope(batch: Any) -> AbstractContextManager[object]:
     """The adapters of `batch` for the layers called inside; imported late, for models that have no adapters."""
     if batch is None:
         return contextlib.nullcontext()
-    from jlora.layers.scope import use
+    from jlora.layers.forward.scope import use
 
     return use(batch)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jlora.layers.discover import _describe
+from jlora.layers.wrap.discover import _describe
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.config import LoRAConfig
-from jlora.layers.scope import use
+from jlora.layers.forward.scope import use
 from jlora.manager.manager import LoRAManager
 
 

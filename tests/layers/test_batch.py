@@ -153,12 +153,12 @@ def test_a_dying_copy_leaves_the_lease_alone(world, how):
 
 @copies
 def test_what_a_copy_says_of_itself(world, how):
-    """`has_adapters` and `generations` are those of the original."""
+    """`has_adapters` and `versions` are those of the original."""
     for names in (NAMES, [None] * 8):
         with world.manager.prepare(names) as batch:
             duplicate = COPIES[how](batch)
             assert duplicate.has_adapters is batch.has_adapters is ("a" in names)
-            assert duplicate.generations == batch.generations == tuple(None if n is None else 0 for n in names)
+            assert duplicate.versions == batch.versions == tuple(None if n is None else 0 for n in names)
 
 
 def test_a_treedef_holds_nothing(world):
@@ -233,8 +233,8 @@ def test_inside_a_traced_function_a_batch_does_not_tell(world):
     @jax.jit
     def step(batch):
         seen.append(batch.has_adapters)
-        with pytest.raises(jlora.LoRAUsageError, match="generations is known outside traced functions"):
-            _ = batch.generations
+        with pytest.raises(jlora.LoRAUsageError, match="versions is known outside traced functions"):
+            _ = batch.versions
         return batch.slots
 
     with world.manager.prepare([None] * 8) as batch:
@@ -278,7 +278,7 @@ def test_batches_on_a_mesh(world):
     on_mesh = jax.device_put(world.manager.prepare(NAMES), NamedSharding(mesh(), P("data")))
     gc.collect()
     world.check_held()
-    assert on_mesh.generations == tuple(None if n is None else 0 for n in NAMES)
+    assert on_mesh.versions == tuple(None if n is None else 0 for n in NAMES)
     assert_close(sharded(world.model, X, on_mesh), expected)
     on_mesh.close()
     with pytest.raises(jlora.LoRAError, match="is closed"):
@@ -391,7 +391,7 @@ def test_an_exception_in_a_step_closes_the_batch(world):
 
 
 def test_no_trace_for_a_new_lease():
-    """Leases, contents, generations and copies are no part of what a function is compiled for."""
+    """Leases, contents, versions and copies are no part of what a function is compiled for."""
     model = Model()
     manager = make_manager(model, [A, B], max_loras=1)
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.discover import _describe
+from jlora.layers.wrap.discover import _describe
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,

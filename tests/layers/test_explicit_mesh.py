@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from jlora.layers.discover import _describe, register_layer
+from jlora.layers.wrap.discover import _describe, register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.scope import use
+from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam
 from tests.layers.merging import (
     Target,

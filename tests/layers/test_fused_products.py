@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 
 import jlora
 from jlora.adapters import Adapter, ModuleLoRA
-from jlora.layers.discover import register_layer
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import LinearSpec
+from jlora.layers.wrap.discover import register_layer
 from jlora.pallas import xla
 from jlora.pallas.tables import Key, entry_of
 from jlora.pallas.triton import lora as triton

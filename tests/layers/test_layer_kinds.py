@@ -9,9 +9,9 @@ from flax import nnx
 
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.discover import register_layer
-from jlora.layers.scope import use
+from jlora.layers.forward.scope import use
 from jlora.layers.specs import LinearSpec
+from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
     assert_close,

@@ -9,8 +9,8 @@ from flax import nnx
 import jlora
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.discover import register_layer
-from jlora.layers.scope import Scope
+from jlora.layers.forward.scope import Scope
+from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
     assert_close,

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.discover import _describe, register_layer
-from jlora.layers.scope import use
+from jlora.layers.forward.scope import use
 from jlora.layers.specs import LinearSpec
+from jlora.layers.wrap.discover import _describe, register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
 pytestmark = pytest.mark.device

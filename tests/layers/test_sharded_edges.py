@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError
 from jlora.layers.site import SlotRanks
-from jlora.layers.wrap import survey
+from jlora.layers.wrap.apply import survey
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 from tests.layers.mesh_models import (
     LENGTH,

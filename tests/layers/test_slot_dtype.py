@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAUsageError
-from jlora.layers.discover import register_layer
+from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, normal, serve
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -9,8 +9,8 @@ from flax import nnx
 
 from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.scope import use
-from jlora.layers.select import Nearest
+from jlora.layers.forward.scope import use
+from jlora.layers.wrap.select import Nearest
 from jlora.manager.manager import LoRAManager
 from tests.layers.merging import Target, make_adapter, make_manager
 

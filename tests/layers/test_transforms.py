@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jlora.errors import LoRAError
-from jlora.layers.scope import use
+from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.discover import register_layer
+from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
     assert_close,

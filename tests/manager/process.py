@@ -123,7 +123,7 @@ class World:
 
     def alike(self) -> None:
         """Both processes have the same books."""
-        adapters = {name: (i.generation, i.slot, i.pinned) for name, i in self.manager.list_adapters().items()}
+        adapters = {name: (i.version, i.slot, i.pinned) for name, i in self.manager.list_adapters().items()}
         own = np.frombuffer(
             json.dumps([list(adapters.items()), self.manager.slot_names]).encode().ljust(4000), np.uint8
         )
@@ -289,16 +289,16 @@ def prefetched_names(world: World) -> None:
     world.check(["three", "four", None, None])
     world.alike()
     with manager.hold("one") as handle:  # evicted, and loaded again
-        assert handle.generation == 0
+        assert handle.version == 0
     world.alike()
 
 
 @scenario
-def generations(world: World) -> None:
+def versions(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))
     with manager.prepare(["one"] * 4) as batch:
-        assert batch.generations == (0,) * 4
+        assert batch.versions == (0,) * 4
         with pytest.raises(AdapterInUseError):
             manager.add_adapter(world.request("one", load_inplace=True), timeout=0.05)
     assert manager.add_adapter(world.request("one", load_inplace=True))
@@ -311,12 +311,12 @@ def generations(world: World) -> None:
     world.alike()
     world.check(["one", None, "one", None])
     held = manager.hold("one")
-    generation = held.generation
+    version = held.version
     module = THREE.modules["up"]
     ones = {f"up.lora_{half}.weight": np.full_like(ONE.modules["up"].__dict__[half.lower()], 0.5) for half in "AB"}
-    assert manager.update_adapter("one", ones) == generation + 1
+    assert manager.update_adapter("one", ones) == version + 1
     with manager.prepare([held, "one", None, None]) as batch:
-        assert batch.generations == (generation, generation + 1, None, None)
+        assert batch.versions == (version, version + 1, None, None)
         found = world.answers(batch)
     held.close()
     changed = jlora.Adapter(
@@ -339,39 +339,39 @@ def generations(world: World) -> None:
 
 
 @scenario
-def generations_of_files(world: World) -> None:
-    """Explicit loads are new generations; so is a recall of files that one process alone finds rewritten."""
+def versions_of_files(world: World) -> None:
+    """Explicit loads are new versions; so is a recall of files that one process alone finds rewritten."""
     manager = world.start()
     folder = world.folder / f"own{world.me}"
     ONE.save_pretrained(folder)
     world.paths["one"] = folder
     seen = []
 
-    def generation() -> int:
+    def version() -> int:
         with manager.hold("one") as handle:
             world.alike()
-            return handle.generation
+            return handle.version
 
     manager.add_adapter(world.request("one"))
-    seen.append(generation())
+    seen.append(version())
     manager.add_adapter(world.request("one", load_inplace=True))
-    seen.append(generation())
+    seen.append(version())
     assert manager.remove_adapter("one")
     manager.add_adapter(world.request("one"))
-    seen.append(generation())
+    seen.append(version())
     assert manager.remove_oldest_adapter()
-    assert generation() == seen[-1]
+    assert version() == seen[-1]
     assert manager.remove_oldest_adapter()
     if world.me == 1:
         for file in folder.iterdir():
             was = file.stat()
             file.write_bytes(file.read_bytes())
             os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
-    seen.append(generation())
+    seen.append(version())
     assert seen == sorted(set(seen))
     world.check(["one", None, "one", None])
     assert manager.remove_oldest_adapter()
-    assert generation() == seen[-1]
+    assert version() == seen[-1]
 
 
 @scenario
@@ -704,7 +704,7 @@ def an_interrupt_while_others_are_waited_for(world: World) -> None:
         Cut(manager, "wait_at_barrier", after=True)
         with pytest.raises(KeyboardInterrupt):
             manager.update_adapter("one", new)
-        for names in (["one", "two", None, None], ["one"]):  # in their slots, here of an older generation
+        for names in (["one", "two", None, None], ["one"]):  # in their slots, here of an older version
             with pytest.raises(LoRAError, match=r"update_adapter\('one'\) was cut short"):
                 manager.prepare(names)
     else:
@@ -753,7 +753,7 @@ def a_manager_that_one_process_cannot_make(world: World) -> None:
             world.start(target_modules=targets)
     targets = ["up", "down"] if world.me == 0 else ["down", "up"]  # as of a set
     world.start(target_modules=targets, max_cpu_bytes=10_000 + world.me)
-    assert world.manager._registry._max_bytes == 10_000
+    assert world.manager._cache._max_bytes == 10_000
 
 
 @scenario
@@ -779,7 +779,7 @@ def other_orders_of_use(world: World) -> None:
         manager.add_adapter(world.request(name))
     world.check(["one", "two", None, None])
     if world.me == 1:
-        manager._registry.contents.touch("three")
+        manager._cache.contents.touch("three")
     manager.add_adapter(world.request("four"))  # evicts one of them from the host
     world.alike()
     first, second = manager._pool.table
@@ -791,7 +791,7 @@ def other_orders_of_use(world: World) -> None:
     manager.prepare([next(name for name in manager.list_adapters() if name not in manager.slot_names)]).close()
     world.alike()
     if world.me == 1:
-        manager._registry.contents.touch(next(iter(manager.list_adapters())))
+        manager._cache.contents.touch(next(iter(manager.list_adapters())))
     assert manager.remove_oldest_adapter()
     world.alike()
 
@@ -817,7 +817,7 @@ def batches_of_other_threads(world: World) -> None:
         else:
             other, ready = manager.prepare([again, "two"], wait=False)
             assert ready == (True, True)
-            assert other.generations == (0, 0)
+            assert other.versions == (0, 0)
             other.close()
     batch[0].close()
     world.check(["one", None, None, "two"])
@@ -898,11 +898,11 @@ def random_traffic(world: World) -> None:
 
     manager._host._resolve = slow
     adapters = {adapter.name: adapter for adapter in ADAPTERS}
-    twins = dict(world.twins)  # and of what was updated, by name and generation
+    twins = dict(world.twins)  # and of what was updated, by name and version
 
     def served(batch, names) -> list:
-        found = zip(names, batch.generations, strict=True)
-        return [name if (name, generation) not in twins else (name, generation) for name, generation in found]
+        found = zip(names, batch.versions, strict=True)
+        return [name if (name, version) not in twins else (name, version) for name, version in found]
 
     open_batches, handles, called, checked = [], [], set(), 0
     for step in range(250):
@@ -932,10 +932,10 @@ def random_traffic(world: World) -> None:
                 manager.remove_adapter(name)
             elif call == "update":
                 up = dataclasses.replace(adapters[name].modules["up"], b=adapters[name].modules["up"].b * step / 99)
-                generation = manager.update_adapter(name, {"up.lora_A.weight": up.a, "up.lora_B.weight": up.b})
+                version = manager.update_adapter(name, {"up.lora_A.weight": up.a, "up.lora_B.weight": up.b})
                 with jax.default_device(jax.local_devices()[0]):
                     changed = jlora.Adapter(name=name, modules={**adapters[name].modules, "up": up})
-                    twins[name, generation] = merge(Small(), SMALL_TARGETS, changed)
+                    twins[name, version] = merge(Small(), SMALL_TARGETS, changed)
             elif call == "hold":
                 handles.append(manager.hold(name))
                 batch, names = manager.prepare([handles[-1], other, handles[-1], None]), [name, other, name, None]
@@ -950,7 +950,7 @@ def random_traffic(world: World) -> None:
             called.add(call)
         except LoRAError as error:
             said = str(error)
-        infos = [(n, i.generation, i.slot, i.pinned, i.leased) for n, i in manager.list_adapters().items()]
+        infos = [(n, i.version, i.slot, i.pinned, i.leased) for n, i in manager.list_adapters().items()]
         seen = f"{step} {call} {name} {other}: {said} {infos} {manager.slot_names}"
         multihost_utils.assert_equal(np.frombuffer(seen.encode().ljust(2000)[:2000], np.uint8), f"not as here: {seen}")
         if batch is not None:

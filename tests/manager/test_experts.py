@@ -355,7 +355,7 @@ def test_who_makes_room_leaves_a_free_slot(few, tmp_path):
     assert sorted(few.manager.slot_names[2:]) == sorted([one, two])
     few.manager.save(tmp_path)
     few.manager.remove_all_adapters()
-    few.manager._registry.clear()
+    few.manager._cache.clear()
     few.manager.restore(tmp_path)
     assert {name for name in few.manager.slot_names if name} == {"e0", one, two}
 

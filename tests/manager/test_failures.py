@@ -309,8 +309,8 @@ def test_a_failed_write_leaves_other_slots_alone(full, monkeypatch, nth):
 
 @pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
 def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, monkeypatch, nth):
-    """The books change at once, the slot at the next `prepare`; never the old weights under the new generation."""
-    old = full.manager.list_adapters()["a"].generation
+    """The books change at once, the slot at the next `prepare`; never the old weights under the new version."""
+    old = full.manager.list_adapters()["a"].version
     assert full.manager.add_adapter(whole("a", 1), load_inplace=True)
     assert full.manager.slot_names == (None, "b")
     with monkeypatch.context() as patch:
@@ -318,7 +318,7 @@ def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, mon
         with pytest.raises(DeviceError):
             full.manager.prepare(["a", None, None])
     full.check(full.serve(["a", "b", None]), [whole("a", 1), whole("b"), None])
-    assert full.manager.list_adapters()["a"].generation == old + 1
+    assert full.manager.list_adapters()["a"].version == old + 1
 
 
 def test_a_failure_while_mending_is_mended_too(full, monkeypatch):

@@ -206,7 +206,7 @@ def test_weights_that_lie(world, tmp_path, spoil, which):
     assert str(folder) in str(error)
     assert "adapter 'a'" in str(error)
     assert world.held()[:2] == ((), (None, None))
-    assert world.manager._registry.last == {}
+    assert world.manager._cache.last == {}
 
 
 def test_weights_of_another_name(world, tmp_path):
@@ -250,10 +250,10 @@ def test_names_that_lie(world, tmp_path, spoil):
 LIES = {
     "a name twice": lambda said: said["adapters"].append(said["adapters"][0]),
     "a name that is evicted too": lambda said: said["evicted"].append({"name": "a", "path": "x"}),
-    "a generation below zero": lambda said: said["adapters"][0].update(generation=-1),
-    "a generation above the last": lambda said: said["adapters"][0].update(generation=7),
-    "a generation that is no number": lambda said: said["adapters"][0].update(generation=True),
-    "a name without generation": lambda said: said["generations"].clear(),
+    "a version below zero": lambda said: said["adapters"][0].update(version=-1),
+    "a version above the last": lambda said: said["adapters"][0].update(version=7),
+    "a version that is no number": lambda said: said["adapters"][0].update(version=True),
+    "a name without version": lambda said: said["versions"].clear(),
     "a name that is none": lambda said: said["adapters"][0].update(name=""),
     "weights elsewhere": lambda said: said["adapters"][0].update(weights="../../etc"),
     "neither weights nor request": lambda said: said["adapters"][0].update(weights=None),

@@ -337,7 +337,7 @@ def test_what_is_not_ready_is_absent(store):
     dropped = batch.drop_absent()
     got = world.logits(dropped)
     np.testing.assert_array_equal(got[1:], world.serve([None, "b", None])[1:])
-    assert batch.generations[0] is None
+    assert batch.versions[0] is None
     batch.close()
     store.closed.clear()
     until(lambda: "a" in world.manager.list_adapters())
@@ -434,14 +434,14 @@ def test_an_interrupted_wait_leaves_the_queue():
 def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
     m = world.manager
     m.add_adapter(store.request("a"))
-    generation = m.list_adapters()["a"].generation
+    version = m.list_adapters()["a"].version
     m.add_adapter(make_adapter("memory"))
     for name in "wxyz":
         m.add_adapter(make_adapter(name))
     assert set(m.list_adapters()) == set("wxyz")
     check(world, "a", None, None)
     assert store.reads == ["a", "a"]
-    assert m.list_adapters()["a"].generation == generation  # the same content
+    assert m.list_adapters()["a"].version == version  # the same content
     with pytest.raises(jlora.AdapterNotFoundError):  # nothing to load it from
         m.prepare(["memory"])
     for call in (m.activate_adapter, m.pin_adapter, m.hold):
@@ -459,16 +459,16 @@ def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
         m.prepare(["a"])
 
 
-def test_other_content_behind_a_request_is_another_generation(world, store):
+def test_other_content_behind_a_request_is_another_version(world, store):
     m = world.manager
     m.add_adapter(store.request("a"))
-    generation = m.list_adapters()["a"].generation
+    version = m.list_adapters()["a"].version
     assert m.remove_oldest_adapter()
     make_adapter("a", 1).save_pretrained(store.folder / "a0")
     for file in (store.folder / "a0").iterdir():
         os.utime(file, (5, 5))
     check(world, "a", None, None, versions={"a": 1}.items())
-    assert m.list_adapters()["a"].generation == generation + 1
+    assert m.list_adapters()["a"].version == version + 1
 
 
 def test_the_host_cache_is_bounded_in_bytes(store):
@@ -499,7 +499,7 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch
     m = world.manager
     m.warmup()
     m.prefetch(store.request("a")).result(30)
-    content = m._registry.contents["a"]
+    content = m._cache.contents["a"]
     assert all(isinstance(block.a, jax.Array) for block in content.ahead)
     put, moved = jax.device_put, []
     monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (moved.extend(jax.tree.leaves(x)), put(x, *a, **k))[1])
@@ -534,7 +534,7 @@ def test_what_lies_ahead_is_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [m._registry.contents[n] for n in m.list_adapters() if m._registry.contents[n].ahead]
+        ahead = [m._cache.contents[n] for n in m.list_adapters() if m._cache.contents[n].ahead]
         assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
         assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
     m.remove_adapter("e")

@@ -35,11 +35,11 @@ THREADS = 3
 
 @dataclass(eq=False)
 class Item:
-    """One generation of one adapter. `key` says what content it is; None for what only equals itself."""
+    """One version of one adapter. `key` says what content it is; None for what only equals itself."""
 
     adapter: jlora.Adapter
     key: Any = None
-    generation: int = 0
+    version: int = 0
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Item:
 class Books:
     """What the manager promises, as lists that are scanned. Every verb returns its result or the error it raises."""
 
-    # The generations of a name go on counting, also where it is removed: one world serves every example.
+    # The versions of a name go on counting, also where it is removed: one world serves every example.
     last: dict[str, tuple[int, Any]] = {}
 
     def __init__(self, slots: int, host: int):
@@ -115,8 +115,8 @@ class Books:
     def put(self, new: Item, old: Item | None, inplace: bool = False) -> None:
         last = self.last.get(new.name)
         same = last is not None and new.key is not None and new.key == last[1] and not inplace
-        new.generation = 0 if last is None else last[0] + (not same)
-        self.last[new.name] = (new.generation, new.key)
+        new.version = 0 if last is None else last[0] + (not same)
+        self.last[new.name] = (new.version, new.key)
         if old is not None:
             self.host.remove(old)
         self.host.append(new)
@@ -132,7 +132,7 @@ class Books:
             self.slots[self.slots.index(old)] = new
             self.used.remove(old)
             self.touch(new)
-        return new.generation
+        return new.version
 
     def remove_oldest(self) -> bool:
         for item in self.host:
@@ -162,7 +162,7 @@ class Books:
         return None
 
     def forget(self, name: str) -> None:
-        """The generations of a name that is removed go on counting; what comes is none of those before."""
+        """The versions of a name that is removed go on counting; what comes is none of those before."""
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
 
@@ -489,7 +489,7 @@ class ManagerMachine(RuleBasedStateMachine):
         batch, ready = (got, (True,) * SEQUENCES) if wait else got
         assert ready == tuple(item is None or item in self.books.slots for item in items)
         items = [item if there else None for item, there in zip(items, ready, strict=True)]
-        assert batch.generations == tuple(None if item is None else item.generation for item in items)
+        assert batch.versions == tuple(None if item is None else item.version for item in items)
         if not all(ready):
             with pytest.raises(jlora.LoRAError, match="drop_absent"), jlora.use(batch):
                 pass
@@ -550,7 +550,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if handle is not None:
             item = self.books.get(name)
             assert item is not None
-            assert (handle.name, handle.generation) == (name, item.generation)
+            assert (handle.name, handle.version) == (name, item.version)
             self.handles.append(handle)
             self.books.handles.append(item)
 
@@ -573,9 +573,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for item in books.host:
             info = listed[item.name]
             slot = books.slots.index(item) if item in books.slots else None
-            found = (info.name, info.rank, info.slot, info.pinned, info.leased, info.generation)
+            found = (info.name, info.rank, info.slot, info.pinned, info.leased, info.version)
             pinned = item.name in books.pinned
-            assert found == (item.name, item.adapter.rank, slot, pinned, books.leased(item), item.generation)
+            assert found == (item.name, item.adapter.rank, slot, pinned, books.leased(item), item.version)
         stats = self.manager.stats()
         leased = len({item.name for batch in books.open for item in batch})
         active = sum(name is not None for name in books.names())

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
-from jlora.manager import pool, programs
+from jlora.manager import programs
 from jlora.pallas.triton import write as triton_write
 from tests.layers.merging import (
     assert_close,
@@ -94,7 +94,7 @@ MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "
     thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], HOWS)), 1, 2, 3),
 )
 def test_swaps_through_one_program(monkeypatch, twins, config, how):
-    monkeypatch.setattr(pool, "_joins", lambda device: how != "each")
+    monkeypatch.setattr(slot_arrays, "_joins", lambda device: how != "each")
     kernel, ran = triton_write.write_rows, []
     if how == "kernels":  # as on GPUs, where a kernel writes what a shard has; here interpreted
         monkeypatch.setattr(programs, "takes_kernels", lambda device: True)

@@ -16,7 +16,7 @@ import jlora
 from jlora import _threads
 from jlora.adapters import tensor_data
 from jlora.errors import AdapterMismatchError
-from jlora.layers.wrap import wrap_model
+from jlora.layers.wrap.apply import wrap_model
 from jlora.manager import packing
 from jlora.manager.blocks import cut, unpack
 from jlora.manager.fit import place

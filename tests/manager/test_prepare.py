@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jlora
-import jlora.layers.batch
+import jlora.layers.forward.batch
 from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, same
 
@@ -101,7 +101,7 @@ def test_names_may_be_any_sequence_of_names(world):
 def transfers(monkeypatch):
     """Everything that is moved to the device from here on, by the two calls that the package uses for it."""
     moved = []
-    for owner, name in ((jax, "device_put"), (jlora.layers.batch, "to_device")):
+    for owner, name in ((jax, "device_put"), (jlora.layers.forward.batch, "to_device")):
         put = getattr(owner, name)
 
         def spy(x, *args, put=put, **kwargs):

@@ -117,9 +117,9 @@ def test_the_log_tells_loads_writes_and_evictions_with_names_escaped(tmp_path, c
     for fragment in (
         f"loaded {name!r} from {str(tmp_path)!r} in ",
         "loaded 'two' from memory in ",
-        f"wrote {name!r} (generation 0) into slot 0 in ",
+        f"wrote {name!r} (version 0) into slot 0 in ",
         f"evicted {name!r} from slot 0",
-        "wrote 'two' (generation 0) into slot 0",
+        "wrote 'two' (version 0) into slot 0",
         f"evicted {name!r} from the host cache",
         "refused 'lost\\n' from ",
         "removed 'two'",

@@ -29,7 +29,7 @@ def request(folder, name, version=0):
 def as_new(world):
     """The same manager as one that never had an adapter: a new one compiles for a second."""
     world.manager.remove_all_adapters()
-    world.manager._registry.clear()
+    world.manager._cache.clear()
     return world
 
 
@@ -42,7 +42,7 @@ def infos(world):
 @pytest.fixture
 def served(world, tmp_path):
     """a evicted, b on the host, c pinned, d in a slot; c from memory."""
-    as_new(world)  # generations of other tests' names would be saved, too
+    as_new(world)  # versions of other tests' names would be saved, too
     for name in "ab":
         world.manager.add_adapter(request(tmp_path, name))
     world.manager.add_adapter(make_adapter("c"))
@@ -102,8 +102,8 @@ def test_orders_of_use_go_on(world, tmp_path):
     assert "d" not in manager.list_adapters()
 
 
-def test_a_name_and_a_generation_mean_the_same_bytes(world, tmp_path):
-    """Content keeps its generation; what is new has a larger one than any before, also where that was not saved."""
+def test_a_name_and_a_version_mean_the_same_bytes(world, tmp_path):
+    """Content keeps its version; what is new has a larger one than any before, also where that was not saved."""
     manager = world.manager
     manager.add_adapter(request(tmp_path, "a"))
     manager.add_adapter(request(tmp_path, "b"))
@@ -112,44 +112,44 @@ def test_a_name_and_a_generation_mean_the_same_bytes(world, tmp_path):
     manager.remove_adapter("gone")
     manager.remove_adapter("b")
     manager.save(tmp_path / "saved")
-    first = {name: info.generation for name, info in manager.list_adapters().items()}
+    first = {name: info.version for name, info in manager.list_adapters().items()}
     for version in (1, 2, 3):  # after the save, and lost with this process
         manager.add_adapter(make_adapter("c", version), load_inplace=True)
         manager.add_adapter(make_adapter("new", version), load_inplace=True)
-    lost = {name: info.generation for name, info in manager.list_adapters().items()}
+    lost = {name: info.version for name, info in manager.list_adapters().items()}
     as_new(world).manager.restore(tmp_path / "saved")
-    assert {name: info.generation for name, info in manager.list_adapters().items()} == first
+    assert {name: info.version for name, info in manager.list_adapters().items()} == first
     while manager.remove_oldest_adapter():
         pass
     manager.activate_adapter("a")
-    assert manager.list_adapters()["a"].generation == first["a"]  # recalled from the same files
+    assert manager.list_adapters()["a"].version == first["a"]  # recalled from the same files
     manager.remove_adapter("a")
     manager.add_adapter(request(tmp_path, "a"))
     manager.add_adapter(request(tmp_path, "b"))
     for name in "ab":
-        assert manager.list_adapters()[name].generation > first.get(name, 0)
+        assert manager.list_adapters()[name].version > first.get(name, 0)
     for name in ("c", "new", "gone"):
         manager.add_adapter(make_adapter(name, 9), load_inplace=True)
-        assert manager.list_adapters()[name].generation > lost.get(name, 0)
+        assert manager.list_adapters()[name].version > lost.get(name, 0)
 
 
-def test_a_name_that_was_saved_as_removed_comes_back_as_another_generation(world, tmp_path):
+def test_a_name_that_was_saved_as_removed_comes_back_as_another_version(world, tmp_path):
     manager = world.manager
     manager.add_adapter(request(tmp_path, "a"))
     manager.add_adapter(request(tmp_path, "b"))
-    first = manager.list_adapters()["a"].generation
+    first = manager.list_adapters()["a"].version
     manager.save(tmp_path / "saved", without=lambda: {"a"})
     as_new(world).manager.restore(tmp_path / "saved")
     manager.add_adapter(request(tmp_path, "a"))
-    assert manager.list_adapters()["a"].generation > first
+    assert manager.list_adapters()["a"].version > first
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_files_rewritten_with_their_times_after_a_save_are_another_generation(world, tmp_path, weights):
+def test_files_rewritten_with_their_times_after_a_save_are_another_version(world, tmp_path, weights):
     make_adapter("a", 0, rank=2, modules=["embed"]).save_pretrained(tmp_path / "a")
     manager = world.manager
     manager.add_adapter(jlora.LoRARequest("a", tmp_path / "a"))
-    first = manager.list_adapters()["a"].generation
+    first = manager.list_adapters()["a"].version
     manager.save(tmp_path / "saved", weights=weights)
     times = {file: file.stat() for file in (tmp_path / "a").iterdir()}
     new = make_adapter("a", 1, rank=2, modules=["embed"])
@@ -160,10 +160,10 @@ def test_files_rewritten_with_their_times_after_a_save_are_another_generation(wo
     as_new(world).manager.restore(tmp_path / "saved")
     if weights:
         world.check(world.serve(["a", None, None]), [make_adapter("a", 0, rank=2, modules=["embed"]), None, None])
-        assert manager.list_adapters()["a"].generation == first
+        assert manager.list_adapters()["a"].version == first
         assert manager.remove_oldest_adapter()
     world.check(world.serve(["a", None, None]), [new, None, None])
-    assert manager.list_adapters()["a"].generation > first
+    assert manager.list_adapters()["a"].version > first
 
 
 def test_updated_weights_come_back(world, tmp_path):
@@ -189,10 +189,10 @@ def test_updated_weights_come_back(world, tmp_path):
 def test_bits_come_back_in_any_dtype(tmp_path, dtype):
     world = make_world(dtype=dtype)
     world.manager.add_adapter(make_adapter("a"))
-    blocks = world.manager._registry.contents["a"].blocks
+    blocks = world.manager._cache.contents["a"].blocks
     world.manager.save(tmp_path)
     as_new(world).manager.restore(tmp_path)
-    again = world.manager._registry.contents["a"].blocks
+    again = world.manager._cache.contents["a"].blocks
     for block, other in zip(blocks, again, strict=True):
         assert (block.chunk, block.row, block.start) == (other.chunk, other.row, other.start)
         assert np.asarray(block.a).tobytes() == np.asarray(other.a).tobytes()
@@ -248,7 +248,7 @@ def test_names_that_mean_other_layers_are_refused(world, tmp_path, options, mess
         other.restore(tmp_path / "saved")
     other.restore(tmp_path / "saved", weights=False)
     other.hold("a").close()
-    assert other.list_adapters()["a"].generation > world.manager.list_adapters()["a"].generation
+    assert other.list_adapters()["a"].version > world.manager.list_adapters()["a"].version
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_another_base_is_refused(world, tmp_path, make, message):
     other.manager.restore(tmp_path / "saved", weights=False)
     assert list(other.manager.list_evicted()) == ["a"]
     other.serve(["a", None, None])
-    assert other.manager.list_adapters()["a"].generation > 0  # the same file is another content here
+    assert other.manager.list_adapters()["a"].version > 0  # the same file is another content here
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_what_cannot_be_served_is_refused(world, tmp_path, options, message):
         other.restore(tmp_path)
     assert "adapter 'a'" in str(caught.value)
     assert other.list_adapters() == {}
-    assert other._registry.last == {}
+    assert other._cache.last == {}
 
 
 def test_a_rank_that_is_too_large_is_refused(world, tmp_path):
@@ -343,7 +343,7 @@ def test_only_a_new_manager_is_restored_into(world, tmp_path):
     with pytest.raises(jlora.LoRAUsageError, match="has had adapters"):
         world.manager.restore(tmp_path)
     world.manager.remove_all_adapters()
-    with pytest.raises(jlora.LoRAUsageError, match="has had adapters"):  # its generations would mean two things
+    with pytest.raises(jlora.LoRAUsageError, match="has had adapters"):  # its versions would mean two things
         world.manager.restore(tmp_path)
 
 
@@ -439,8 +439,8 @@ def test_what_an_interrupt_leaves_in_the_books(world, tmp_path):
     manager = world.manager
     manager.add_adapter(request(tmp_path, "a"))
     manager.activate_adapter("a")
-    content = manager._registry.contents["a"]
-    manager._registry.known["a"] = content.request
+    content = manager._cache.contents["a"]
+    manager._cache.known["a"] = content.request
     manager._pool.write(1, content)
     before = infos(world)
     manager.save(tmp_path / "saved")
@@ -459,7 +459,7 @@ def test_what_could_not_be_read_is_not_written(world, tmp_path):
     manager.add_adapter(request(tmp_path, "b"))
     wrong = request(tmp_path, "b")
     object.__setattr__(wrong, "revision", 5)
-    manager._registry.contents["b"].request = wrong
+    manager._cache.contents["b"].request = wrong
     with pytest.raises(jlora.LoRAError, match=r"saved: what the manager knows cannot be saved: .*'b'.*revision"):
         manager.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "names.json").read_bytes() == before
@@ -505,7 +505,7 @@ def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkey
 
 
 def tensors(manager, name):
-    placement = manager._registry.contents[name].placements[-1]
+    placement = manager._cache.contents[name].placements[-1]
     kind = "lora_embedding_A" if placement.site.kind == "embedding" else "lora_A.weight"
     shape = (placement.rank, placement.site.spec.in_features)
     return {f"base_model.model.{placement.module}.{kind}": np.ones(shape, np.float32)}

@@ -63,9 +63,9 @@ def test_the_same_blocks(tmp_path, what):
     for each_one in {one, other}:
         each_one.add_adapter(adapter)
     assert base_digest(one.model) == base_digest(other.model)
-    digest = write_content(one._registry.contents["x"], tmp_path)
+    digest = write_content(one._cache.contents["x"], tmp_path)
     found = read_content("x", tmp_path / digest, other._pool.sites, other._pool.chunks, allow_nonfinite=False)
-    want = other._registry.contents["x"]
+    want = other._cache.contents["x"]
     assert found.placements == want.placements
     np.testing.assert_array_equal(found.ranks, want.ranks)
     assert found.slots == want.slots
@@ -80,7 +80,7 @@ def test_the_same_blocks(tmp_path, what):
 def test_experts_that_share_need_slots_for_that(tmp_path):
     one = sharing(Model(Gathering, nnx.Rngs(0)))
     one.add_adapter(shared("x"))
-    digest = write_content(one._registry.contents["x"], tmp_path)
+    digest = write_content(one._cache.contents["x"], tmp_path)
     other = manager(Model(Gathering, nnx.Rngs(0)))
     with pytest.raises(jlora.AdapterMismatchError, match="which this manager does not wrap"):
         read_content("x", tmp_path / digest, other._pool.sites, other._pool.chunks, allow_nonfinite=False)

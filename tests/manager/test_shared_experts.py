@@ -12,7 +12,7 @@ from flax import nnx
 import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.wrap import wrap_model
+from jlora.layers.wrap.apply import wrap_model
 from jlora.manager.blocks import cut, unpack
 from jlora.manager.fit import place
 from jlora.manager.names import SiteIndex

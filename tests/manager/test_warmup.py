@@ -131,7 +131,7 @@ def test_stats_count():
     assert counts() == (4, 1, 3, 1, 4)
     m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written when a batch asks for it
     assert counts() == (5, 1, 3, 1, 4)
-    m.prepare(["a"]).close()  # over its own old generation: no eviction
+    m.prepare(["a"]).close()  # over its own old version: no eviction
     assert counts() == (5, 1, 4, 1, 4)
     m.remove_adapter("a")  # asked for: no eviction
     assert counts() == (5, 1, 4, 1, 4)
@@ -158,7 +158,7 @@ def test_what_list_adapters_shows(world):
         leased=False,
         path=None,
         base_model_name="org/base",
-        generation=info.generation,
+        version=info.version,
     )
     world.manager.pin_adapter("a")
     with world.manager.prepare(["a"]):

@@ -38,7 +38,7 @@ class Engine:
     Every method may be called from any thread. `start` allocates and compiles; then two threads of the engine's own
     dispatch steps and hand out answers, until `close`.
 
-    What an answer depends on: its prompt, its parameters, its seed and the generation of its adapter. Rows of a step do
+    What an answer depends on: its prompt, its parameters, its seed and the version of its adapter. Rows of a step do
     not see each other, and there is one number of rows. Attention reads the cache up to an extent that the longest
     sequence of the batch decides, and the compiler may add up in another order where that differs (512, 1024, ...): so
     across extents, logits agree to rounding.
@@ -170,7 +170,7 @@ class Engine:
           prompt: text, or token ids.
           params: how its tokens are chosen.
           lora: the adapter: a name that was added, or that the engine's `resolve` knows, or a request that is loaded
-            first if its name is unknown. It answers with the generation that is the newest when it begins.
+            first if its name is unknown. It answers with the version that is the newest when it begins.
           timeout: seconds after which it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
 
         Raises:

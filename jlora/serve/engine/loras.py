@@ -1,6 +1,6 @@
-"""The adapters of an engine: who uses which generation, what is being loaded, and what is to go.
+"""The adapters of an engine: who uses which version, what is being loaded, and what is to go.
 
-A sequence holds the generation that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
+A sequence holds the version that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
 runs. A request that waits still needs the name; a name that is unloaded meanwhile is refused to new requests at once,
 and removed when the last of those has begun.
 """
@@ -250,7 +250,7 @@ class Loras:
             yield name, request
 
     def begin(self, name: str | None) -> tuple[HeldAdapter | None, LoRABatch]:
-        """The newest generation of an adapter for one more sequence, and a batch of one with it. Loads nothing.
+        """The newest version of an adapter for one more sequence, and a batch of one with it. Loads nothing.
 
         Raises:
           NotLoaded: it was evicted meanwhile.
@@ -267,18 +267,18 @@ class Loras:
                     raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned or in use")
                 raise NotLoaded(name)
             handle = self._manager.hold(name)
-            held = self._held.get((name, handle.generation))
+            held = self._held.get((name, handle.version))
             if held is None:
                 held = HeldAdapter(handle)
             else:
                 handle.close()
-            if held.handle.generation != batch.generations[0] or held.users:
+            if held.handle.version != batch.versions[0] or held.users:
                 batch.close()
                 batch = self._manager.prepare([held.handle])
         except BaseException:
             batch.close()
             raise
-        self._held[name, held.handle.generation] = held
+        self._held[name, held.handle.version] = held
         held.users += 1
         return held, batch
 
@@ -286,7 +286,7 @@ class Loras:
         """One sequence less with it."""
         held.users -= 1
         if not held.users:
-            self._held.pop((held.handle.name, held.handle.generation), None)
+            self._held.pop((held.handle.name, held.handle.version), None)
             self._ended += 1
             held.handle.close()
 

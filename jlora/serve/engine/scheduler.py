@@ -32,7 +32,7 @@ class SlotUse:
       running: adapters whose slot is taken for sure: of running sequences, and pinned ones.
       resident: adapters that are in a slot.
       taken: slots that running sequences and pinned adapters take; more than `running` where some run on an older
-        generation.
+        version.
     """
 
     total: int

@@ -15,7 +15,7 @@ from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """One generation of an adapter, held for the sequences that began with it.
+    """One version of an adapter, held for the sequences that began with it.
 
     Attributes:
       handle: what `prepare` takes.

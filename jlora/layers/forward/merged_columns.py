@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jlora.layers.mesh import split_of
+from jlora.layers.forward.mesh import split_of
 from jlora.layers.site import SlotSpec
 
 MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of

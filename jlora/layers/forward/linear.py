@@ -13,10 +13,10 @@ from jax import Array
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
-from jlora.layers.delta import add_delta
-from jlora.layers.mesh import parts_of
-from jlora.layers.products import joined, joins
-from jlora.layers.scope import enter_site
+from jlora.layers.forward.delta import add_delta
+from jlora.layers.forward.fused_base import joined, joins
+from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, Restore
 

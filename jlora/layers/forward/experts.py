@@ -14,11 +14,11 @@ from jaxtyping import Float
 
 from jlora._typing import is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.delta import add_delta
-from jlora.layers.linear import first_input, parameters_of
-from jlora.layers.mesh import parts_of
-from jlora.layers.rows import RowMap
-from jlora.layers.scope import Scope, enter_site
+from jlora.layers.forward.delta import add_delta
+from jlora.layers.forward.linear import first_input, parameters_of
+from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.rows import RowMap
+from jlora.layers.forward.scope import Scope, enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attribute
 

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from jlora._compat import to_device
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.mesh import across_mesh, here
+from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.mesh import across_mesh, here
 from jlora.layers.site import ModelSites, Site
 from jlora.sharding.put import put
 
@@ -48,7 +49,7 @@ class Served(Protocol):
     def name(self) -> str: ...
 
     @property
-    def generation(self) -> int: ...
+    def version(self) -> int: ...
 
 
 class Lease:
@@ -58,25 +59,25 @@ class Lease:
 
     Attributes:
       adapters: the different adapters of the batch.
-      generations: which generation each sequence is served from; None for the base model.
+      versions: which version each sequence is served from; None for the base model.
       opened: `time.monotonic()` at which it was opened.
       thread: identifier of the thread that opened it.
       where: the stack at which it was opened, if that is recorded.
       closed: whether it has ended.
     """
 
-    __slots__ = ("__weakref__", "_on_close", "adapters", "closed", "generations", "opened", "thread", "where")
+    __slots__ = ("__weakref__", "_on_close", "adapters", "closed", "opened", "thread", "versions", "where")
 
     def __init__(
         self,
         adapters: Sequence[Served],
-        generations: tuple[int | None, ...],
+        versions: tuple[int | None, ...],
         thread: int,
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
     ):
         self.adapters = tuple(adapters)
-        self.generations = generations
+        self.versions = versions
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()
@@ -153,19 +154,17 @@ class LoRABatch:
         return True if self.lease is None else bool(self.lease.adapters)
 
     @property
-    def generations(self) -> tuple[int | None, ...]:
-        """Which generation of its adapter each sequence is served from, None for the base model.
+    def versions(self) -> tuple[int | None, ...]:
+        """Which version of its adapter each sequence is served from, None for the base model.
 
-        A generation is one content of a name: what a cache of prefixes must key on beside the name.
+        A version is one content of a name: what a cache of prefixes must key on beside the name.
 
         Raises:
           LoRAUsageError: inside a traced function, where it is not known.
         """
         if self.lease is None:
-            raise LoRAUsageError(
-                "LoRABatch.generations is known outside traced functions only; read it before the step"
-            )
-        return self.lease.generations
+            raise LoRAUsageError("LoRABatch.versions is known outside traced functions only; read it before the step")
+        return self.lease.versions
 
     def close(self) -> None:
         """Give the slots back. Closing twice is harmless."""
@@ -257,25 +256,38 @@ def _missed(stamps: Array, slots: Array, needed: Array) -> Array:
 
 
 def make_batch(
-    slots: np.ndarray,
-    token_slots: np.ndarray | None,
+    slots: Sequence[int],
+    shape: BatchShape,
     sites: ModelSites,
     lease: Lease,
     *,
+    none: int,
     unserved: frozenset[Site],
-    stamps: np.ndarray | None = None,
-    length: int | None = None,
+    stamps: Sequence[int] | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Move a batch's int32 arrays to the device, or onto the mesh. Without `stamps` it takes any copy of the model."""
-    stamps = np.zeros_like(slots) if stamps is None else stamps
-    layout = Layout(sites, slots.shape[0], unserved, length, absent, lease=weakref.ref(lease))
-    arrays = [slots, stamps] if token_slots is None else [slots, stamps, token_slots]
+    """Make a batch, and move its int32 arrays to the device, or onto the mesh.
+
+    Args:
+      slots: of each sequence.
+      shape: of the batch.
+      sites: of the model.
+      lease: on the adapters in these slots.
+      none: the slot of rows that take no adapter.
+      unserved: the sites that serve no adapter.
+      stamps: of each sequence. None: the batch takes any copy of the model.
+      absent: whether sequences lack their adapter.
+    """
+    of_sequences = np.array(slots, np.int32)
+    of_tokens = shape.token_slots(of_sequences, none)
+    of_writes = np.zeros_like(of_sequences) if stamps is None else np.array(stamps, np.int32)
+    layout = Layout(sites, shape.num_sequences, unserved, shape.length, absent, lease=weakref.ref(lease))
+    arrays = [of_sequences, of_writes] if of_tokens is None else [of_sequences, of_writes, of_tokens]
     if sites.sharding is None:
         placed = [to_device(array, sites.device) for array in arrays]
     else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
         placed = put(arrays, [sites.sharding.whole] * len(arrays))
-    return LoRABatch(placed[0], None if token_slots is None else placed[2], placed[1], layout, lease)
+    return LoRABatch(placed[0], None if of_tokens is None else placed[2], placed[1], layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

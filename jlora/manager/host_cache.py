@@ -8,15 +8,15 @@ from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter
 
 
-class Registry:
-    """Names, contents and generations. Every method is called under the manager's state lock.
+class HostCache:
+    """Names, contents and versions. Every method is called under the manager's state lock.
 
     Attributes:
       contents: name -> its newest content.
       nbytes: of all contents.
       known: name -> the request it was added from, of names that were evicted since.
-      last: name -> its last generation, and the key of that content.
-      floor: no new content has a lower generation.
+      last: name -> its last version, and the key of that content.
+      floor: no new content has a lower version.
     """
 
     def __init__(self, max_count: int, max_bytes: int):
@@ -28,8 +28,8 @@ class Registry:
         self._max_count = max_count
         self._max_bytes = max_bytes
 
-    def generation(self, content: PackedAdapter) -> int:
-        """Return the generation that a content is: the last of its name if it is the same files recalled, else the
+    def version(self, content: PackedAdapter) -> int:
+        """Return the version that a content is: the last of its name if it is the same files recalled, else the
         next."""
         last = self.last.get(content.name)
         if last is None:
@@ -41,7 +41,7 @@ class Registry:
         """Make `content` the newest of its name."""
         old = self.contents.get(content.name)
         self.nbytes += content.nbytes - (0 if old is None else old.nbytes)
-        self.last[content.name] = (content.generation, content.key)
+        self.last[content.name] = (content.version, content.key)
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
 
@@ -71,7 +71,7 @@ class Registry:
     def forget(self, name: str) -> bool:
         """Take a name out of the cache and out of the known ones. False if it was in neither.
 
-        Its generations go on counting, and no later content is one of those before.
+        Its versions go on counting, and no later content is one of those before.
         """
         if name in self.last:
             self.last[name] = (self.last[name][0], None)

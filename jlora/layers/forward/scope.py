@@ -15,12 +15,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.batch import LoRABatch, check_batch, check_copy
-from jlora.layers.calls import Calls, ForwardRecord
-from jlora.layers.context import Opened, around, opening
-from jlora.layers.mesh import check_mesh, here
-from jlora.layers.rows import RowMap, current_rows
-from jlora.layers.rows_on_mesh import Lead, lead_of, plan_of_experts, plan_of_rows
+from jlora.layers.forward.batch import LoRABatch, check_batch, check_copy
+from jlora.layers.forward.context import Opened, around, opening
+from jlora.layers.forward.forward_record import Calls, ForwardRecord
+from jlora.layers.forward.mesh import check_mesh, here
+from jlora.layers.forward.rows import RowMap, current_rows
+from jlora.layers.forward.rows_on_mesh import Lead, lead_of, plan_of_experts, plan_of_rows
 from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan

@@ -10,9 +10,7 @@ from flax import nnx
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
-from jlora.layers.experts import describe_grouped, has_grouped_products
-from jlora.layers.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
-from jlora.layers.linen import describe_embed as describe_linen_embed
+from jlora.layers.forward.experts import describe_grouped, has_grouped_products
 from jlora.layers.specs import (
     Describe,
     Doubt,
@@ -24,6 +22,8 @@ from jlora.layers.specs import (
     describe_general,
     describe_linear,
 )
+from jlora.layers.wrap.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
+from jlora.layers.wrap.linen import describe_embed as describe_linen_embed
 
 _describe: dict[type[nnx.Module], Describe] = {
     nnx.Linear: describe_linear,

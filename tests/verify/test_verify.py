@@ -9,7 +9,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.discover import _describe, register_layer
+from jlora.layers.wrap.discover import _describe, register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
 from tests.matrix import thinned
 

@@ -11,15 +11,15 @@ from jlora.layers.site import SlotSpec
 from jlora.sharding.put import put
 
 # Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
-Where: TypeAlias = Sharding | Device
+ArrayPlacement: TypeAlias = Sharding | Device
 
 
-def a_device(where: Where) -> Device:
+def a_device(where: ArrayPlacement) -> Device:
     """The device, or one of them."""
     return where if isinstance(where, Device) else next(iter(cast("set[Device]", where.device_set)))
 
 
-def own_device(where: Where) -> Device:
+def own_device(where: ArrayPlacement) -> Device:
     """One of the devices that this process has of them: another process's tell nothing of themselves here."""
     if isinstance(where, Device):
         return where
@@ -27,11 +27,11 @@ def own_device(where: Where) -> Device:
     return next(iter(own)) if own else cast("Device", jax.local_devices()[0])
 
 
-def place_of(array: jax.Array) -> Where:
+def place_of(array: jax.Array) -> ArrayPlacement:
     return array.sharding if is_committed(array) else a_device(array.sharding)  # also of deleted ones
 
 
-def as_said(before: Where, array: jax.Array) -> Where:
+def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
     """Where an array lies, as it was said before if that is the same in other words."""
     where = place_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
@@ -39,7 +39,7 @@ def as_said(before: Where, array: jax.Array) -> Where:
     return where
 
 
-def as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
+def as_sharded(spec: SlotSpec, lie: Sequence[ArrayPlacement]) -> bool:
     """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
     that."""
     if spec.sharding is None:
@@ -47,7 +47,7 @@ def as_sharded(spec: SlotSpec, lie: Sequence[Where]) -> bool:
     return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
 
 
-def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
+def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ArrayPlacement]:
     """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
     a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
     if not whole:
@@ -55,25 +55,25 @@ def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[Where, Where]:
     return a, b
 
 
-def everywhere(where: Where) -> Where:
+def everywhere(where: ArrayPlacement) -> ArrayPlacement:
     """Where an operand lies that every device needs whole."""
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
-def lies(array: Any, where: Where) -> bool:
+def lies(array: Any, where: ArrayPlacement) -> bool:
     """Whether an array of a block lies where the programs take it from."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False
     return array.devices() == {where} if isinstance(where, Device) else array.sharding == where
 
 
-def pinned(where: Where) -> Sharding:
+def pinned(where: ArrayPlacement) -> Sharding:
     """The same place in page-locked host memory."""
     if isinstance(where, Device):
         return SingleDeviceSharding(where, memory_kind="pinned_host")
     return where.with_memory_kind("pinned_host")
 
 
-def put_operands(arrays: Sequence[Any], where: Sequence[Where]) -> list[jax.Array]:
+def put_operands(arrays: Sequence[Any], where: Sequence[ArrayPlacement]) -> list[jax.Array]:
     """Move operands of the programs, in one call."""
     return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jlora.layers.discover import walk
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
-from jlora.layers.wrapped import WrappedModel, set_class, spec_of, take_off
+from jlora.layers.wrap.discover import walk
+from jlora.layers.wrap.wrapped import WrappedModel, set_class, spec_of, take_off
 from jlora.sharding.put import put
 
 

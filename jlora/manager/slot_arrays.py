@@ -16,11 +16,8 @@ from flax import nnx
 
 from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
-from jlora.manager.blocks import Block, Chunk, cut
-from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
-from jlora.manager.where import (
-    Where,
+from jlora.manager.array_placement import (
+    ArrayPlacement,
     as_said,
     as_sharded,
     everywhere,
@@ -31,6 +28,9 @@ from jlora.manager.where import (
     place_of,
     put_operands,
 )
+from jlora.manager.blocks import Block, Chunk, cut
+from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
 from jlora.sharding.put import put
 
 _RANKS: Key = ()  # of the program that writes ranks
@@ -45,7 +45,7 @@ class _Job:
     program: Launch
 
 
-class Pool:
+class SlotArrays:
     """Slots on the device.
 
     A write that a device error cuts short is found out: a slot is marked dirty before its first array is written and
@@ -335,12 +335,12 @@ class Pool:
             (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._lie[0])])
         return self._indices[where]
 
-    def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[Where]]:
+    def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
         """A and B of every block, and where each lies when it is written."""
         arrays = [array for block in blocks for array in (block.a, block.b)]
         return arrays, [target for block in blocks for target in self._targets(block)]
 
-    def _targets(self, block: Block) -> tuple[Where, Where]:
+    def _targets(self, block: Block) -> tuple[ArrayPlacement, ArrayPlacement]:
         """Where a block's A and B lie when they are written: split as the slots are."""
         spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
         if as_sharded(spec, lie):
@@ -372,7 +372,7 @@ class Pool:
             programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
 
-    def _wanted(self) -> set[tuple[Key, tuple[Where, ...]]]:
+    def _wanted(self) -> set[tuple[Key, tuple[ArrayPlacement, ...]]]:
         """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
@@ -383,7 +383,7 @@ class Pool:
         """Rows of a chunk among which those of every site are."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key, lie: tuple[Where, ...]) -> Launch:
+    def _program(self, key: Key, lie: tuple[ArrayPlacement, ...]) -> Launch:
         found = self._programs.get((key, lie))
         if found is not None:
             return found

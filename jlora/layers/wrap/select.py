@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
-from jlora.layers.discover import Found
 from jlora.layers.site import is_named
 from jlora.layers.specs import EmbedSpec, own_attribute
+from jlora.layers.wrap.discover import Found
 
 # "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
 PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]

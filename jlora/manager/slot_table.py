@@ -12,16 +12,16 @@ import jax
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
 from jlora.manager.histogram import Histogram
+from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.pool import Pool
-from jlora.manager.registry import Registry
+from jlora.manager.slot_arrays import SlotArrays
 
 _log = logging.getLogger("jlora")
 
 
-class Slots:
+class SlotTable:
     """The slots of a manager. Every method but `move_ahead` is called under its lock; those that write, under both.
 
     Attributes:
@@ -30,11 +30,11 @@ class Slots:
       seconds: of writes.
     """
 
-    def __init__(self, pool: Pool, registry: Registry, leases: Leases, counts: Counter[str]):
+    def __init__(self, pool: SlotArrays, cache: HostCache, leases: Leases, counts: Counter[str]):
         self.pool = pool
         self.takes_turns = False
         self.seconds = Histogram()
-        self._registry = registry
+        self._cache = cache
         self._leases = leases
         self._counts = counts
         self._used: dict[PackedAdapter, int] = {}  # tick of the last use of what is in a slot
@@ -44,7 +44,7 @@ class Slots:
     def alive(self) -> Callable[[PackedAdapter], bool]:
         """Whether a content in a slot means anything still: the newest of its name, or held."""
         held = self._leases.leased() | self._leases.handled()
-        return lambda content: self._registry.newest(content) or content in held
+        return lambda content: self._cache.newest(content) or content in held
 
     @property
     def copying(self) -> bool:
@@ -64,13 +64,13 @@ class Slots:
         """Mark a use of a content, in its slot and on the host."""
         self._tick += 1
         self._used[content] = self._tick
-        if self._registry.newest(content):
-            self._registry.contents.touch(content.name)
+        if self._cache.newest(content):
+            self._cache.contents.touch(content.name)
 
     def forget_uses(self) -> None:
         """Forget what was used when, in slots and on the host."""
         self._used.clear()
-        self._registry.contents.forget_uses()
+        self._cache.contents.forget_uses()
 
     def hit(self, contents: Iterable[PackedAdapter]) -> None:
         """Mark a use of contents that were found in their slots."""
@@ -99,8 +99,8 @@ class Slots:
             self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
         for slot, content in enumerate(self.pool.table):
-            # A pinned name keeps its slot while a new generation is on its way into it.
-            if content is not None and not alive(content) and not self._registry.contents.pinned(content.name):
+            # A pinned name keeps its slot while a new version is on its way into it.
+            if content is not None and not alive(content) and not self._cache.contents.pinned(content.name):
                 self.pool.clear(slot)
                 self._used.pop(content, None)
         if len(self._used) > len(self.pool.table):  # an interrupt came between a slot and its book
@@ -146,7 +146,7 @@ class Slots:
         return written
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
-        """A slot for each: that of its own older generation, a free one (lowest first), or the least recently used.
+        """A slot for each: that of its own older version, a free one (lowest first), or the least recently used.
 
         Those that few slots can hold choose first; the others leave the larger slots free while they can.
         """
@@ -154,7 +154,7 @@ class Slots:
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
         places: dict[PackedAdapter, int | None] = {}
         for content in missing:
-            slot = stale.get(content.name) if self._registry.newest(content) else None
+            slot = stale.get(content.name) if self._cache.newest(content) else None
             if slot is not None and slot in content.slots:
                 places[content] = stale.pop(content.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
@@ -202,17 +202,17 @@ class Slots:
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Slots whose contents may go, the least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
-        pinned = self._registry.contents.pinned
+        pinned = self._cache.contents.pinned
         slots = {
             slot: self._used.get(content, 0)
             for slot, content in enumerate(self.pool.table)
             if content is not None and alive(content) and content not in busy and content.on_host
-            and not (pinned(content.name) and self._registry.newest(content))
+            and not (pinned(content.name) and self._cache.newest(content))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 
     def replace(self, old: PackedAdapter, new: PackedAdapter, changed: Sequence[Block]) -> None:
-        """Bring a new generation into the slot of the old one, if that is in one and nothing holds it any more.
+        """Bring a new version into the slot of the old one, if that is in one and nothing holds it any more.
 
         Of `new` only the blocks in `changed` differ from `old`.
         """
@@ -241,7 +241,7 @@ class Slots:
         if content.placements:
             self._counts["slot_loads"] += 1
             self.seconds.add(seconds)
-        _log.info("wrote %r (generation %d) into slot %d in %.4f s", content.name, content.generation, slot, seconds)
+        _log.info("wrote %r (version %d) into slot %d in %.4f s", content.name, content.version, slot, seconds)
         if _log.isEnabledFor(logging.DEBUG):
             brought = {placement.site for placement in content.placements}
             for site in self.pool.sites:

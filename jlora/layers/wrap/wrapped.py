@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.experts import product_of
+from jlora.layers.forward.experts import product_of
 from jlora.layers.site import ModelSites, Site, delete_attribute, detach
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.put import own_values

@@ -1,4 +1,4 @@
-"""One content of a name is one generation: what batches say of it, and handles that go on with an old one."""
+"""One content of a name is one version: what batches say of it, and handles that go on with an old one."""
 
 import copy
 import dataclasses
@@ -27,9 +27,9 @@ def load(world, *names, version=0):
         world.manager.add_adapter(make_adapter(name, version), load_inplace=version > 0)
 
 
-def generations(world, *names):
+def versions(world, *names):
     with world.manager.prepare([*names, *[None] * (3 - len(names))]) as batch:
-        return batch.generations[: len(names)]
+        return batch.versions[: len(names)]
 
 
 def saved(folder, name, version=0):
@@ -42,42 +42,42 @@ def saved(folder, name, version=0):
 
 def test_load_inplace_counts_on(world):
     load(world, "a", "b")
-    first, other = generations(world, "a", "b")
+    first, other = versions(world, "a", "b")
     for version in (1, 2, 3):
         load(world, "a", version=version)
         with world.manager.prepare(["a", "b", None]) as batch:
-            assert batch.generations == (first + version, other, None)
+            assert batch.versions == (first + version, other, None)
             world.check(world.logits(batch), [make_adapter("a", version), make_adapter("b"), None])
-    assert world.manager.list_adapters()["a"].generation == first + 3
+    assert world.manager.list_adapters()["a"].version == first + 3
 
 
-def test_a_batch_keeps_its_generations(world):
+def test_a_batch_keeps_its_versions(world):
     """Also when the name has gone on since, and in copies."""
     load(world, "a")
     handle = world.manager.hold("a")
     with world.manager.prepare([handle, None, handle]) as batch:
-        before = batch.generations
+        before = batch.versions
         load(world, "a", version=1)
-        assert batch.generations == copy.copy(batch).generations == before
-        assert before == (handle.generation, None, handle.generation)
+        assert batch.versions == copy.copy(batch).versions == before
+        assert before == (handle.version, None, handle.version)
     handle.close()
-    assert generations(world, "a") == (before[0] + 1,)
+    assert versions(world, "a") == (before[0] + 1,)
 
 
 def test_arrays_in_memory_are_new_content_each_time(world):
     """Nothing tells them from others, so a cache of prefixes must not take them for the same."""
     load(world, "a")
-    (first,) = generations(world, "a")
+    (first,) = versions(world, "a")
     world.manager.add_adapter(make_adapter("a"), load_inplace=True)
-    assert generations(world, "a") == (first + 1,)
+    assert versions(world, "a") == (first + 1,)
 
 
 def test_a_removed_name_counts_on(world):
     load(world, "a")
-    (first,) = generations(world, "a")
+    (first,) = versions(world, "a")
     world.manager.remove_adapter("a")
     load(world, "a")
-    assert generations(world, "a") == (first + 1,)
+    assert versions(world, "a") == (first + 1,)
 
 
 def twin(version):
@@ -154,34 +154,34 @@ EXPLICIT = [
 
 @pytest.mark.parametrize("how", ["rewritten", "copied"])
 @pytest.mark.parametrize("again", [*EXPLICIT, evict])
-def test_other_weights_in_files_of_the_same_size_and_time_are_another_generation(world, folder, again, how):
+def test_other_weights_in_files_of_the_same_size_and_time_are_another_version(world, folder, again, how):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
-    seen = {generations(world, "a")}
+    seen = {versions(world, "a")}
     for version in (1, 2, 3):
         write_twin(folder, version, how)
         again(world, folder)
-        seen.add(generations(world, "a"))
+        seen.add(versions(world, "a"))
         assert len(seen) == version + 1
         world.check(world.serve(["a", None, "a"]), [twin(version), None, twin(version)])
 
 
 @pytest.mark.parametrize("again", EXPLICIT)
-def test_the_same_files_loaded_by_a_call_are_another_generation(world, folder, again):
+def test_the_same_files_loaded_by_a_call_are_another_version(world, folder, again):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
-    (first,) = generations(world, "a")
+    (first,) = versions(world, "a")
     again(world, folder)
-    (second,) = generations(world, "a")
+    (second,) = versions(world, "a")
     assert second > first
     evict(world, folder)
-    assert generations(world, "a") == (second,)  # recalled
+    assert versions(world, "a") == (second,)  # recalled
     world.check(world.serve(["a", None, None]), [twin(0), None, None])
 
 
-def test_a_recall_of_the_same_files_is_the_same_generation(world, folder):
+def test_a_recall_of_the_same_files_is_the_same_version(world, folder):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
-    first, generation = world.serve(["a", None, None]), generations(world, "a")
+    first, version = world.serve(["a", None, None]), versions(world, "a")
     evict(world, folder)
-    assert generations(world, "a") == generation
+    assert versions(world, "a") == version
     np.testing.assert_array_equal(world.serve(["a", None, None]), first)
 
 
@@ -190,11 +190,11 @@ def test_an_adapter_in_memory_is_not_the_content_of_its_files(world, folder):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     read = jlora.Adapter.from_pretrained(folder, name="a")
     changed = dataclasses.replace(read, modules=twin(1).modules)
-    seen = {generations(world, "a")}
+    seen = {versions(world, "a")}
     for adapter in (changed, read, changed):
         evict(world, folder)
         world.manager.add_adapter(adapter)
-        seen.add(generations(world, "a"))
+        seen.add(versions(world, "a"))
         world.check(world.serve(["a", None, None]), [adapter, None, None])
     assert len(seen) == 4
 
@@ -220,26 +220,26 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
 
 def test_a_loading_that_fails_counts_nothing(world, tmp_path):
     load(world, "a")
-    (first,) = generations(world, "a")
+    (first,) = versions(world, "a")
     with pytest.raises(jlora.LoRAError):
         world.manager.add_adapter(jlora.LoRARequest("a", str(tmp_path), load_inplace=True))
-    assert generations(world, "a") == (first,)
+    assert versions(world, "a") == (first,)
 
 
 # --- Handles --------------------------------------------------------------------------------------------------------
 
 
-def test_two_generations_in_one_batch(world):
+def test_two_versions_in_one_batch(world):
     """Sequences that began with the old one go on with it, beside new ones."""
     load(world, "a")
     with world.manager.hold("a") as old:
         load(world, "a", version=1)
         for _ in range(2):  # the second from kept arrays
             with world.manager.prepare([old, "a", None]) as batch:
-                assert batch.generations == (old.generation, old.generation + 1, None)
+                assert batch.versions == (old.version, old.version + 1, None)
                 world.check(world.logits(batch), [make_adapter("a"), make_adapter("a", 1), None])
         assert world.manager.slot_names == ("a", "a")
-        assert generations(world, "a", old) == (old.generation + 1, old.generation)
+        assert versions(world, "a", old) == (old.version + 1, old.version)
 
 
 def test_a_handle_outlives_its_name(world):
@@ -256,9 +256,9 @@ def test_a_handle_outlives_its_name(world):
     world.serve(["b", "c", None])  # out of its slot
     with world.manager.prepare([old, "b", None]) as batch:  # and back
         world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
-        assert batch.generations[0] == old.generation
+        assert batch.versions[0] == old.version
     load(world, "a", version=1)
-    assert generations(world, "a", old) == (old.generation + 1, old.generation)
+    assert versions(world, "a", old) == (old.version + 1, old.version)
     old.close()
 
 
@@ -287,7 +287,7 @@ def test_a_handle_of_another_manager(world):
     load(other, "a")
     load(world, "a")
     with other.manager.hold("a") as handle:
-        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', generation=0\) is of another manager"):
+        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=0\) is of another manager"):
             world.manager.prepare([handle, None, None])
         assert world.manager.slot_names == (None,) * world.manager.config.max_loras
         other.check(other.serve([handle, None, None]), [make_adapter("a"), None, None])
@@ -312,14 +312,14 @@ def test_a_handle_ends(world, end):
         del handle
     else:
         assert handle.content is None
-        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', generation=\d+\) is closed"):
+        with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
     gc.collect()
     assert not world.manager._leases.handled()
     assert "a" not in world.manager.slot_names  # a slot that nobody can ask for is free
     for i in range(9):
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
-        generations(world, *["b", "c", None][: i % 3 + 1])
+        versions(world, *["b", "c", None][: i % 3 + 1])
         world.manager.prepare([None] * (i + 4)).close()
     gc.collect()
     assert content() is None
@@ -350,7 +350,7 @@ def test_holding_what_was_evicted_loads_it(tmp_path):
     world.manager.add_adapter(jlora.LoRARequest("a", saved(tmp_path, "a")))
     load(world, "b")
     with world.manager.hold("a") as handle:
-        assert repr(handle) == "AdapterHandle('a', generation=0)"
+        assert repr(handle) == "AdapterHandle('a', version=0)"
         world.check(world.serve([handle, None, None]), [make_adapter("a"), None, None])
 
 
@@ -363,7 +363,7 @@ def narrow():
 
 
 def test_a_load_into_a_held_name_needs_a_second_slot(narrow):
-    """Without one, `prepare` raises, or waits for the batch of the old generation to close."""
+    """Without one, `prepare` raises, or waits for the batch of the old version to close."""
     world, m = narrow, narrow.manager
     load(world, "a")
     with m.hold("a") as old:
@@ -382,7 +382,7 @@ def test_a_load_into_a_held_name_needs_a_second_slot(narrow):
         closer.start()
         with m.prepare(["a", None, None], timeout=60.0) as newer:
             assert batch.lease.closed
-            assert newer.generations == (old.generation + 1, None, None)
+            assert newer.versions == (old.version + 1, None, None)
             world.check(world.logits(newer), [make_adapter("a", 1), None, None])
         closer.join()
     world.reset()
@@ -396,7 +396,7 @@ def test_names_requests_and_handles_of_one_content_take_one_slot(narrow, tmp_pat
         for _ in range(2):
             hits = m.stats().slot_hits
             with m.prepare([handle, "a", request]) as batch:
-                assert len(set(batch.generations)) == 1
+                assert len(set(batch.versions)) == 1
                 world.check(world.logits(batch), [make_adapter("a")] * 3)
             with m.prepare([other, handle, None]) as batch:
                 world.check(world.logits(batch), [make_adapter("a"), make_adapter("a"), None])
@@ -423,13 +423,13 @@ def test_names_requests_and_handles_mixed(tmp_path):
         with m.prepare(names) as batch:
             world.check(world.logits(batch), adapters)
             want = {None: None, "a": 1, "b": 0, old: 0, request: 0}
-            assert batch.generations == tuple(want[name] for name in names)
+            assert batch.versions == tuple(want[name] for name in names)
     old.close()
     assert len(world.traces) == 1
 
 
 def test_replacing_through_prepare_does_not_wait_for_its_own_thread(narrow, tmp_path):
-    """It would wait for ever: the batch that holds the old generation cannot close meanwhile."""
+    """It would wait for ever: the batch that holds the old version cannot close meanwhile."""
     m = narrow.manager
     again = jlora.LoRARequest("a", saved(tmp_path, "a"), load_inplace=True)
     found = []
@@ -524,7 +524,7 @@ def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, m
     while any(array() is not None for array in before) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(array() is not None for array in before)
-    assert world.manager._registry.contents["a"].on_host != fail
+    assert world.manager._cache.contents["a"].on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
@@ -543,7 +543,7 @@ def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
         name = "layers.0.q_proj"
         changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
         manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
-        content = manager._registry.contents["a"]
+        content = manager._cache.contents["a"]
         assert content.on_host
         assert not content.copying
         assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
-from jlora.layers.mesh import experts_reached, explicit_axes, manual_axes, on_mesh, split_of
+from jlora.layers.forward.mesh import experts_reached, explicit_axes, manual_axes, on_mesh, split_of
 from jlora.layers.site import Site
 from jlora.pallas.plan import Plan
 from jlora.sharding.rules import KernelSharding, Names, names_of, partition

@@ -2,14 +2,14 @@
 
     column-parallel   x whole, A whole, B and y split by N: a shard does what one device does, for its columns
     row-parallel      x and A split by K: a shard has a part of x A^T. Where the base product is made here too
-                      (`jlora.layers.products`), each expands its part into its part of the base output, and the one
-                      reduction that the base model makes anyway sums both. Else the parts of x A^T, of rank size, are
+                      (`fused_base`), each expands its part into its part of the base output, and the one reduction that
+                      the base model makes anyway sums both. Else the parts of x A^T, of rank size, are
                       summed first
     fully sharded     besides, A is split by rank, and x A^T gathered; B of row-parallel by N: each shard expands the
                       sum of x A^T into its own columns
 
 Without a mesh nothing is split, and the one shard is called directly. Rows that are split (over data) have plans of
-their own shard (`jlora.layers.rows_on_mesh`). Inside a `jax.shard_map` of the user, arrays are those of a shard
+their own shard (`jlora.layers.forward.rows_on_mesh`). Inside a `jax.shard_map` of the user, arrays are those of a shard
 already, and what is computed is the same without another one.
 """
 
@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.mesh import experts_reached, on_mesh, reached, split_of
-from jlora.layers.pieces import pieces_of
-from jlora.layers.rows import RowMap
-from jlora.layers.rows_on_mesh import Lead
-from jlora.layers.scope import Scope, check_slots_fresh
+from jlora.layers.forward.merged_columns import pieces_of
+from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
+from jlora.layers.forward.rows import RowMap
+from jlora.layers.forward.rows_on_mesh import Lead
+from jlora.layers.forward.scope import Scope, check_slots_fresh
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink

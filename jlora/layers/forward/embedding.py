@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.delta import add_delta, add_lookup
-from jlora.layers.linear import first_input, parameters_of
-from jlora.layers.mesh import parts_of
-from jlora.layers.scope import enter_site
+from jlora.layers.forward.delta import add_delta, add_lookup
+from jlora.layers.forward.linear import first_input, parameters_of
+from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
-from jlora.manager import blocks, pool, programs
+from jlora.manager import blocks, programs
 from jlora.manager.blocks import row_nbytes
 from jlora.pallas.triton import write as triton_write
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
@@ -94,7 +94,7 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
 )
 def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, monkeypatch, layers, programs):
     """Sites of two specs, five and two a layer, in chunks of 64 at most. The ranks are those that the slot had."""
-    monkeypatch.setattr(pool, "_joins", lambda device: programs == 1)
+    monkeypatch.setattr(slot_arrays, "_joins", lambda device: programs == 1)
     model = Blocks(layers)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
     adapters = {name: block_adapter(name, layers, rng) for name in "abc"}
@@ -128,7 +128,7 @@ def test_seven_modules_a_layer_are_few_programs_and_every_byte_moves_once(rng, m
 @pytest.mark.parametrize("limit", [10**6, 400])
 def test_what_one_program_writes_for_all_chunks(monkeypatch, limit):
     """Adapters that bring everything, or not, of one block of ranks or two; in one wave or many."""
-    monkeypatch.setattr(pool, "_joins", lambda device: True)
+    monkeypatch.setattr(slot_arrays, "_joins", lambda device: True)
     monkeypatch.setattr(blocks, "RANK_STEP", 2)
     programs.compiled_write.cache_clear()  # of other steps
     world = make_world(max_loras=2, max_cpu_loras=8, max_staging_bytes=limit)
@@ -161,7 +161,7 @@ def test_what_the_kernel_of_gpus_writes(monkeypatch):
 
     monkeypatch.setattr(triton_write, "write_rows", interpreted)
     monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
-    monkeypatch.setattr(pool, "_joins", lambda device: True)
+    monkeypatch.setattr(slot_arrays, "_joins", lambda device: True)
     monkeypatch.setattr(blocks, "RANK_STEP", 2)
     programs.compiled_write.cache_clear()  # of other steps, without kernels
     world = make_world(max_loras=3, max_cpu_loras=8)

@@ -1,6 +1,6 @@
 """Which layers a forward calls, and which of them see rows that fit no layout of its batch."""
 
-from jlora.layers.context import Opened
+from jlora.layers.forward.context import Opened
 from jlora.layers.site import ModelSites, Site
 
 

@@ -14,10 +14,10 @@ from jax import Array, lax
 
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
-from jlora.layers.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, summed
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.mesh import on_mesh, reached, split_of
-from jlora.layers.scope import Scope
+from jlora.layers.forward.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, summed
+from jlora.layers.forward.mesh import on_mesh, reached, split_of
+from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles

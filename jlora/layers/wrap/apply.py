@@ -13,11 +13,9 @@ from flax import nnx
 from jlora._compat import Device, asked_for, is_committed
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.discover import Found
-from jlora.layers.embedding import embed_methods
-from jlora.layers.experts import experts_methods, product_of
-from jlora.layers.linear import linear_methods
-from jlora.layers.select import PackedModules
+from jlora.layers.forward.embedding import embed_methods
+from jlora.layers.forward.experts import experts_methods, product_of
+from jlora.layers.forward.linear import linear_methods
 from jlora.layers.site import (
     ModelSites,
     Site,
@@ -28,9 +26,11 @@ from jlora.layers.site import (
     chosen_by_default,
     set_attribute,
 )
-from jlora.layers.sites import choose
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
-from jlora.layers.wrapped import WrappedModel, set_class
+from jlora.layers.wrap.discover import Found
+from jlora.layers.wrap.plan import choose
+from jlora.layers.wrap.select import PackedModules
+from jlora.layers.wrap.wrapped import WrappedModel, set_class
 from jlora.pallas.api import load
 
 

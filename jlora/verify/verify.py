@@ -16,14 +16,14 @@ from flax import nnx
 from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.batch import Lease, LoRABatch, make_batch
-from jlora.layers.calls import ForwardRecord
-from jlora.layers.context import opening
-from jlora.layers.copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
+from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
+from jlora.layers.forward.batch_shape import batch_shape
+from jlora.layers.forward.context import opening
+from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.site import Site, SlotSpec
-from jlora.layers.wrapped import WrappedModel, spec_of
-from jlora.manager.batches import Name, read_arguments, slot_arrays
+from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
+from jlora.verify.model_copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
@@ -240,13 +240,13 @@ class _Probe:
             arrays = self._random(site, layers[site]) if site in chosen else self._zeros(site, layers[site])
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
-        asked = read_arguments(names, self.layout.counts, self.layout.pad_to, self.layout.length)
-        places: dict[Name, int] = {name: slot for slot, name in enumerate(self.names)}
-        slots, token_slots = slot_arrays(asked, places, max(site.spec.slots.stop for site in self.wrapped.modules))
+        shape = batch_shape(len(names), self.layout.counts, self.layout.pad_to, self.layout.length)
+        none = max(site.spec.slots.stop for site in self.wrapped.modules)
+        slots = [none if name is None else self.names.index(name) for name in names]
         # The copy's slots are nobody's: the lease holds no adapter, and lives for this one forward.
         lease = Lease((), (None,) * len(names), thread=0)
         model = self.wrapped.sites
-        batch = make_batch(slots, token_slots, model, lease, unserved=frozenset(), length=asked.length)
+        batch = make_batch(slots, shape, model, lease, none=none, unserved=frozenset())
         arrays, self._owners = self.layout.rows(self.forward(copy, self.inputs, batch))
         return arrays
 

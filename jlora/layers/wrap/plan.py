@@ -12,10 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jlora.config import LoRAConfig, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.discover import Found, discover
-from jlora.layers.experts import prefix_of, shared_sites
-from jlora.layers.pieces import too_many_pieces
-from jlora.layers.select import (
+from jlora.layers.forward.experts import prefix_of, shared_sites
+from jlora.layers.forward.merged_columns import too_many_pieces
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.wrap.discover import Found, discover
+from jlora.layers.wrap.select import (
     Heads,
     PackedModules,
     Selection,
@@ -25,9 +27,7 @@ from jlora.layers.select import (
     slices,
     tied_heads,
 )
-from jlora.layers.site import Site, SlotSpec
-from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
-from jlora.layers.wrapped import WrappedModel
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
 _ATTEND = "jlora_attend"

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Integer
 
 from jlora._compat import trace_state_clean
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.context import Opened, around, opening
+from jlora.layers.forward.context import Opened, around, opening
 
 _STALE = (
     "{path}: this RowMap was opened outside `jax.jit` and is read inside it: it would be baked into the compiled "

@@ -1,0 +1,1 @@
+"""The forward: what a wrapped layer computes in a traced step."""

@@ -1,0 +1,1 @@
+"""Wrapping: which layers of a model serve LoRA, and their new classes."""

@@ -1,0 +1,1 @@
+"""Check that a wrapped model computes what merged weights compute."""

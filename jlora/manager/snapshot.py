@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -42,11 +42,11 @@ from jlora.errors import (
 from jlora.manager.blocks import Row, bits_of, pack, unpack
 from jlora.manager.fit import too_large_rank
 from jlora.manager.host import Host
+from jlora.manager.host_cache import HostCache
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.packing import rank_vector
-from jlora.manager.registry import Registry
-from jlora.manager.slots import Slots
+from jlora.manager.slot_table import SlotTable
 
 _log = logging.getLogger("jlora")
 
@@ -96,7 +96,7 @@ class _Snapshot:
 
 
 def save(
-    folder: Path, slots: Slots, registry: Registry, state_lock: StateLock, base: str, without: Collection[str]
+    folder: Path, slots: SlotTable, cache: HostCache, state_lock: StateLock, base: str, without: Collection[str]
 ) -> None:
     """See `LoRAManager.save`; `base` is the model's `base_digest`."""
     weights = folder / _WEIGHTS
@@ -108,7 +108,7 @@ def save(
         with open(folder / "lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the end of a process releases it
             with state_lock:
-                taken, contents = _take(slots, registry, base, without)
+                taken, contents = _take(slots, cache, base, without)
             files: dict[str, str] = {}
             for content in contents:
                 data = _pack_file(content)
@@ -118,27 +118,28 @@ def save(
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
             _write(folder / _FILE, text.encode())
-            for file in list(weights.iterdir()):
-                if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}(\.part)?", file.name):
-                    file.unlink()
+            with suppress(OSError):  # the next save deletes what this one cannot
+                for file in list(weights.iterdir()):
+                    if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}(\.part)?", file.name):
+                        file.unlink()
     except OSError as error:
         raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
 
 
 def _take(
-    slots: Slots, registry: Registry, base: str, without: Collection[str]
+    slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
 ) -> tuple[_Snapshot, list[PackedAdapter]]:
     """Return the state now, and the adapters in it that no request loads again. Called under the state lock."""
-    cached = {name: registry.contents[name] for name in registry.contents if name not in without}
-    requests = {name: request for name, request in registry.known.items() if name not in without}
-    requests.update({name: content.request for name, content in cached.items()})
+    cached = {name: cache.contents[name] for name in cache.contents if name not in without}
+    known = {name: request for name, request in cache.known.items() if name not in without}
+    requests = {**known, **{name: content.request for name, content in cached.items()}}
     entries: list[_Entry] = []
     for name, request in requests.items():
-        version, key = registry.last[name]
-        pinned = registry.contents.pinned(name) or name in registry.pin_when_loaded
+        version, key = cache.last[name]
+        pinned = cache.contents.pinned(name) or name in cache.pin_when_loaded
         entries.append(_Entry(name, version, key, request, None, pinned, name in cached))
     in_slots = (content.name for content in slots.by_use() if cached.get(content.name) is content)
-    removed = {name: version for name, (version, _) in registry.last.items() if name not in requests}
+    removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)
     return taken, [content for content in cached.values() if content.request is None]
 
@@ -155,12 +156,13 @@ def _pack_file(content: PackedAdapter) -> bytes:
     said = {
         "about": {key: getattr(about, key) for key in _ABOUT},
         "placements": [
-            (p.module, p.site.path, p.site.prefix, p.row, p.first, p.count, p.rank, p.alpha, p.scaling, p.shift)
+            (p.module, p.site.path, p.site.prefix, p.row, p.first, p.count, p.rank)
+            + (float(p.alpha), float(p.scaling), p.shift)
             for p in content.placements
         ],
     }
     try:
-        text = json.dumps(said, default=lambda value: value.item() if isinstance(value, np.generic) else dict(value))
+        text = json.dumps(said, default=dict)
     except (TypeError, ValueError) as error:
         raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
     bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # safetensors reads no bfloat16
@@ -204,7 +206,7 @@ def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
     return found.hexdigest()
 
 
-def layers_digest(slots: Slots) -> str:
+def layers_digest(slots: SlotTable) -> str:
     """Return a SHA-256 that differs for managers that pack the same files differently."""
     sites = [
         (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
@@ -219,42 +221,42 @@ def layers_digest(slots: Slots) -> str:
 def restore(
     folder: Path,
     host: Host,
-    slots: Slots,
-    registry: Registry,
+    slots: SlotTable,
+    cache: HostCache,
     locks: tuple[AbstractContextManager[Any], StateLock],
     base: str,
 ) -> frozenset[str]:
     """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
     step_lock, state_lock = locks
     with state_lock:
-        _check_new(registry)
+        _check_new(cache)
     saved = _read(folder)
     if saved.base != base:
         raise AdapterMismatchError(
-            f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or values, "
-            "or name_map or skip are others. Restore it beside that model, or start from an empty folder"
+            f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
+            "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
         )
     same_layers = saved.layers == layers_digest(slots)
-    contents = _load(folder, saved, same_layers, host, slots, registry)
+    contents = _load(folder, saved, same_layers, host, slots, cache)
     slots.pool.compile()
     with step_lock, state_lock:
-        _check_new(registry)
+        _check_new(cache)
         try:
-            _fill_registry(saved, contents, host, registry, same_layers)
+            _fill_cache(saved, contents, host, cache, same_layers)
             _fill_slots(saved, contents, slots)
             for entry in saved.adapters:
                 if entry.name in contents:
-                    registry.contents.touch(entry.name)
+                    cache.contents.touch(entry.name)
         except BaseException:
             for content in contents.values():
                 slots.release(content)
-            registry.clear()
+            cache.clear()
             raise
-        return frozenset(registry.last)
+        return frozenset(cache.last)
 
 
-def _check_new(registry: Registry) -> None:
-    if registry.last or registry.known:
+def _check_new(cache: HostCache) -> None:
+    if cache.last or cache.known:
         raise LoRAUsageError("restore: this manager has had adapters already; restore into a new one")
 
 
@@ -262,28 +264,26 @@ def _read(folder: Path) -> _Snapshot:
     """Read adapters.json. Raises AdapterNotFoundError where there is none, AdapterFormatError if it was damaged."""
     file = folder / _FILE
     try:
-        found = json.loads(file.read_bytes())
+        found: Any = json.loads(file.read_bytes())
         if found["format"] != _FORMAT:
             raise AdapterFormatError(f"{file}: has format {found['format']!r:.40}; this release reads {_FORMAT}")
-        saved = found["saved"]
+        saved: Any = found["saved"]
         if found["sha256"] != _digest(saved):
             raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
         entries = tuple(
-            _Entry(**{**one, "request": None if one["request"] is None else LoRARequest(**one["request"])})
+            replace(_Entry(**one), request=one["request"] and LoRARequest(**one["request"]))
             for one in saved["adapters"]
         )
-        return _Snapshot(**{**saved, "adapters": entries, "slots": tuple(saved["slots"])})
+        return _Snapshot(saved["base"], saved["layers"], entries, tuple(saved["slots"]), saved["removed"])
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
     except OSError as error:
         raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # UTF-8, too
-        raise AdapterFormatError(
-            f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}"
-        ) from error
+        raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
 
 
-def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: Slots, host: Host) -> PackedAdapter:
+def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:
     """Read an adapter that no request loads again, in the blocks of this manager."""
     file = folder / _WEIGHTS / str(entry.weights)
     where = f"adapter {entry.name!r}: {file}"
@@ -314,7 +314,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: Slots, 
         if not host.allow_nonfinite and not (all_finite(a) and all_finite(b)):
             raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
         factors[row] = a, b
-    about = {**said["about"], "unchecked": tuple(said["about"]["unchecked"])}
+    about: Any = {**said["about"], "unchecked": tuple(said["about"]["unchecked"])}
     return PackedAdapter(
         name=entry.name,
         version=entry.version,
@@ -327,7 +327,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: Slots, 
 
 
 def _load(
-    folder: Path, saved: _Snapshot, same_layers: bool, host: Host, slots: Slots, registry: Registry
+    folder: Path, saved: _Snapshot, same_layers: bool, host: Host, slots: SlotTable, cache: HostCache
 ) -> dict[str, PackedAdapter]:
     """Return adapters for the host cache: from memory, pinned, then the most recently used, until it is full.
 
@@ -346,7 +346,7 @@ def _load(
             _log.warning("restore: %r is loaded when it is used: %.500r", entry.name, error)
             return None
 
-    wanted = [entry for entry in reversed(saved.adapters) if entry.cached]
+    wanted = [entry for entry in reversed(saved.adapters) if entry.cached or entry.pinned]
     wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
     contents: dict[str, PackedAdapter] = {}
     nbytes = 0
@@ -357,38 +357,38 @@ def _load(
                 if content is None:
                     continue
                 nbytes += content.nbytes
-                if registry.has_room(len(contents) + 1, nbytes):
+                if cache.has_room(len(contents) + 1, nbytes):
                     content.blocks = host.pinned(content.blocks, contents.values())
                     contents[entry.name] = content
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
-                        f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came from "
-                        "memory; raise max_cpu_loras or max_cpu_bytes"
+                        f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
+                        "from memory; raise max_cpu_loras or max_cpu_bytes"
                     )
                 else:
                     return contents
     return contents
 
 
-def _fill_registry(
-    saved: _Snapshot, contents: Mapping[str, PackedAdapter], host: Host, registry: Registry, same_layers: bool
+def _fill_cache(
+    saved: _Snapshot, contents: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
 ) -> None:
     """Make all names known, and the contents those of the host cache."""
     # Versions that were served after the save, before a crash for example, are unknown; all lie below the clock.
-    registry.floor = time.time_ns() // 1000
-    registry.last.update({name: (version, None) for name, version in saved.removed.items()})
+    cache.floor = time.time_ns() // 1000
+    cache.last.update({name: (version, None) for name, version in saved.removed.items()})
     for entry in saved.adapters:
-        registry.last[entry.name] = (entry.version, entry.fingerprint if same_layers else None)
+        cache.last[entry.name] = (entry.version, entry.fingerprint if same_layers else None)
         if entry.pinned:
-            registry.pin_when_loaded.add(entry.name)
+            cache.pin_when_loaded.add(entry.name)
         content = contents.get(entry.name)
         if content is not None:
-            host.put(content, (), entry.version if entry.request is None else registry.version(content))
+            host.put(content, (), entry.version if entry.request is None else cache.version(content))
         elif entry.request is not None:
-            registry.known[entry.name] = entry.request
+            cache.known[entry.name] = entry.request
 
 
-def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: Slots) -> None:
+def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, and of the others that were in slots as many as fit, in order of use."""
     pinned = [contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents]
     by_use = [content for name in saved.slots if (content := contents.get(name)) is not None and content not in pinned]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
-from jlora.manager import programs
+from jlora.manager import programs, slot_arrays
 from jlora.pallas.triton import write as triton_write
 from tests.layers.merging import (
     assert_close,

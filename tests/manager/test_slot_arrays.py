@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
-from jlora.manager import blocks, programs
+from jlora.manager import blocks, programs, slot_arrays
 from jlora.manager.blocks import row_nbytes
 from jlora.pallas.triton import write as triton_write
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same

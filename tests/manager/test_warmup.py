@@ -32,7 +32,7 @@ def test_warmup_for_packed_rows():
     seen = []
     world.manager.warmup(lambda batch: seen.append((batch.slots, batch.token_slots)), token_counts=[3], pad_to=8)
     (slots, rows), (none, no_rows) = seen
-    assert (slots.tolist(), rows.tolist()) == ([0], [0] * 8)
+    assert (slots.tolist(), rows.tolist()) == ([0], [0] * 3 + [2] * 5)
     assert (none.tolist(), no_rows.tolist()) == ([2], [2] * 8)
     with world.manager.prepare([None], [3], 8) as batch:
         assert (batch.slots.aval, batch.token_slots.aval) == (slots.aval, rows.aval)

@@ -52,6 +52,7 @@ _log = logging.getLogger("jlora")
 
 _FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 1
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked")
+_PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling", "shift")
 _AT_ONCE = 4  # adapters that are read at the same time
 
 
@@ -156,17 +157,21 @@ def _pack_file(content: PackedAdapter) -> bytes:
     said = {
         "about": {key: getattr(about, key) for key in _ABOUT},
         "placements": [
-            (p.module, p.site.path, p.site.prefix, p.row, p.first, p.count, p.rank)
-            + (float(p.alpha), float(p.scaling), p.shift)
+            [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
             for p in content.placements
         ],
     }
     try:
-        text = json.dumps(said, default=dict)
+        text = json.dumps(said, default=_plain)
     except (TypeError, ValueError) as error:
         raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
     bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # safetensors reads no bfloat16
     return safetensors.numpy.save({**bits, "said": np.frombuffer(text.encode(), np.uint8)})
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy's numbers, and mappings, as JSON has them."""
+    return value.item() if isinstance(value, np.generic) else dict(value)
 
 
 def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
@@ -270,11 +275,11 @@ def _read(folder: Path) -> _Snapshot:
         saved: Any = found["saved"]
         if found["sha256"] != _digest(saved):
             raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
-        entries = tuple(
-            replace(_Entry(**one), request=one["request"] and LoRARequest(**one["request"]))
-            for one in saved["adapters"]
-        )
-        return _Snapshot(saved["base"], saved["layers"], entries, tuple(saved["slots"]), saved["removed"])
+        entries: list[_Entry] = []
+        for one in saved["adapters"]:
+            request: Any = None if one["request"] is None else LoRARequest(**one["request"])
+            entries.append(_Entry(**{**one, "request": request}))
+        return _Snapshot(saved["base"], saved["layers"], tuple(entries), tuple(saved["slots"]), saved["removed"])
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
     except OSError as error:

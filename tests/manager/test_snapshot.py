@@ -130,6 +130,9 @@ def test_orders_of_use_go_on(world, tmp_path):
     assert set(manager.slot_names) == {"b", "c"}  # a was used before b
     manager.add_adapter(request(tmp_path, "e"))
     assert "d" not in manager.list_adapters()
+    small = make_world(max_loras=1).manager
+    small.restore(tmp_path / "saved")
+    assert small.slot_names == ("b",)  # of those in slots the last
 
 
 def test_a_name_and_a_version_mean_the_same_bytes(world, tmp_path):
@@ -667,6 +670,19 @@ def test_damaged_files_are_refused(world, tmp_path, which, spoil):
     world.manager.save(tmp_path)
     as_new(world).manager.restore(tmp_path)
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+
+
+def test_an_edited_file_is_refused(world, tmp_path):
+    as_new(world).manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path)
+    file = tmp_path / "adapters.json"
+    text = file.read_text()
+    file.write_text(text.replace('"version": 0', '"version": 1'))
+    assert file.read_text() != text
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match="its SHA-256 is not the one that it names"):
+        world.manager.restore(tmp_path)
+    assert world.manager._cache.last == {}
 
 
 def test_weights_of_another_name(world, tmp_path):

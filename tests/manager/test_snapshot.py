@@ -301,6 +301,7 @@ QUICK = ("experts that share", "onto a mesh")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in LAYERS]
 )
+@pytest.mark.device(devices=4)
 def test_weights_of_layers_of_every_kind(tmp_path, what):
     """From memory: what the other manager restores is what it would have packed of the same adapter."""
     make, make_other, make_one = LAYERS[what]
@@ -574,6 +575,7 @@ def test_a_disk_is_full_at_the_nth_call(world, tmp_path, monkeypatch, call):
     assert infos(world) == after != before
 
 
+@pytest.mark.device("cpu")  # drivers write files too
 @pytest.mark.parametrize("most", [0, 100, 600])
 def test_files_cannot_grow(world, tmp_path, most):
     """Wherever the bytes end."""
@@ -589,6 +591,7 @@ def test_files_cannot_grow(world, tmp_path, most):
     assert infos(world) == before
 
 
+@pytest.mark.device("cpu")  # it forks
 @pytest.mark.slow
 def test_killed_while_it_saves(tmp_path):
     """At every call that opens, renames, makes, deletes or syncs something, and at many moments in between."""
@@ -768,6 +771,7 @@ def test_an_unwrapped_manager_takes_nothing(tmp_path):
         world.manager.restore(tmp_path)
 
 
+@pytest.mark.device(devices=4)
 def test_base_models_are_told_apart_wherever_they_lie():
     assert snapshot.base_digest(Small()) == snapshot.base_digest(on_mesh())
     graph, state = nnx.split(Small())

@@ -395,18 +395,11 @@ def _fill_cache(
 
 def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, and of the others that were in slots as many as fit, in order of use."""
-    pinned = [contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents]
-    by_use = [content for name in saved.slots if (content := contents.get(name)) is not None and content not in pinned]
-    plan = slots.plan(pinned, partly=True)  # alone: of others, those that few slots can hold would choose first
-    for content in pinned:
-        if plan[content] is None:
-            raise NoFreeSlotError(
-                f"restore: adapter {content.name!r} is one of {len(pinned)} that were pinned, and there is no slot for "
-                "it; raise max_loras"
-            )
-    slots.carry_out(plan, pinned)
-    plan = slots.plan(by_use[::-1], partly=True)
-    slots.carry_out({content: plan[content] for content in by_use}, by_use)
+    slots.activate([contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents])
+    slots.activate([contents[name] for name in reversed(saved.slots) if name in contents], partly=True)
+    for name in saved.slots:
+        if name in contents and contents[name] in slots.pool.table:
+            slots.touch(contents[name])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -392,7 +392,7 @@ def test_no_room_for_what_must_be_there(world, tmp_path):
         small.restore(tmp_path)
     small = make_world(max_loras=1, max_cpu_loras=3)
     before = small.held()
-    with pytest.raises(jlora.NoFreeSlotError, match=r"one of 2 that were pinned.*raise max_loras"):
+    with pytest.raises(jlora.NoFreeSlotError, match=r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"):
         small.manager.restore(tmp_path)
     assert small.held()[:2] == before[:2] == ((), (None,))
     world.manager.unpin_adapter("b")

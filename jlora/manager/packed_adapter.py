@@ -62,7 +62,6 @@ class PackedAdapter:
       request: what it is loaded from again once it was evicted, if it was loaded from a request.
       key: of the files that it was read from (`content_key`); None where there are none.
       in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
-      fingerprint: what several processes with one model compare, before each lets in what it has read.
       digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
@@ -82,7 +81,6 @@ class PackedAdapter:
     request: LoRARequest | None = None
     key: Hashable = None
     in_place: bool = False
-    fingerprint: str = ""
     digest: str = ""
     on_host: bool = True
     copying: bool = False

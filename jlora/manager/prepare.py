@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -19,10 +19,12 @@ from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import Load, LoadCancelled, Patience
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_table import SlotTable
+from jlora.manager.slot_table import SlotPlan, SlotTable
 
 R = TypeVar("R")
+_Decision: TypeAlias = tuple[Sequence[PackedAdapter], SlotPlan]
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -77,6 +79,7 @@ class Batches:
         locks: tuple[AbstractContextManager[Any], StateLock],
         changed: Bell,
         host: Host,
+        coordinator: Coordinator,
     ):
         self._wrapped = wrapped
         self._config = config
@@ -84,6 +87,7 @@ class Batches:
         self._leases = leases
         self._slots = slots
         self._host = host
+        self._coordinator = coordinator
         self._step_lock, self._state_lock = locks
         self._changed = changed
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
@@ -133,61 +137,84 @@ class Batches:
                     loads = self._missing(args, reloaded, ticket if wait else None)
                     if loads and wait:
                         self._wait(loads, reloaded, deadline)
-                        continue
-                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
-                    if not self._lined_up(ticket):
-                        raise
-                    self._changed.wait(seen, deadline)
+                    elif (found := self._bring(args, ticket, wait)) is not None:
+                        return found
                     continue
-                self._slots.pool.compile()
-                with self._step_lock, self._state_lock:
-                    self._wrapped.check()
-                    contents = self._contents(args)
-                    if wait and len(contents) < len(args.adapters):
-                        continue  # evicted since
-                    try:
-                        if any(content not in self._slots.pool.table for content in contents.values()):
-                            self._check_first(ticket)
-                        self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
-                        return self._batch(args, contents, keep=wait)
-                    except NoFreeSlotError:
-                        if not (self._slots.copying or self._lined_up(ticket)):
-                            raise
+                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
+                    if not (self._slots.copying or self._lined_up(ticket)):
+                        raise
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 self._changed.ring()
 
+    def _bring(self, args: BatchArguments, ticket: "_Ticket", wait: bool) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+        """Bring what is loaded into slots, and make the batch. None where some of it was evicted since."""
+        contents: dict[Name, PackedAdapter] = {}
+
+        def wanted() -> list[PackedAdapter] | None:
+            contents.update(self._contents(args))
+            if wait and len(contents) < len(args.adapters):
+                return None
+            if any(content not in self._slots.pool.table for content in contents.values()):
+                self._check_first(ticket)
+            return list(dict.fromkeys(contents.values()))
+
+        return self.bring(wanted, lambda _: self._batch(args, contents, keep=wait), partly=not wait)
+
+    def activate(self, name: str, *, pin: bool) -> bool:
+        """Bring a name into a slot, loaded again if need be, and pin it there. True if it was written."""
+
+        def wanted() -> list[PackedAdapter] | None:
+            content = self._cache.contents.get(name)
+            return None if content is None else [content]
+
+        def then(written: list[PackedAdapter]) -> bool:
+            if pin:
+                self._cache.contents.pin(name)
+            return bool(written)
+
+        while True:
+            seen = self._changed.rings
+            self._host.recall(name)
+            try:
+                if (written := self.bring(wanted, then)) is not None:
+                    return written
+            except NoFreeSlotError:
+                if not self._slots.copying:
+                    raise
+                self._changed.wait(seen)
+
     def bring(
         self,
-        what: str,
-        wanted: Callable[[], Sequence[PackedAdapter]],
+        wanted: Callable[[], Sequence[PackedAdapter] | None],
         then: Callable[[list[PackedAdapter]], R],
         *,
         partly: bool = False,
-        deadline: float | None = None,
-    ) -> R:
-        """Bring contents into slots. See `SlotTable.activate`.
+    ) -> R | None:
+        """Bring contents into slots, the same in all processes. See `SlotTable.activate`.
 
         Args:
-          what: the call, for messages.
-          wanted: gives distinct contents; called under the locks.
+          wanted: gives distinct contents, or None if some are not on the host; called under the locks.
           then: called with those that were written, under the same locks; gives the result.
           partly: write as many as fit, in their order, instead of raising.
-          deadline: until when to wait for slots that open batches hold, where that is decided with other processes.
         """
         self._slots.pool.compile()
-        while True:
-            seen = self._changed.rings
-            with self._step_lock, self._state_lock:
-                self._wrapped.check()
-                try:
-                    return then(self._slots.activate(wanted(), partly=partly))
-                except NoFreeSlotError:
-                    if not self._slots.copying:
-                        raise
-            self._changed.wait(seen)
+
+        def decide() -> _Decision | None:
+            self._wrapped.check()
+            contents = wanted()
+            return None if contents is None else (contents, self._slots.plan(contents, partly=partly))
+
+        def do(decision: _Decision | None) -> R | None:
+            return None if decision is None else then(self._slots.carry_out(decision[1], decision[0]))
+
+        def same(decision: _Decision | None) -> Any:
+            plan = {} if decision is None else decision[1]
+            return [(content.name, content.version, slot) for content, slot in plan.items()] or None
+
+        return self._coordinator.commit(decide, do, same, self._step_lock)
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""
@@ -207,34 +234,25 @@ class Batches:
     def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
         """The loads of a batch, each wanted once more by this call, which waits for them where it has a ticket.
 
+        Over several processes one at a time, so that they are let in in the same order everywhere.
+
         Raises:
           NoFreeSlotError: there are no slots for all of them now, or others came before. Loaded all the same, they
             would evict each other from the host, and be loaded again, for ever.
         """
-        loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
-        with self._state_lock:
-            for name in args.adapters:
-                if isinstance(name, AdapterHandle):
-                    continue
-                if isinstance(name, LoRARequest):
-                    again = name.load_inplace and name not in reloaded
-                    if name.name in self._cache.contents and not again:
-                        continue
-                    request = name
-                    reloaded.add(name)
-                else:
-                    if name in self._cache.contents:
-                        continue
-                    known = self._cache.known.get(name)
-                    if known is None:
-                        self._host.newest(name)  # raises
-                        continue
-                    request = known
-                if ticket is not None:
-                    self._check_first(ticket)
-                    self._keep(args)
+
+        def decide() -> list[LoRARequest]:
+            absent = self._absent(args, reloaded)
+            if absent and ticket is not None:
+                self._check_first(ticket)
+                self._keep(args)
+            return absent[:1] if self._coordinator.several else absent
+
+        def start(absent: list[LoRARequest]) -> list[Load]:
+            loads: list[Load] = []
+            for request in absent:
                 load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
@@ -242,7 +260,24 @@ class Batches:
                 loads.append(self._host.loader.start(request, again=True, patience=patience))
             for load in loads:
                 load.wanted += 1
-        return loads
+            reloaded.update(absent)
+            return loads
+
+        return self._coordinator.commit(decide, start, lambda absent: [request.name for request in absent] or None)
+
+    def _absent(self, args: BatchArguments, reloaded: set[Name]) -> list[LoRARequest]:
+        """What a batch needs loaded. Raises AdapterNotFoundError."""
+        absent: list[LoRARequest] = []
+        for name in args.adapters:
+            if isinstance(name, LoRARequest):
+                if name.name not in self._cache.contents or (name.load_inplace and name not in reloaded):
+                    absent.append(name)
+            elif isinstance(name, str) and name not in self._cache.contents:
+                if (known := self._cache.known.get(name)) is None:
+                    self._host.newest(name)  # raises
+                else:
+                    absent.append(known)
+        return absent
 
     def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
         """Until all of `_missing` are there. Those that found no room have not been loaded again."""

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
-from jlora.manager.multihost import FREE, Coordinator, itself
+from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter, fingerprint
 from jlora.manager.report import unknown_name
@@ -279,7 +279,7 @@ class Host:
         if pin:
             self._cache.contents.pin(content.name)
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
         with self._state_lock:
@@ -316,7 +316,7 @@ class Host:
             self._cache.put(content)
             self._slots.replace(old, content, written)
 
-        self.commit(decide, put, patience, step_lock=step_lock)
+        self.commit(decide, put, patience, writes=True)
         _log.info("updated %r to version %d", name, content.version)
         return content.version
 
@@ -353,12 +353,14 @@ class Host:
           handled: whether batches with a version that handles keep are in the way, too.
 
         Raises:
-          AdapterInUseError: one is, and waiting for it is in vain, or takes too long.
-          Held: one is, and there is time to wait (see `commit`).
+          AdapterInUseError: one is, and there is no time to wait, or it is this thread's own. Over several processes
+            none is waited for: when it is closed may differ.
+          Held: one is, and there is time (see `commit`).
         """
         if not (content in self._leases.leased() if handled else self.held(content)):
             return
-        if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
+        own = patience.thread is not None and patience.thread in self._leases.threads(content)
+        if own or patience.over or self._coordinator.several:
             raise in_use(content.name, doing)
         raise Held
 
@@ -369,13 +371,13 @@ class Host:
         patience: Patience,
         *,
         same: Callable[[D], Any] = itself,
-        step_lock: AbstractContextManager[Any] = FREE,
+        writes: bool = False,
     ) -> R:
         """Decide and do (`Coordinator.commit`), once `decide` finds no open batch in the way (`check_free`)."""
         while True:
             seen = self._changed.rings
             try:
-                return self._coordinator.commit(decide, do, same, step_lock)
+                return self._coordinator.commit(decide, do, same, writes=writes)
             except Held:
                 self._changed.wait(seen, patience.deadline)
 

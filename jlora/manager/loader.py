@@ -25,17 +25,14 @@ class Patience:
     Attributes:
       deadline: `time.monotonic()` at which it gives up; None for as long as it takes.
       thread: a thread whose own open batches it does not wait for: they cannot close while it waits.
-      batches: whether it waits for any open batches.
     """
 
     deadline: float | None
     thread: int | None = None
-    batches: bool = True
 
     @property
     def over(self) -> bool:
-        """Whether there is no time left to wait for open batches."""
-        return not self.batches or (self.deadline is not None and time.monotonic() >= self.deadline)
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
 
 class Load:

@@ -111,8 +111,8 @@ class LoRAManager:
         self.config = config
         # Taken in this order. `_step_lock` is held while slots are written and while `run` dispatches a step;
         # `_state_lock` for moments only, never while anything is read, cast or compiled.
-        self._step_lock, self._state_lock = threading.RLock(), StateLock()
-        self._coordinator = coordinator_of(model, config.process_timeout, self._state_lock)
+        self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
+        self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
             with self._coordinator.turn("LoRAManager"):
                 rules, memory = self._wrap(packed_modules, name_map, skip)
@@ -254,7 +254,7 @@ class LoRAManager:
         self._wrapped.check()
         patience = self._patience(timeout)
         with self._coordinator.turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, patience, self._step_lock)
+            return self._host.update(name, arrays, patience)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
@@ -750,7 +750,7 @@ class LoRAManager:
 
     def _patience(self, timeout: float | None) -> Patience:
         if timeout is None:
-            return Patience(None, threading.get_ident(), batches=not self._coordinator.several)
+            return Patience(None, threading.get_ident())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
         self._coordinator.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")

@@ -20,12 +20,12 @@ from flax import nnx
 
 from jlora._compat import Device, coordination
 from jlora.errors import LoRAError, LoRAUsageError, error_of
-from jlora.manager.locks import StateLock
 
 T = TypeVar("T")
 D = TypeVar("D")
+Lock: TypeAlias = AbstractContextManager[Any]
 
-FREE = nullcontext()
+FREE: Lock = nullcontext()
 _LOOK_AGAIN = 0.5  # seconds between looks for a process that gave up
 _numbers: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
@@ -43,10 +43,10 @@ class OneProcess:
 
     several = False
 
-    def __init__(self, state_lock: StateLock):
-        self._lock = state_lock
+    def __init__(self, step_lock: Lock, state_lock: Lock):
+        self._step_lock, self._state_lock = step_lock, state_lock
 
-    def turn(self, call: str) -> AbstractContextManager[Any]:
+    def turn(self, call: str) -> Lock:
         """Enclose one call of the manager, named for messages; over several processes, one call at a time."""
         return FREE
 
@@ -75,13 +75,17 @@ class OneProcess:
         decide: Callable[[], D],
         do: Callable[[D], T],
         same: Callable[[D], Any] = itself,
-        step_lock: AbstractContextManager[Any] = FREE,
+        *,
+        writes: bool = False,
     ) -> T:
-        """Make a decision and carry it out, both under the locks; over several processes, agree on it in between.
+        """Make a decision and carry it out, both under the manager's lock; over several processes, agree on it between.
 
-        See `agree`. If `do` fails, no process can go on.
+        If `do` fails over several processes, none can go on. See `agree`.
+
+        Args:
+          writes: whether slots may be written, which takes the lock of the steps, too.
         """
-        with step_lock, self._lock:
+        with self._step_lock if writes else FREE, self._state_lock:
             return do(decide())
 
     def refuse(self, what: str, instead: str) -> None:
@@ -94,7 +98,7 @@ class SeveralProcesses:
     Args:
       ids: the processes that have devices of the model.
       timeout: seconds to wait for the others.
-      state_lock: of the manager.
+      step_lock, state_lock: of the manager, taken in this order.
 
     Raises:
       LoRAError: this process has none of the model's devices, or `jax.distributed` is not initialized.
@@ -102,10 +106,10 @@ class SeveralProcesses:
 
     several = True
 
-    def __init__(self, ids: list[int], timeout: float, state_lock: StateLock):
+    def __init__(self, ids: list[int], timeout: float, step_lock: Lock, state_lock: Lock):
         self._ids = ids
         self._timeout = timeout
-        self._lock = state_lock
+        self._step_lock, self._state_lock = step_lock, state_lock
         self._me = jax.process_index()
         self._calls = threading.RLock()  # one call after the other, for what follows depends on their order
         self._call = ""
@@ -156,17 +160,18 @@ class SeveralProcesses:
         decide: Callable[[], D],
         do: Callable[[D], T],
         same: Callable[[D], Any] = itself,
-        step_lock: AbstractContextManager[Any] = FREE,
+        *,
+        writes: bool = False,
     ) -> T:
         def decided() -> D:
-            with step_lock, self._lock:
+            with self._step_lock if writes else FREE, self._state_lock:
                 return decide()
 
         # The locks are free while messages are exchanged. Other threads can only close batches meanwhile, for calls
         # take turns, and no decision depends on what is closed later.
         decision, _ = self.agree(decided, same, lambda _: None)
         try:
-            with step_lock, self._lock:
+            with self._step_lock if writes else FREE, self._state_lock:
                 return do(decision)
         except BaseException:  # also a device error: the others have no such
             self._cut_short()
@@ -259,7 +264,7 @@ class SeveralProcesses:
 Coordinator: TypeAlias = OneProcess | SeveralProcesses
 
 
-def coordinator_of(model: nnx.Module, timeout: float, state_lock: StateLock) -> Coordinator:
+def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_lock: Lock) -> Coordinator:
     """Return the coordinator for the processes that have devices of a model. See `SeveralProcesses`."""
     leaves = jax.tree.leaves(nnx.state(model)) if isinstance(model, nnx.Module) else []
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}
@@ -270,7 +275,7 @@ def coordinator_of(model: nnx.Module, timeout: float, state_lock: StateLock) -> 
             f"the model lies on devices of processes {ids}, and this is process {me}: only those that have some of its "
             "devices make a manager"
         )
-    return SeveralProcesses(ids, timeout, state_lock) if len(ids) > 1 else OneProcess(state_lock)
+    return SeveralProcesses(ids, timeout, step_lock, state_lock) if len(ids) > 1 else OneProcess(step_lock, state_lock)
 
 
 def _where_they_differ(first: str, second: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -24,7 +24,6 @@ from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotPlan, SlotTable
 
 R = TypeVar("R")
-_Decision: TypeAlias = tuple[Sequence[PackedAdapter], SlotPlan]
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -153,68 +152,65 @@ class Batches:
         """Bring what is loaded into slots, and make the batch. None where some of it was evicted since."""
         contents: dict[Name, PackedAdapter] = {}
 
-        def wanted() -> list[PackedAdapter] | None:
+        def wanted() -> list[PackedAdapter]:
             contents.update(self._contents(args))
             if wait and len(contents) < len(args.adapters):
-                return None
+                return []
             if any(content not in self._slots.pool.table for content in contents.values()):
                 self._check_first(ticket)
             return list(dict.fromkeys(contents.values()))
 
-        return self.bring(wanted, lambda _: self._batch(args, contents, keep=wait), partly=not wait)
+        def batch(_: object) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+            return None if wait and len(contents) < len(args.adapters) else self._batch(args, contents, keep=wait)
+
+        return self._commit(wanted, batch, partly=not wait)
 
     def activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be, and pin it there. True if it was written."""
+        contents = self._cache.contents
 
-        def wanted() -> list[PackedAdapter] | None:
-            content = self._cache.contents.get(name)
-            return None if content is None else [content]
-
-        def then(written: list[PackedAdapter]) -> bool:
+        def then(written: list[PackedAdapter]) -> bool | None:
+            if name not in contents:  # evicted since
+                return None
             if pin:
-                self._cache.contents.pin(name)
+                contents.pin(name)
             return bool(written)
 
         while True:
             seen = self._changed.rings
             self._host.recall(name)
             try:
-                if (written := self.bring(wanted, then)) is not None:
-                    return written
+                done = self._commit(lambda: [contents[name]] if name in contents else [], then)
+                if done is not None:
+                    return done
             except NoFreeSlotError:
                 if not self._slots.copying:
                     raise
                 self._changed.wait(seen)
 
-    def bring(
-        self,
-        wanted: Callable[[], Sequence[PackedAdapter] | None],
-        then: Callable[[list[PackedAdapter]], R],
-        *,
-        partly: bool = False,
-    ) -> R | None:
+    def _commit(
+        self, wanted: Callable[[], list[PackedAdapter]], then: Callable[[list[PackedAdapter]], R], partly: bool = False
+    ) -> R:
         """Bring contents into slots, the same in all processes. See `SlotTable.activate`.
 
         Args:
-          wanted: gives distinct contents, or None if some are not on the host; called under the locks.
+          wanted: gives distinct contents; called under the locks.
           then: called with those that were written, under the same locks; gives the result.
           partly: write as many as fit, in their order, instead of raising.
         """
         self._slots.pool.compile()
 
-        def decide() -> _Decision | None:
+        def decide() -> tuple[list[PackedAdapter], SlotPlan]:
             self._wrapped.check()
             contents = wanted()
-            return None if contents is None else (contents, self._slots.plan(contents, partly=partly))
+            return contents, self._slots.plan(contents, partly=partly)
 
-        def do(decision: _Decision | None) -> R | None:
-            return None if decision is None else then(self._slots.carry_out(decision[1], decision[0]))
-
-        def same(decision: _Decision | None) -> Any:
-            plan = {} if decision is None else decision[1]
-            return [(content.name, content.version, slot) for content, slot in plan.items()] or None
-
-        return self._coordinator.commit(decide, do, same, self._step_lock)
+        return self._coordinator.commit(
+            decide,
+            lambda decision: then(self._slots.carry_out(decision[1], decision[0])),
+            lambda decision: [(content.name, content.version, slot) for content, slot in decision[1].items()] or None,
+            writes=True,
+        )
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""

@@ -884,7 +884,7 @@ def random_traffic(world: World) -> None:
         return [name if (name, version) not in twins else (name, version) for name, version in found]
 
     open_batches, handles, called, checked = [], [], set(), 0
-    for step in range(250):
+    for step in range(600):
         name, other = rng.choice(list(adapters), 2, replace=False).tolist()
         call, said, batch, names = str(rng.choice(CALLS)), "", None, [name, None, other, name]
         try:
@@ -901,7 +901,7 @@ def random_traffic(world: World) -> None:
             elif call == "remove":
                 manager.remove_adapter(name)
             elif call == "update":
-                up = dataclasses.replace(adapters[name].modules["up"], b=adapters[name].modules["up"].b * step / 99)
+                up = dataclasses.replace(adapters[name].modules["up"], b=adapters[name].modules["up"].b * step / 250)
                 version = manager.update_adapter(name, {"up.lora_A.weight": up.a, "up.lora_B.weight": up.b})
                 with jax.default_device(jax.local_devices()[0]):
                     changed = jlora.Adapter(name=name, modules={**adapters[name].modules, "up": up})

@@ -57,7 +57,7 @@ class Host:
     ):
         self._config = config
         self._wrapped = wrapped
-        self._index = index
+        self._target = (wrapped, index, slots.pool)  # which adapters are packed for
         self._cache = cache
         self._leases = leases
         self._slots = slots
@@ -81,6 +81,12 @@ class Host:
         if content is None:
             raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
         return content
+
+    def request_of(self, name: str) -> LoRARequest:
+        """What a name is loaded from again that was evicted. Raises AdapterNotFoundError."""
+        if (known := self._cache.known.get(name)) is None:
+            raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
+        return known
 
     def touch(self, name: str) -> bool:
         """Mark a use; False where the name is not on the host."""
@@ -135,11 +141,9 @@ class Host:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
         while True:
             with self._state_lock:
-                known = self._cache.known.get(name)
-                if name in self._cache.contents or known is None:
-                    self.newest(name)
+                if name in self._cache.contents:
                     return
-                load = self.loader.start(known, again=True)
+                load = self.loader.start(self.request_of(name), again=True)
                 load.wanted += 1
             self.wait(load, None)
 
@@ -152,7 +156,7 @@ class Host:
         if request.load_inplace or not self.touch(request.name):
             started = time.monotonic()
             with _logged(request.name, request.path):
-                content = self._agreed(partial(self._read, load))
+                content = self._agreed(partial(self._read, request, load))
                 result = self.admit(content, request.load_inplace, load.patience, load)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
@@ -163,11 +167,13 @@ class Host:
                 self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
         return result
 
-    def _read(self, load: Load) -> PackedAdapter:
-        found = self._find(load.request, load)
+    def _read(self, request: LoRARequest, load: Load | None = None) -> PackedAdapter:
+        """Find, read and pack an adapter; no lock is held."""
+        found = self._find(request, load)
         with self.loader.turn:
-            self.loader.check_wanted(load)
-            return self._pack(load.request, found)
+            if load is not None:
+                self.loader.check_wanted(load)
+            return pack_files(request, found, *self._target, allow_nonfinite=self.allow_nonfinite)
 
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
         """Return what `read` gives, the same in all processes; in page-locked memory, if there is room."""
@@ -196,12 +202,8 @@ class Host:
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""
         with _logged(adapter.name, None):
-            content = self._agreed(
-                lambda: pack_in_memory(
-                    adapter, self._wrapped, self._index, self._slots.pool, allow_nonfinite=self._config.allow_nonfinite
-                )
-            )
-            return self.admit(content, replace, patience)
+            pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
+            return self.admit(self._agreed(pack), replace, patience)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
@@ -211,21 +213,10 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
-        """Read and pack an adapter; no lock is held."""
-        return pack_files(
-            request,
-            found,
-            self._wrapped,
-            self._index,
-            self._slots.pool,
-            allow_nonfinite=self._config.allow_nonfinite,
-        )
-
     def read(self, request: LoRARequest) -> PackedAdapter:
         """What a request asks for, staged and not let in."""
         with _logged(request.name, request.path):
-            content = self._pack(request, self._find(request))
+            content = self._read(request)
             content.blocks = self.pinned(content.blocks)
             return content
 
@@ -248,9 +239,9 @@ class Host:
             if load is not None:
                 self.loader.check_wanted(load)
             old = self._cache.contents.get(name)
-            if old is not None and not replace:
-                return None
             if old is not None:
+                if not replace:
+                    return None
                 if load is not None:
                     load.in_use = self.held(old)
                 self.check_free(old, "replacing", patience)
@@ -289,7 +280,7 @@ class Host:
         def read() -> tuple[PackedAdapter, tuple[Block, ...]]:
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
-            return updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+            return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
 
         (content, written), _ = self._coordinator.agree(
             read, same=lambda new: [name, fingerprint(new[0].placements, new[0].blocks)], own=lambda _: None

@@ -151,11 +151,10 @@ class LoRAManager:
         self._cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
         self._pool = SlotArrays(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
         self._slots = SlotTable(self._pool, self._cache, self._leases, self._counts)
-        locks = (self._step_lock, self._state_lock)
         of_host = (config, self._wrapped, index, self._cache, self._leases, self._slots, self._counts)
         of_host = (*of_host, self._state_lock, self._changed)
         self._host = Host(*of_host, resolve, self._coordinator)
-        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, locks, self._changed)
+        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, self._state_lock, self._changed)
         self._batches = Batches(*of_batches, self._host, self._coordinator)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._shape: tuple[Any, list[int]] | None = None  # of that state, and which array each of its leaves is

@@ -101,7 +101,7 @@ class SeveralProcesses:
       step_lock, state_lock: of the manager, taken in this order.
 
     Raises:
-      LoRAError: this process has none of the model's devices, or `jax.distributed` is not initialized.
+      LoRAError: `jax.distributed` is not initialized.
     """
 
     several = True
@@ -173,7 +173,7 @@ class SeveralProcesses:
         try:
             with self._step_lock if writes else FREE, self._state_lock:
                 return do(decision)
-        except BaseException:  # also a device error: the others have no such
+        except BaseException:  # a device error, say, which the others do not have
             self._cut_short()
             raise
 
@@ -189,7 +189,7 @@ class SeveralProcesses:
             )
 
     def _cut_short(self) -> None:
-        """Refuse all further calls, here and in the processes that look for this one."""
+        """Refuse all further calls, here and in the other processes."""
         self._cut = self._cut or self._call
         self._service.key_value_set(f"{self._name}/cut/{self._me}", self._cut, allow_overwrite=True)
 
@@ -215,9 +215,9 @@ class SeveralProcesses:
         first, *others = said
         for i in others:
             if said[i]["same"] != said[first]["same"]:
-                one, other = _where_they_differ(str(said[first]["same"]), str(said[i]["same"]))
+                one, two = _where_they_differ([str(said[first]["same"]), str(said[i]["same"])])
                 raise LoRAError(
-                    f"{call}: process {first} has {one}, and process {i} {other}. Files must be the same everywhere, "
+                    f"{call}: process {first} has {one}, and process {i} {two}. Files must be the same everywhere, "
                     "and batches be closed between the same calls"
                 )
         return [message["own"] for message in said.values()]
@@ -265,7 +265,7 @@ Coordinator: TypeAlias = OneProcess | SeveralProcesses
 
 
 def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_lock: Lock) -> Coordinator:
-    """Return the coordinator for the processes that have devices of a model. See `SeveralProcesses`."""
+    """Return the coordinator for the processes that have devices of a model. Raises LoRAError if this one has none."""
     leaves = jax.tree.leaves(nnx.state(model)) if isinstance(model, nnx.Module) else []
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}
     of_arrays = [cast("set[Device]", sharding.device_set) for sharding in shardings]
@@ -278,9 +278,8 @@ def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_loc
     return SeveralProcesses(ids, timeout, step_lock, state_lock) if len(ids) > 1 else OneProcess(step_lock, state_lock)
 
 
-def _where_they_differ(first: str, second: str) -> tuple[str, str]:
-    """Return the beginnings of two texts, or the parts where they begin to differ."""
-    same = next((i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), 0)
-    start = 0 if same < 200 else same - 50
-    shown = [("..." if start else "") + text[start : start + 300] for text in (first, second)]
-    return shown[0], shown[1]
+def _where_they_differ(texts: list[str]) -> list[str]:
+    """Return the beginnings of texts, or the parts where they begin to differ."""
+    at = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+    start = 0 if at < 200 else at - 50
+    return [("..." if start else "") + text[start : start + 300] for text in texts]

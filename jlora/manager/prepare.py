@@ -4,10 +4,9 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -22,8 +21,6 @@ from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotPlan, SlotTable
-
-R = TypeVar("R")
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -45,9 +42,16 @@ class _Kept:
     versions: tuple[int | None, ...]
 
 
-def over(deadline: float | None) -> bool:
-    """Whether there is no time to wait for slots, or none left."""
-    return deadline is None or time.monotonic() >= deadline
+@dataclass(frozen=True)
+class _Plan:
+    """Contents that are wanted in slots, by what they were asked for, and the slots of those that are in none."""
+
+    contents: dict[Name, PackedAdapter]
+    slots: SlotPlan
+
+    def same(self) -> Any:
+        """Return what must be the same in all processes; None where nothing is written."""
+        return [(content.name, content.version, slot) for content, slot in self.slots.items()] or None
 
 
 @dataclass(eq=False)
@@ -62,7 +66,8 @@ class _Ticket:
 
     @property
     def over(self) -> bool:
-        return over(self.deadline)
+        """Whether there is no time to wait for slots, or none left."""
+        return self.deadline is None or time.monotonic() >= self.deadline
 
 
 class Batches:
@@ -75,7 +80,7 @@ class Batches:
         cache: HostCache,
         leases: Leases,
         slots: SlotTable,
-        locks: tuple[AbstractContextManager[Any], StateLock],
+        state_lock: StateLock,
         changed: Bell,
         host: Host,
         coordinator: Coordinator,
@@ -87,7 +92,7 @@ class Batches:
         self._slots = slots
         self._host = host
         self._coordinator = coordinator
-        self._step_lock, self._state_lock = locks
+        self._state_lock = state_lock
         self._changed = changed
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._queue: list[_Ticket] = []  # who waits for slots, in order of arrival
@@ -150,67 +155,54 @@ class Batches:
 
     def _bring(self, args: BatchArguments, ticket: "_Ticket", wait: bool) -> tuple[LoRABatch, tuple[bool, ...]] | None:
         """Bring what is loaded into slots, and make the batch. None where some of it was evicted since."""
-        contents: dict[Name, PackedAdapter] = {}
 
-        def wanted() -> list[PackedAdapter]:
-            contents.update(self._contents(args))
-            if wait and len(contents) < len(args.adapters):
-                return []
+        def evicted(contents: Collection[Name]) -> bool:
+            return wait and len(contents) < len(args.adapters)
+
+        def decide() -> _Plan:
+            contents = self._contents(args)
             if any(content not in self._slots.pool.table for content in contents.values()):
                 self._check_first(ticket)
-            return list(dict.fromkeys(contents.values()))
+            return self._plan({} if evicted(contents) else contents, partly=not wait)
 
-        def batch(_: object) -> tuple[LoRABatch, tuple[bool, ...]] | None:
-            return None if wait and len(contents) < len(args.adapters) else self._batch(args, contents, keep=wait)
+        def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+            self._carry_out(plan)
+            return None if evicted(plan.contents) else self._batch(args, plan.contents, keep=wait)
 
-        return self._commit(wanted, batch, partly=not wait)
+        self._slots.pool.compile()
+        return self._coordinator.commit(decide, do, _Plan.same, writes=True)
 
     def activate(self, name: str, *, pin: bool) -> bool:
         """Bring a name into a slot, loaded again if need be, and pin it there. True if it was written."""
-        contents = self._cache.contents
 
-        def then(written: list[PackedAdapter]) -> bool | None:
-            if name not in contents:  # evicted since
-                return None
-            if pin:
-                contents.pin(name)
-            return bool(written)
+        def decide() -> _Plan:
+            content = self._cache.contents.get(name)
+            return self._plan({} if content is None else {name: content})
 
+        def do(plan: _Plan) -> bool | None:
+            written = self._carry_out(plan)
+            if plan.contents and pin:
+                self._cache.contents.pin(name)
+            return bool(written) if plan.contents else None  # evicted since
+
+        self._slots.pool.compile()
         while True:
             seen = self._changed.rings
             self._host.recall(name)
             try:
-                done = self._commit(lambda: [contents[name]] if name in contents else [], then)
-                if done is not None:
+                if (done := self._coordinator.commit(decide, do, _Plan.same, writes=True)) is not None:
                     return done
             except NoFreeSlotError:
                 if not self._slots.copying:
                     raise
                 self._changed.wait(seen)
 
-    def _commit(
-        self, wanted: Callable[[], list[PackedAdapter]], then: Callable[[list[PackedAdapter]], R], partly: bool = False
-    ) -> R:
-        """Bring contents into slots, the same in all processes. See `SlotTable.activate`.
+    def _plan(self, contents: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
+        self._wrapped.check()
+        return _Plan(contents, self._slots.plan(list(dict.fromkeys(contents.values())), partly=partly))
 
-        Args:
-          wanted: gives distinct contents; called under the locks.
-          then: called with those that were written, under the same locks; gives the result.
-          partly: write as many as fit, in their order, instead of raising.
-        """
-        self._slots.pool.compile()
-
-        def decide() -> tuple[list[PackedAdapter], SlotPlan]:
-            self._wrapped.check()
-            contents = wanted()
-            return contents, self._slots.plan(contents, partly=partly)
-
-        return self._coordinator.commit(
-            decide,
-            lambda decision: then(self._slots.carry_out(decision[1], decision[0])),
-            lambda decision: [(content.name, content.version, slot) for content, slot in decision[1].items()] or None,
-            writes=True,
-        )
+    def _carry_out(self, plan: "_Plan") -> list[PackedAdapter]:
+        return self._slots.carry_out(plan.slots, list(dict.fromkeys(plan.contents.values())))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""
@@ -269,10 +261,7 @@ class Batches:
                 if name.name not in self._cache.contents or (name.load_inplace and name not in reloaded):
                     absent.append(name)
             elif isinstance(name, str) and name not in self._cache.contents:
-                if (known := self._cache.known.get(name)) is None:
-                    self._host.newest(name)  # raises
-                else:
-                    absent.append(known)
+                absent.append(self._host.request_of(name))
         return absent
 
     def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:

@@ -74,7 +74,8 @@ class LoRAManager:
 
     Meshes: where the model's parameters lie on several devices, the slots of each layer are split as its kernel is
     (docs/mesh.md), and batches lie on the same mesh. Where these are of several processes, each has a manager, and all
-    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error.
+    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error. No call
+    waits for open batches then, and `timeout=`, `wait=False` and `prefetch` are refused.
 
     Args:
       model: any `nnx.Module`; on a mesh, laid out before the manager is made.
@@ -214,6 +215,7 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: no adapter of that name was added.
+          LoRAUsageError: the model lies on devices of several processes.
         """
         self._check_call("prefetch")
         self._coordinator.refuse("prefetch", "load adapters with add_adapter or prepare, in all processes at once")
@@ -368,7 +370,8 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: the name was not added.
-          LoRAError: it is in no slot; the model lies on devices of several processes.
+          LoRAError: it is in no slot.
+          LoRAUsageError: the model lies on devices of several processes.
         """
         self._coordinator.refuse(
             f"export_adapter({name!r})",

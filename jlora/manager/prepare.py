@@ -4,9 +4,9 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -42,11 +42,17 @@ class _Kept:
     versions: tuple[int | None, ...]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Contents that are wanted in slots, by what they were asked for, and the slots of those that are in none."""
+class _Plan(NamedTuple):
+    """What is to be in slots.
+
+    Attributes:
+      contents: by what they were asked for.
+      wanted: the different ones.
+      slots: of those that are to be written.
+    """
 
     contents: dict[Name, PackedAdapter]
+    wanted: list[PackedAdapter]
     slots: SlotPlan
 
     def same(self) -> Any:
@@ -138,11 +144,11 @@ class Batches:
             while True:
                 seen = self._changed.rings
                 try:
-                    loads = self._missing(args, reloaded, ticket if wait else None)
-                    if loads and wait:
-                        self._wait(loads, reloaded, deadline)
-                    elif (found := self._bring(args, ticket, wait)) is not None:
+                    if not wait:
+                        self._missing(args, reloaded, None)
+                    if (found := self._bring(args, reloaded, ticket, wait)) is not None:
                         return found
+                    self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
                     continue
                 except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
                     if not (self._slots.copying or self._lined_up(ticket)):
@@ -153,21 +159,22 @@ class Batches:
                 self._queue.remove(ticket)
                 self._changed.ring()
 
-    def _bring(self, args: BatchArguments, ticket: "_Ticket", wait: bool) -> tuple[LoRABatch, tuple[bool, ...]] | None:
-        """Bring what is loaded into slots, and make the batch. None where some of it was evicted since."""
-
-        def evicted(contents: Collection[Name]) -> bool:
-            return wait and len(contents) < len(args.adapters)
+    def _bring(
+        self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket", wait: bool
+    ) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+        """Bring what is loaded into slots, and make the batch. None where some of it is waited for first."""
 
         def decide() -> _Plan:
-            contents = self._contents(args)
+            contents = {} if wait and self._absent(args, reloaded) else self._contents(args)
             if any(content not in self._slots.pool.table for content in contents.values()):
                 self._check_first(ticket)
-            return self._plan({} if evicted(contents) else contents, partly=not wait)
+            return self._plan(contents, partly=not wait)
 
         def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
-            self._carry_out(plan)
-            return None if evicted(plan.contents) else self._batch(args, plan.contents, keep=wait)
+            self._slots.carry_out(plan.slots, plan.wanted)
+            if wait and len(plan.contents) < len(args.adapters):
+                return None
+            return self._batch(args, plan.contents, keep=wait)
 
         self._slots.pool.compile()
         return self._coordinator.commit(decide, do, _Plan.same, writes=True)
@@ -180,7 +187,7 @@ class Batches:
             return self._plan({} if content is None else {name: content})
 
         def do(plan: _Plan) -> bool | None:
-            written = self._carry_out(plan)
+            written = self._slots.carry_out(plan.slots, plan.wanted)
             if plan.contents and pin:
                 self._cache.contents.pin(name)
             return bool(written) if plan.contents else None  # evicted since
@@ -199,10 +206,8 @@ class Batches:
 
     def _plan(self, contents: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
         self._wrapped.check()
-        return _Plan(contents, self._slots.plan(list(dict.fromkeys(contents.values())), partly=partly))
-
-    def _carry_out(self, plan: "_Plan") -> list[PackedAdapter]:
-        return self._slots.carry_out(plan.slots, list(dict.fromkeys(plan.contents.values())))
+        wanted = list(dict.fromkeys(contents.values()))
+        return _Plan(contents, wanted, self._slots.plan(wanted, partly=partly))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""

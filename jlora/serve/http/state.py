@@ -1,4 +1,4 @@
-"""A folder that keeps what a server serves: what it has answered with 200 outlives it, however it ends."""
+"""Persistent state of a server in a folder. Every change answered with 200 survives any end of the process."""
 
 import fcntl
 import os
@@ -12,19 +12,19 @@ from jlora.serve.http.log import log
 
 
 class State:
-    """What `LoRAManager.save` keeps of one server, in a folder that no other has while it runs.
+    """The state of one server (`LoRAManager.save`), in a folder locked by it.
 
-    Names, requests and pins are on the disk when `changed` returns; weights come after, on a thread.
+    Names, requests and pins are on disk when `changed` returns. A thread saves the weights later.
 
     Args:
-      folder: which; made if need be.
+      folder: the folder, created if missing.
 
     Attributes:
-      unloading: gives names that are saved as if they were removed already.
-      behind: whether the last change is not on the disk.
+      unloading: returns names to save as removed.
+      behind: True if the last change is not on disk.
 
     Raises:
-      LoRAError: another server has it, or it cannot be written.
+      LoRAError: another server uses the folder, or it cannot be written.
     """
 
     _manager: LoRAManager
@@ -39,7 +39,7 @@ class State:
             folder.mkdir(parents=True, exist_ok=True)
             for one in made:
                 _sync(one.parent)
-            # Until this process ends. A file alone could be deleted; a folder on NFS is locked for one machine alone.
+            # Held until the process ends. A lock file alone could be deleted; a folder on NFS locks one host only.
             for path, flags in ((folder, os.O_RDONLY), (folder / "server.lock", os.O_RDWR | os.O_CREAT)):
                 self._locks.append(os.open(path, flags, 0o666))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,21 +49,24 @@ class State:
             raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
         except OSError as error:
             raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
-        self._saving = threading.Lock()  # one at a time: what failed, only a save that begins later makes good
+        self._saving = threading.Lock()  # one save at a time; only a save that begins later makes up for a failed one
         self._work = threading.Condition()
         self._dirty = self._closing = False
         self._thread: threading.Thread | None = None
 
     @property
     def saved(self) -> bool:
-        """Whether a server before has left anything."""
+        """True if an earlier server has saved its state."""
         return (self._folder / "names.json").exists()
 
     def restore(self, manager: LoRAManager) -> frozenset[str]:
-        """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
+        """Restore the saved state, if any, into a new manager.
 
-        Weights that do not fit any more (another dtype, another model) or are damaged are left, and adapters are loaded
-        anew when they are asked for.
+        Weights that are damaged or no longer fit (another dtype or model) are skipped, and their adapters are loaded
+        anew when requested.
+
+        Returns:
+          Every name known to the earlier server.
 
         Raises:
           LoRAError: names and requests cannot be read, or a pinned adapter cannot be loaded.
@@ -78,7 +81,7 @@ class State:
         return manager.restore(self._folder, weights=False)
 
     def changed(self) -> None:
-        """See that names, requests and pins are on the disk. Raises LoRAError."""
+        """Save names, requests and pins to disk before returning. Raises LoRAError."""
         with self._saving:
             self.behind = True
             self._manager.save(self._folder, weights=False, without=self.unloading)
@@ -91,7 +94,7 @@ class State:
             self._work.notify()
 
     def close(self) -> None:
-        """Save all of it, for the last time."""
+        """Save everything for the last time."""
         with self._work:
             self._closing = self._dirty = True
             self._work.notify()
@@ -114,12 +117,12 @@ class State:
     def _save(self) -> None:
         try:
             self._manager.save(self._folder, without=self.unloading)
-        except Exception:  # names are there, and the next change tries again
+        except Exception:  # names are saved, and the next change retries
             log.exception("--lora-state: weights of adapters could not be saved")
 
 
 def _sync(folder: Path) -> None:
-    """See that what a folder lists is on the disk."""
+    """Flush a folder's entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

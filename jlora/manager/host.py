@@ -106,17 +106,17 @@ class Host:
         """
         name = load.request.name
         try:
+            seen = self._changed.rings
             while not load.done:
+                if deadline is not None and time.monotonic() >= deadline:
+                    if load.in_use:
+                        raise in_use(name, "replacing")
+                    raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
+                self._changed.wait(seen, deadline)
                 seen = self._changed.rings
-                if deadline is None or time.monotonic() < deadline:
-                    if not load.done:
-                        self._changed.wait(seen, deadline)
-                    continue
-                if load.in_use:
-                    raise in_use(name, "replacing")
-                raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
         finally:
-            load.wanted -= 1
+            with self._state_lock:
+                load.wanted -= 1
             self._changed.ring()
         if load.error is None:
             return True

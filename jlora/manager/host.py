@@ -150,7 +150,7 @@ class Host:
                 found = self._find(request, load)
                 with self.loader.turn:
                     self.loader.check_wanted(load)
-                    content = self._pack(request, found)
+                    content = self._staged(self._pack(request, found))
                 result = self._arrived(load, content)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
@@ -207,15 +207,13 @@ class Host:
 
     def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
         """Read and pack an adapter; no lock is held."""
-        return self._staged(
-            pack_files(
-                request,
-                found,
-                self._wrapped,
-                self._index,
-                self._slots.pool,
-                allow_nonfinite=self._config.allow_nonfinite,
-            )
+        return pack_files(
+            request,
+            found,
+            self._wrapped,
+            self._index,
+            self._slots.pool,
+            allow_nonfinite=self._config.allow_nonfinite,
         )
 
     def _staged(self, content: PackedAdapter) -> PackedAdapter:
@@ -224,7 +222,7 @@ class Host:
         return content
 
     def read(self, request: LoRARequest) -> PackedAdapter:
-        """What a request asks for, staged and not let in."""
+        """Read and pack an adapter. It is not put into the host cache, nor into page-locked memory."""
         with _logged(request.name, request.path):
             return self._pack(request, self._find(request))
 
@@ -256,25 +254,18 @@ class Host:
                     return False
                 if old is None or not self.held(old):
                     victims = self._cache.victims_for(content, self.busy)
-                    self._put(content, victims, self._cache.version(content))
+                    self.put(content, victims, self._cache.version(content))
                     return True
             if load is not None:
                 load.in_use = True
             self.wait_for(old, "replacing", patience, seen)
 
-    def _put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
+    def put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
             self.evict(victim)
         content.version = version
         self._cache.put(content)
         self._counts["host_loads"] += 1
-
-    def put_back(self, content: PackedAdapter, pin: bool) -> None:
-        """Make a restored content the newest of its name. One that was read anew gets the version that it is."""
-        version = content.version if content.digest else self._cache.version(content)
-        self._put(content, (), version)
-        if pin:
-            self._cache.contents.pin(content.name)
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
         """See `LoRAManager.update_adapter`."""

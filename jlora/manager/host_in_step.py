@@ -175,7 +175,7 @@ class HostInStep(Host):
                 return None
             assert content is not None
             with self._state_lock:
-                self._put(content, victims, max(versions))
+                self.put(content, victims, max(versions))
             return True
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,10 +60,9 @@ class PackedAdapter:
       rank: the largest.
       about: the adapter without its arrays, for what else an exported one must say.
       request: what it is loaded from again once it was evicted, if it was loaded from a request.
-      key: of the files that it was read from (`content_key`); None where there are none.
+      key: `Adapter.fingerprint` of the files that it was read from; None where there are none.
       in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
       fingerprint: what several processes with one model compare, before each lets in what it has read.
-      digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
       ahead: its blocks on the device already, for the next write of them.
@@ -80,10 +79,9 @@ class PackedAdapter:
     rank: int
     about: Adapter | None = None
     request: LoRARequest | None = None
-    key: Hashable = None
+    key: str | None = None
     in_place: bool = False
     fingerprint: str = ""
-    digest: str = ""
     on_host: bool = True
     copying: bool = False
     ahead: tuple[Block, ...] | None = None

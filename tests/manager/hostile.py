@@ -12,6 +12,7 @@ import numpy as np
 
 import jlora
 from tests.manager.tiny import World, expected, make_adapter
+from tests.records import slot_names
 
 PATIENCE = 20.0  # seconds until what does not answer is said to hang; it takes milliseconds
 
@@ -115,7 +116,7 @@ class Judge:
             pass
         self.must(m.list_adapters() == {}, "leaked", "some adapter cannot be evicted")
         m.remove_all_adapters()
-        self.must(m.slot_names == (None,) * m.config.max_loras, "leaked", "a slot")
+        self.must(slot_names(m) == (None,) * m.config.max_loras, "leaked", "a slot")
         self.must(m.stats().compilations == 1, "compiled", f"the write, {m.stats().compilations} times")
         traces = len(self.world.traces)
         self.must(traces <= 1, "compiled", f"the step, {traces} times")
@@ -133,7 +134,7 @@ class Judge:
 
     def books_agree(self) -> None:
         m = self.world.manager
-        listed, names, stats = m.list_adapters(), m.slot_names, m.stats()
+        listed, names, stats = m.list_adapters(), slot_names(m), m.stats()
         for slot, name in enumerate(names):
             agree = name is None or (name in listed and listed[name].slot == slot)
             self.must(agree, "wrong", f"slot {slot} has {name!r}, and the list is {listed}")

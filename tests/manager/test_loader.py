@@ -20,6 +20,7 @@ import jlora
 from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
+from tests.records import evicted, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -289,7 +290,7 @@ def test_a_slow_read_stalls_nothing(world, store):
         "swap": lambda: world.serve(["d", "b", None]),
         "list": world.manager.list_adapters,
         "stats": world.manager.stats,
-        "names": lambda: world.manager.slot_names,
+        "names": lambda: slot_names(world.manager),
         "slots": lambda: world.manager.slots,
         "touch": lambda: world.manager.add_adapter(make_adapter("b")),
         "partly": lambda: world.manager.prepare([store.request("a"), "b"], wait=False)[0].close(),
@@ -562,7 +563,7 @@ def test_resolve_finds_folders_on_the_loading_thread(store):
     store.request("a")
     request = jlora.LoRARequest("a", "store://a0")
     assert manager.add_adapter(request)
-    assert manager.list_adapters()["a"].path == "store://a0"
+    assert manager.list_adapters()["a"].request.path == "store://a0"
     broken = jlora.LoRARequest("b", "store://broken")
     with pytest.raises(ConnectionError, match="the store is away"):
         manager.add_adapter(broken)
@@ -578,10 +579,16 @@ def test_an_evicted_adapter_is_listed_and_loaded_ahead_by_its_name(world, store)
     for name in "abcde":  # the host has room for four
         world.manager.add_adapter(store.request(name))
     with world.manager.prepare(["b", None, None]):
-        assert [world.manager.level(name) for name in (*"abc", "nobody")] == ["evicted", "slot", "host", None]
-    assert world.manager.list_evicted() == {"a": store.request("a")}
+        records = world.manager.list_adapters()
+    assert [*records] == ["c", "d", "e", "b", "a"]  # those on the host first, least recently used first
+    assert [records[name].level for name in "abc"] == ["evicted", "slot", "host"]
+    version = world.manager.list_adapters("a")["a"].version
+    assert records["a"] == jlora.AdapterInfo("a", "evicted", None, version, False, 0, store.request("a"))
+    assert records["a"].rank is records["a"].modules is records["a"].nbytes is None
+    assert evicted(world.manager) == {"a": store.request("a")}
     assert world.manager.prefetch("a").result(30) is True
-    assert world.manager.level("a") == "host"
+    assert world.manager.list_adapters("a")["a"].version == version  # the same files
+    assert world.manager.list_adapters("a")["a"].level == "host"
     assert world.manager.prefetch("a").result(30) is False
     with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
         world.manager.prefetch("nobody")
@@ -728,7 +735,7 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(world, store, ver
         assert "'a' was removed while it was loaded" in str(error)
     store.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
-    assert manager.list_adapters() == manager.list_evicted() == {}
+    assert manager.list_adapters() == {}
     with pytest.raises(jlora.AdapterNotFoundError):
         manager.prepare(["a"])
     assert manager.add_adapter(request)

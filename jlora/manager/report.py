@@ -131,9 +131,12 @@ def list_records(
     return records
 
 
-def unknown_name(name: str, *known: Iterable[str]) -> str:
-    """The message for a name that was not added, with the nearest few of the first thousand that were."""
-    names = list(itertools.chain(*known))
-    near = difflib.get_close_matches(name[:100], names[:1000], n=3)  # 30 us a name
+def unknown_name(name: str, cache: HostCache) -> str:
+    """Return the message for a name that was not added, with up to three similar ones.
+
+    Only the thousand names that were used last are compared, at 30 us each.
+    """
+    names = [*cache.known, *cache.contents]
+    near = difflib.get_close_matches(name[:100], names[-1000:], n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
     return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"

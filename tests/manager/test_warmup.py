@@ -168,6 +168,7 @@ def test_what_list_adapters_shows(world):
         assert (info.level, info.slot, info.pinned, info.leases) == ("slot", 0, True, 2)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
 def test_list_adapters_takes_names_and_a_level(world):
     m = world.manager
     for name in "abc":

@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -91,10 +90,6 @@ class Leases:
     def leased(self) -> set[Served]:
         """The contents that open batches hold in their slots."""
         return {adapter for lease in self.open() for adapter in lease.adapters}
-
-    def counts(self) -> Counter[Served]:
-        """Return each content that open batches hold, and how many do."""
-        return Counter(adapter for lease in self.open() for adapter in lease.adapters)
 
     def handled(self) -> set[PackedAdapter]:
         """The contents that handles hold on the host."""

@@ -39,7 +39,7 @@ from jlora.manager.multihost import coordinator_of
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches
-from jlora.manager.report import AdapterInfo, Level, Stats, list_records
+from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.snapshot import base_digest, restore, save
@@ -332,25 +332,26 @@ class LoRAManager:
         for load in loads:
             load.tell()
 
-    def list_adapters(self, *names: str, level: Level | None = None) -> dict[str, AdapterInfo]:
-        """Return the record of every adapter that a batch may name, evicted ones too.
+    def list_adapters(
+        self, names: Collection[str] | None = None, *, level: Level | None = None
+    ) -> dict[str, AdapterInfo]:
+        """Return a record of each adapter that was added: name -> `AdapterInfo`.
 
-        Those on the host come first, least recently used first. The time is linear in the records returned, and in the
-        slots and open batches.
+        Evicted adapters come first, then those of the host cache, least recently used first.
 
         Args:
-          *names: only these adapters, in this order; unknown names are left out. None given: all adapters.
-          level: only adapters at this level: "slot" (in the order of the slots), "host" (in no slot) or "evicted".
+          names: return only these; unknown names are left out. Few names cost little, however many adapters there are.
+          level: return only adapters at this level. With "slot" the cost depends on the slots alone.
 
         Raises:
-          LoRAUsageError: a name that is no string, or an unknown level.
+          LoRAUsageError: `names` is a single string, or there is no such level.
         """
         if level not in (None, "slot", "host", "evicted"):
             raise LoRAUsageError(f'level must be "slot", "host", "evicted" or None, got {level!r}')
-        if (wrong := next((name for name in names if not isinstance(name, str)), None)) is not None:
-            raise LoRAUsageError(f"list_adapters takes names, one an argument, got {wrong!r:.200}")
+        if isinstance(names, str):
+            raise LoRAUsageError(f"list_adapters takes names in a list, got {names!r}; write [{names!r}]")
         with self._state_lock:
-            return list_records(self._cache, self._pool.table, self._leases.counts(), names, level)
+            return records(names, level, self._cache, self._pool, self._leases)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.

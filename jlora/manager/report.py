@@ -1,8 +1,8 @@
-"""Records of a manager: `AdapterInfo` and `Stats`, and the message for an unknown name."""
+"""Records of adapters and counts of a manager: `AdapterInfo`, `Stats`, and the message for an unknown name."""
 
 import difflib
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,28 +10,29 @@ from jlora.config import LoRARequest
 from jlora.layers.forward.batch import Served
 from jlora.manager.histogram import HistogramCounts
 from jlora.manager.host_cache import HostCache
+from jlora.manager.leases import Leases
 from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.slot_arrays import SlotArrays
 
 Level: TypeAlias = Literal["slot", "host", "evicted"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """One adapter, as `LoRAManager.list_adapters` returns it.
+    """One adapter that a manager knows.
 
     Attributes:
       name: of the adapter.
-      level: "slot" if its newest version is in a slot, "host" if only on the host, "evicted" if it is loaded again on
-        demand.
-      slot: index of its slot; None in no slot.
-      version: its newest version; of an evicted one, the last that was loaded.
-      pinned: whether it is never evicted from its slot and the host.
-      leases: number of open batches that hold its newest version.
-      request: its source; None if it came from memory or was changed by `update_adapter`.
-      rank: largest rank of its modules; None if evicted.
-      modules: number of its modules; None if evicted.
-      nbytes: bytes in the host cache; None if evicted.
-      base_model_name: as in its config; None if evicted or absent there.
+      level: "slot", "host" (in the host cache alone), or "evicted" (loaded again from `request` when it is needed).
+      slot: index of the slot that holds this version; None without one.
+      version: of the weights; of an evicted adapter the last one.
+      pinned: True if it is never evicted; of an evicted adapter, once it is loaded again.
+      leases: number of open batches that hold it.
+      rank: the largest rank of its modules; None if it was evicted.
+      modules: number of its modules; None if it was evicted.
+      nbytes: bytes in the host cache; 0 if it was evicted.
+      request: the source of its weights; None if they came from memory.
+      base_model_name: as its files give it; None if unknown.
     """
 
     name: str
@@ -40,11 +41,11 @@ class AdapterInfo:
     version: int
     pinned: bool
     leases: int
+    rank: int | None
+    modules: int | None
+    nbytes: int
     request: LoRARequest | None
-    rank: int | None = None
-    modules: int | None = None
-    nbytes: int | None = None
-    base_model_name: str | None = None
+    base_model_name: str | None
 
 
 @dataclass(frozen=True)
@@ -82,61 +83,58 @@ class Stats:
     swap_seconds: HistogramCounts
 
 
-def list_records(
-    cache: HostCache,
-    table: Sequence[PackedAdapter | None],
-    leases: Mapping[Served, int],
-    names: Collection[str],
-    level: Level | None,
+def records(
+    names: Collection[str] | None, level: Level | None, cache: HostCache, pool: SlotArrays, leases: Leases
 ) -> dict[str, AdapterInfo]:
-    """Return the records of adapters; see `LoRAManager.list_adapters`. Called under the manager's lock.
+    """See `LoRAManager.list_adapters`. Called under the manager's lock."""
+    if names is None:
+        in_slots = [content.name for content in pool.table if content is not None]
+        names = in_slots if level == "slot" else [*cache.known, *cache.contents]
+    slots = {content: slot for slot, content in enumerate(pool.table) if content is not None and slot not in pool.dirty}
+    leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)
+    found = {
+        name: _record(name, cache, slots, leased) for name in names if name in cache.contents or name in cache.known
+    }
+    return found if level is None else {name: info for name, info in found.items() if info.level == level}
 
-    Args:
-      cache: the host cache.
-      table: the content of each slot.
-      leases: content -> number of open leases that hold it.
-      names, level: as in `LoRAManager.list_adapters`.
-    """
-    slots = {content: slot for slot, content in enumerate(table) if content is not None}
-    if names:
-        chosen: Iterable[str] = names
-    elif level == "slot":
-        chosen = (content.name for content in slots)
-    else:
-        chosen = itertools.chain(() if level == "evicted" else cache.contents, () if level == "host" else cache.known)
-    records: dict[str, AdapterInfo] = {}
-    for name in chosen:
-        content = cache.contents.get(name)
-        if content is not None:
-            slot = slots.get(content)
-            record = AdapterInfo(
-                name=name,
-                level="host" if slot is None else "slot",
-                slot=slot,
-                version=content.version,
-                pinned=cache.contents.pinned(name),
-                leases=leases.get(content, 0),
-                request=content.request,
-                rank=content.rank,
-                modules=len(content.placements),
-                nbytes=content.nbytes,
-                base_model_name=None if content.about is None else content.about.base_model_name,
-            )
-        elif name in cache.known:
-            record = AdapterInfo(name, "evicted", None, cache.last[name][0], False, 0, cache.known[name])
-        else:
-            continue
-        if level is None or record.level == level:
-            records[name] = record
-    return records
+
+def _record(
+    name: str, cache: HostCache, slots: Mapping[PackedAdapter, int], leased: Mapping[Served, int]
+) -> AdapterInfo:
+    content = cache.contents.get(name)
+    if content is None:
+        return AdapterInfo(
+            name=name,
+            level="evicted",
+            slot=None,
+            version=cache.last[name][0],
+            pinned=name in cache.pin_when_loaded,
+            leases=0,
+            rank=None,
+            modules=None,
+            nbytes=0,
+            request=cache.known[name],
+            base_model_name=cache.known[name].base_model_name,
+        )
+    slot = slots.get(content)
+    return AdapterInfo(
+        name=name,
+        level="host" if slot is None else "slot",
+        slot=slot,
+        version=content.version,
+        pinned=cache.contents.pinned(name),
+        leases=leased.get(content, 0),
+        rank=content.rank,
+        modules=len(content.placements),
+        nbytes=content.nbytes,
+        request=content.request,
+        base_model_name=None if content.about is None else content.about.base_model_name,
+    )
 
 
 def unknown_name(name: str, cache: HostCache) -> str:
-    """Return the message for a name that was not added, with up to three similar ones.
-
-    Only the thousand names that were used last are compared, at 30 us each.
-    """
+    """Return the message for a name that was not added, with up to three similar ones of the thousand used last."""
     names = [*cache.known, *cache.contents]
-    near = difflib.get_close_matches(name[:100], names[-1000:], n=3)
+    near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
     return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"

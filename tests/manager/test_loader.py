@@ -580,15 +580,26 @@ def test_an_evicted_adapter_is_listed_and_loaded_ahead_by_its_name(world, store)
         world.manager.add_adapter(store.request(name))
     with world.manager.prepare(["b", None, None]):
         records = world.manager.list_adapters()
-    assert [*records] == ["c", "d", "e", "b", "a"]  # those on the host first, least recently used first
+    assert [*records] == ["a", "c", "d", "e", "b"]  # evicted ones first, then the least recently used
     assert [records[name].level for name in "abc"] == ["evicted", "slot", "host"]
-    version = world.manager.list_adapters("a")["a"].version
-    assert records["a"] == jlora.AdapterInfo("a", "evicted", None, version, False, 0, store.request("a"))
-    assert records["a"].rank is records["a"].modules is records["a"].nbytes is None
+    version = world.manager.list_adapters(["a"])["a"].version
+    assert records["a"] == jlora.AdapterInfo(
+        name="a",
+        level="evicted",
+        slot=None,
+        version=version,
+        pinned=False,
+        leases=0,
+        rank=None,
+        modules=None,
+        nbytes=0,
+        request=store.request("a"),
+        base_model_name=None,
+    )
     assert evicted(world.manager) == {"a": store.request("a")}
     assert world.manager.prefetch("a").result(30) is True
-    assert world.manager.list_adapters("a")["a"].version == version  # the same files
-    assert world.manager.list_adapters("a")["a"].level == "host"
+    assert world.manager.list_adapters(["a"])["a"].version == version  # the same files
+    assert world.manager.list_adapters(["a"])["a"].level == "host"
     assert world.manager.prefetch("a").result(30) is False
     with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
         world.manager.prefetch("nobody")

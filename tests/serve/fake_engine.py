@@ -174,6 +174,7 @@ class FakeEngine:
                 rank=8,
                 modules=2,
                 nbytes=100,
+                base_model_name=None,
             )
             for i, (name, request) in enumerate([*self.loras.items()][:4])
         }

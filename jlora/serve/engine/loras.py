@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-from jlora import LoRABatch, LoRAManager, LoRARequest
+from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, RegisteredLoRA
 from jlora.serve.engine.resolver_pool import ResolverPool, check_name
@@ -63,7 +63,7 @@ class Loras:
                 raise AdapterExistsError(
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
-            inplace = name in self._manager.list_adapters(name)
+            inplace = self._info(name) is not None
             self._coming[name] += 1
         try:
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
@@ -102,8 +102,9 @@ class Loras:
     def list(self) -> dict[str, RegisteredLoRA]:
         """Return the adapters that requests may name: those in memory first, then the evicted ones."""
         with self._lock:
+            infos = self._manager.list_adapters()
             found: dict[str, RegisteredLoRA] = {}
-            for name, info in self._manager.list_adapters().items():
+            for name, info in sorted(infos.items(), key=lambda item: item[1].level == "evicted"):
                 if name in self._going:
                     continue
                 if name not in self._registered:  # added by a resolver, or to the manager directly
@@ -131,7 +132,7 @@ class Loras:
             raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
         name, request = (lora, None) if isinstance(lora, str) else (lora.name, lora)
         with self._lock:
-            unknown = self._resolver_pool is not None and request is None and not self._manager.list_adapters(name)
+            unknown = self._resolver_pool is not None and request is None and self._info(name) is None
             if unknown:
                 check_name(name)
             elif request is None or name in self._going:
@@ -148,7 +149,10 @@ class Loras:
                 self._let_go()
 
     def _known(self, name: str) -> bool:
-        return name not in self._going and name in self._manager.list_adapters(name)
+        return name not in self._going and self._info(name) is not None
+
+    def _info(self, name: str) -> AdapterInfo | None:
+        return self._manager.list_adapters([name]).get(name)
 
     def _check(self, name: str) -> None:
         if not self._known(name):
@@ -176,24 +180,27 @@ class Loras:
     def slots(self) -> SlotUse:
         """Return the current use of the slots."""
         resident = self._manager.list_adapters(level="slot")
-        pinned = {name for name, info in resident.items() if info.pinned and name not in self._going}
+        pinned = {name for name, info in resident.items() if self._stays(info)}
         names = {name for name, _ in self._held}
         return SlotUse(
             total=self._manager.config.max_loras,
             running=names | pinned,
-            resident=resident.keys(),
+            resident=set(resident),
             taken=len(self._held) + len(pinned - names),
         )
 
     def all_pinned(self) -> set[str] | None:
         """Return the pinned adapters if they take every slot, so that no other can run; else None."""
-        resident = self._manager.list_adapters(level="slot")
-        names = {name for name, info in resident.items() if info.pinned and name not in self._going}
-        return names if len(names) == self._manager.config.max_loras else None
+        infos = self._manager.list_adapters(level="slot")
+        full = len(infos) == self._manager.config.max_loras and all(map(self._stays, infos.values()))
+        return set(infos) if full else None
+
+    def _stays(self, info: AdapterInfo) -> bool:
+        return info.pinned and info.name not in self._going
 
     def loaded(self, name: str) -> bool:
         """Return whether an adapter is in host memory or in a slot."""
-        info = self._manager.list_adapters(name).get(name)
+        info = self._info(name)
         return info is not None and info.level != "evicted"
 
     def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
@@ -249,13 +256,13 @@ class Loras:
             seen.add(name)
             if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
                 break
-            if name in coming or now < self._not_before.get(name, 0.0):
+            info = self._info(name)
+            loaded = info is not None and info.level != "evicted"
+            if name in coming or loaded or now < self._not_before.get(name, 0.0):
                 continue
-            info = self._manager.list_adapters(name).get(name)
-            if info is not None and info.level != "evicted":
-                continue
+            request = sequence.request if info is None else info.request
             self._not_before.pop(name, None)
-            yield name, sequence.request if info is None else info.request
+            yield name, request
 
     def begin(self, name: str | None) -> tuple[HeldAdapter | None, LoRABatch]:
         """Hold the newest version of an adapter for one more sequence. Loads no files.

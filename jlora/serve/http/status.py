@@ -48,8 +48,9 @@ def _page() -> tuple[bytes, str]:
 
 
 def _status(service: Service) -> dict[str, Any]:
-    stats, manager, records = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
-    loaded = {name: info for name, info in records.items() if info.level != "evicted"}
+    stats, manager = service.engine.stats(), service.manager.stats()
+    listed = service.manager.list_adapters()
+    loaded = {name: info for name, info in listed.items() if info.level != "evicted"}
     slots: list[str | None] = [None] * service.manager.config.max_loras
     for info in loaded.values():
         if info.slot is not None:

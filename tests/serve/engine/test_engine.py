@@ -430,7 +430,7 @@ def test_unloading_refuses_new_requests_at_once_and_lets_others_end(world, oracl
         assert all(one.result(60).finish_reason == "stop" for one in fill)
     world.wait_idle()
     assert "sort" not in slot_names(world.manager)
-    assert not world.manager.list_adapters("sort")
+    assert not world.manager.list_adapters(["sort"])
 
 
 @pytest.mark.slow
@@ -580,7 +580,7 @@ def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(wo
     loras.not_wanted(name)
     go.set()
     until(lambda: load.done)
-    assert not manager.list_adapters(name)
+    assert not manager.list_adapters([name])
 
 
 def test_a_load_that_found_no_room_waits_for_it_or_fails(world, monkeypatch):

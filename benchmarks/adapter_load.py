@@ -1,19 +1,19 @@
-"""How long an adapter of experts takes to be loaded by a manager, beside a plain read of the same file.
+"""Time the loading of an adapter of experts by a manager, against a plain read of the same file.
 
     python -m benchmarks.adapter_load [--out results.json] [--layers 48] [--experts 64] [--rank 32] [--repeats 5]
 
-The shape is Qwen3-30B-A3B's (hidden 2048, experts of 768). By default 18,432 tensors of 1.7 GB in bfloat16, expert by
-expert; and such numbers as PEFT's target_parameters have them, in 192 tensors of 1.3 GB. The base model is shapes
-alone, its slots are bfloat16. Times are medians in seconds, of the clock and of the processor:
+The shape is Qwen3-30B-A3B's (hidden 2048, experts of 768). By default the adapter is 18,432 tensors of 1.7 GB in
+bfloat16, one for each expert; or, in the form of PEFT's target_parameters, 192 tensors of 1.3 GB. The base model has
+shapes only, and its slots are bfloat16. Times are medians in seconds, of the clock and of the processor:
 
   read                  the file into one buffer, again and again
-  read into new memory  keeping what is read, as a load must
-  load                  `Adapter.from_pretrained`: read and checked
-  total                 `LoRAManager.add_adapter`: read, checked, cast and packed
+  read into new memory  the same, but the data is kept, as a load must
+  load                  `Adapter.from_pretrained`, which reads and checks
+  total                 `LoRAManager.add_adapter`, which reads, checks, casts and packs
   stage                 total less load
   times a read          total over a read into new memory
 
-Files are in the page cache. Peak memory is the process's own, with one slot and at most one adapter and its blocks.
+Files are in the page cache. Peak memory is that of the process, with one slot and at most one adapter and its blocks.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CHUNK = 1 << 22
 
 
 def one_by_one(layers: int, experts: int, rank: int) -> dict[str, tuple[int, int]]:
-    """Tensor -> shape, a module of each expert."""
+    """Return tensor -> shape for one module of each expert."""
     return {
         f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}.lora_{half}.weight": shape
         for layer in range(layers)
@@ -55,7 +55,7 @@ def one_by_one(layers: int, experts: int, rank: int) -> dict[str, tuple[int, int
 
 
 def fused(layers: int, experts: int, rank: int) -> dict[str, tuple[int, int]]:
-    """Tensor -> shape, two parameters of all experts."""
+    """Return tensor -> shape for two parameters of all experts."""
     return {
         f"base_model.model.model.layers.{layer}.mlp.experts.{name}lora_{half}.weight": shape
         for layer in range(layers)
@@ -65,7 +65,7 @@ def fused(layers: int, experts: int, rank: int) -> dict[str, tuple[int, int]]:
 
 
 class Block(nnx.Module):
-    """Experts that have shapes and no weights."""
+    """Experts with shapes and no weights."""
 
     def __init__(self, experts: int):
         self.experts = nnx.eval_shape(lambda: Experts(HIDDEN, INNER, experts, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
 
 
 class Model(nnx.Module):
-    """A model in which experts alone take adapters, under the paths of Qwen3-MoE."""
+    """A model in which only experts take adapters, with the paths of Qwen3-MoE."""
 
     def __init__(self, layers: int, experts: int):
         self.model = Decoder(layers, experts)
@@ -138,7 +138,7 @@ def main() -> None:
     results: dict[str, Any] = {
         **machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "load before": round(os.getloadavg()[0], 1),  # of everything on the machine, over a minute
+        "load before": round(os.getloadavg()[0], 1),  # of the whole machine, over one minute
     }
     for name, shapes_of in {"expert by expert": one_by_one, "target_parameters": fused}.items():
         shapes = shapes_of(given.layers, given.experts, given.rank)

@@ -1,20 +1,27 @@
-"""Compiles whole steps for meshes of TPUs, with none in the box: collectives and slot memory of a wrapped model.
+"""Compile whole steps for meshes of TPUs without a TPU, and check collectives and slot memory of a wrapped model.
 
     JAX_PLATFORMS=cpu python -m benchmarks.aot [--chips v6e] [--models llama-3-8b] [--layers decoder] [--steps decode]
         [--meshes tensor=8] [--out benchmarks/results/aot_mesh.json] [--more]
 
-Two layers of a model's shapes, compiled with and without adapters; what is counted in the two programs is of the same
-device. Decode: 64 sequences over a cache of `CONTEXT` positions; prefill: 4096 tokens as eight sequences, or as many
-as an axis has shards. A row is good where the step with adapters has no collective more than the one without, and
-those of a kind give no more elements in all. Two kinds are allowed some, of no more than rank-r size: layers whose
-product cannot be reached ("opaque") an all-reduce for each row-parallel projection, and fully sharded slots that and
-an all-gather for each column-parallel one; where both, each row-parallel projection gathers the columns of its output
-too, which the base model has summed up already. And the bytes of slots on a device are those of the rules
-(`jlora.sharding.rules`), worked out here from the model's sizes; no array of the shape of a slot array that they
-split is in the program.
+Two layers of a model's shapes are compiled with and without adapters, and the two programs of one device are compared.
+Decode has 64 sequences over a cache of `CONTEXT` positions. Prefill has 4096 tokens in eight sequences, or in as many
+as an axis has shards.
 
-The counts of a model of all its layers follow from those of two and of none. `--more` adds to the rows of an earlier
-run. Needs the `libtpu` wheel (extra `test`).
+A row is good under three conditions:
+
+1. The step with adapters has no more collectives than the step without, and those of each kind return no more elements
+   in total.
+2. The bytes of slots on a device equal those of the rules (`jlora.sharding.rules`), which are computed here from the
+   sizes of the model.
+3. The program has no array of the full shape of a slot array that the rules split.
+
+Two kinds of models may have more collectives, each of at most rank-r size. Layers whose product is not accessible
+("opaque") may have an all-reduce for each row-parallel projection. Fully sharded slots may have the same, and an
+all-gather for each column-parallel projection. With both, each row-parallel projection also gathers the columns of its
+output, which the base model has already reduced.
+
+The counts for a model with all its layers follow from those with two layers and with none. `--more` adds to the rows of
+an earlier run. Needs the `libtpu` wheel (extra `test`).
 """
 
 import argparse
@@ -31,7 +38,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is used as a compiler: there is no machine to ask
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is only the compiler, without a machine
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
@@ -71,16 +78,16 @@ COLLECTIVES = (
 
 
 class Case(NamedTuple):
-    """One program and the same without adapters.
+    """A program that is compiled with and without adapters.
 
     Attributes:
-      chip: of `TOPOLOGIES`.
-      model: of `LAYERS`.
-      kind: "decoder", or two MLPs of its sizes made of "nnx.Linear" or of a class of "opaque" layers.
-      mesh: axis -> size.
+      chip: Key of `TOPOLOGIES`.
+      model: Key of `LAYERS`.
+      kind: "decoder", or two MLPs of its sizes, made of "nnx.Linear" layers or of "opaque" ones.
+      mesh: Axis -> size.
       step: "decode" or "prefill".
-      dispatch: of the experts.
-      fully: whether slots are fully sharded.
+      dispatch: How tokens reach experts on other devices.
+      fully: True if slots are fully sharded.
     """
 
     chip: str
@@ -93,7 +100,7 @@ class Case(NamedTuple):
 
 
 class Opaque(nnx.Module):
-    """A linear layer that multiplies in its own way."""
+    """A linear layer with its own product, unknown to jlora."""
 
     def __init__(self, inputs: int, outputs: int, kernel: nnx.Param[jax.Array]):
         self.inputs, self.outputs, self.kernel = inputs, outputs, kernel
@@ -106,7 +113,7 @@ jlora.register_layer(Opaque, lambda layer: jlora.LinearSpec(layer.inputs, layer.
 
 
 class Blocks(nnx.Module):
-    """Column-parallel, then row-parallel, added to its input, for each layer."""
+    """For each layer, a column-parallel and a row-parallel projection, added to its input."""
 
     def __init__(self, config: DecoderConfig, layers: int, mesh: Mesh, kind: str):
         inner = config.intermediate_size
@@ -138,7 +145,7 @@ def mesh_of(case: Case) -> Mesh:
 
 
 def model_of(case: Case, config: DecoderConfig) -> nnx.Module:
-    """Of shapes alone, each with its sharding."""
+    """Return the model as shapes with shardings."""
     mesh, layers = mesh_of(case), config.num_hidden_layers
     if case.kind != "decoder":
         return nnx.eval_shape(lambda: Blocks(config, layers, mesh, case.kind))
@@ -147,7 +154,7 @@ def model_of(case: Case, config: DecoderConfig) -> nnx.Module:
 
 
 def wrapped_of(case: Case, model: nnx.Module, rank: int = RANK) -> WrappedModel:
-    """`model` with slots for adapters, shapes as it is itself."""
+    """Wrap `model` with slots for adapters, also as shapes."""
     config = jlora.LoRAConfig(
         max_loras=SLOTS,
         max_lora_rank=rank,
@@ -164,7 +171,7 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.S
 
 
 def operands_of(case: Case, model: nnx.Module) -> tuple[Any, int, tuple[Any, ...]]:
-    """The step, its number of sequences, and what it takes beside the model and the batch."""
+    """Return the step, its number of sequences, and its operands beside the model and the batch."""
     mesh = mesh_of(case)
 
     def operand(shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
@@ -193,13 +200,13 @@ def _call(model: Any, x: jax.Array, batch: LoRABatch | None) -> jax.Array:
 
 
 class Program(NamedTuple):
-    """What a compiled step says of itself.
+    """Properties of a compiled step.
 
     Attributes:
-      collectives: (kind, dtype, number of elements) of each.
-      argument_bytes: on a device.
-      kernels: calls of Pallas kernels.
-      whole: arrays of the shapes of slot arrays that the rules split, which no device should have.
+      collectives: Number of collectives of each (kind, dtype, number of elements).
+      argument_bytes: Bytes of the arguments on one device.
+      kernels: Number of calls of Pallas kernels.
+      whole: Arrays of the full shapes of slot arrays that the rules split, which no device should have.
     """
 
     collectives: collections.Counter[tuple[str, str, int]]
@@ -222,9 +229,10 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
 
 
 def collectives_of(text: str) -> collections.Counter[tuple[str, str, int]]:
-    """Those in the text of a program.
+    """Count the collectives in the text of a program.
 
-    An asynchronous one counts where it starts; one that overlaps a product is in three fusions, of the same chain.
+    An asynchronous collective is counted at its start. One that overlaps a product is split into three fusions of the
+    same chain, and is counted once.
     """
     found: collections.Counter[tuple[str, str, int]] = collections.Counter()
     seen: set[Any] = set()
@@ -235,13 +243,13 @@ def collectives_of(text: str) -> collections.Counter[tuple[str, str, int]]:
                 continue
             seen.add(one)
         if start and result.startswith("("):
-            shapes = shapes[len(shapes) // 2 :]  # its operands come first
+            shapes = shapes[len(shapes) // 2 :]  # skip its operands, which come first
         found[kind, shapes[0][0], sum(math.prod(map(int, filter(None, dims.split(",")))) for _, dims in shapes)] += 1
     return found
 
 
 def split_shapes(wrapped: WrappedModel) -> set[str]:
-    """Shapes of slot arrays, as the text of a program has them, that are split; also with slots and experts merged."""
+    """Return the full shapes of split slot arrays in a program's notation, also with slots and experts merged."""
     whole: set[str] = set()
     own: set[str] = set()
     for site, layer in wrapped.modules.items():
@@ -262,7 +270,10 @@ def by_kind(found: collections.Counter[tuple[str, str, int]]) -> collections.Cou
 
 
 def volume(found: collections.Counter[tuple[str, str, int]]) -> collections.Counter[str]:
-    """Elements that collectives of each kind give: one of several values may take the place of one for each."""
+    """Return the elements that the collectives of each kind return.
+
+    The sum is compared, because one collective of several values may replace one for each value.
+    """
     sizes: collections.Counter[str] = collections.Counter()
     for (kind, _, size), count in found.items():
         sizes[kind] += size * count
@@ -270,7 +281,7 @@ def volume(found: collections.Counter[tuple[str, str, int]]) -> collections.Coun
 
 
 def slot_bytes(wrapped: WrappedModel) -> int:
-    """Bytes of A, B and ranks on a device."""
+    """Return the bytes of A, B and ranks on one device."""
     total = 0
     for site, layer in wrapped.modules.items():
         for name in site.attributes:
@@ -280,9 +291,10 @@ def slot_bytes(wrapped: WrappedModel) -> int:
 
 
 def slot_bytes_by_rule(case: Case, layers: int, rank: int = RANK) -> int:
-    """The same, by the table at the top of `jlora.sharding.rules` and the sizes of the model.
+    """Compute `slot_bytes` from the table of `jlora.sharding.rules` and the sizes of the model.
 
-    Column-parallel: B over tensor. Row-parallel: A. The other factor of each too where fully sharded.
+    Column-parallel projections split B over tensor, row-parallel ones A. Fully sharded slots split the other factor
+    too.
     """
     config = SHAPES[case.model][0](layers)
     t, e = case.mesh.get("tensor", 1), case.mesh.get("expert", 1)
@@ -290,7 +302,7 @@ def slot_bytes_by_rule(case: Case, layers: int, rank: int = RANK) -> int:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, 1
     # (slices, K, N, experts on a device), column-parallel and row-parallel
     q = config.num_attention_heads * config.head_dim
-    kv = max(config.num_key_value_heads, t) * config.head_dim  # of fewer heads than shards there are copies
+    kv = max(config.num_key_value_heads, t) * config.head_dim  # heads are copied if there are fewer than shards
     columns, rows = [(3, hidden, q + 2 * kv, 1)], [(1, q, hidden, 1)]
     if config.moe is not None:
         inner, experts = config.moe.intermediate_size, config.moe.num_experts // e
@@ -306,10 +318,10 @@ def slot_bytes_by_rule(case: Case, layers: int, rank: int = RANK) -> int:
 
 
 def allowed(case: Case, layers: int) -> collections.Counter[str]:
-    """Collectives that the step with adapters may have more than the one without."""
+    """Return the collectives that the step with adapters may have in addition."""
     if case.mesh.get("tensor", 1) == 1:
         return collections.Counter()
-    projections = layers if case.kind != "decoder" else 2 * layers  # column-parallel ones, and as many row-parallel
+    projections = layers if case.kind != "decoder" else 2 * layers  # column-parallel ones, as many row-parallel ones
     if case.fully:
         gathers = projections * (2 if case.kind == "opaque" else 1)
         return collections.Counter({"all-gather": gathers, "all-reduce": projections})
@@ -317,7 +329,7 @@ def allowed(case: Case, layers: int) -> collections.Counter[str]:
 
 
 def most_elements(case: Case, rank: int = RANK) -> int:
-    """Of a collective that is allowed: of x A^T with three slices; of the output, where that is gathered."""
+    """Return the largest size of an allowed collective: x A^T with three slices, or the output where it is gathered."""
     config = SHAPES[case.model][0](2)
     tokens = BATCH if case.step == "decode" else 4096
     if case.kind == "opaque" and case.fully:
@@ -326,7 +338,7 @@ def most_elements(case: Case, rank: int = RANK) -> int:
 
 
 def compare(case: Case, layers: int = 2) -> dict[str, Any]:
-    """What a case's two programs say, and whether that is good."""
+    """Compile both programs of a case, and return their properties and whether they are good."""
     config = SHAPES[case.model][0](layers)
     model = model_of(case, config)
     base = _base(json.dumps(case._replace(fully=False)), layers)
@@ -354,9 +366,9 @@ def compare(case: Case, layers: int = 2) -> dict[str, Any]:
         not beyond - allowed(case, layers),
         small,
         held == rule,
-        held <= row["argument_bytes_more"] <= 1.05 * held + (1 << 20),  # with stamps, and the padding of what is small
+        held <= row["argument_bytes_more"] <= 1.05 * held + (1 << 20),  # with stamps, and the padding of small arrays
         not lora.whole,
-        row["kernels"] > 0,  # else others were taken than would be there
+        row["kernels"] > 0,  # else "auto" chose other kernels than on a TPU
     )
     row["good"] = all(checks)
     return row
@@ -364,13 +376,13 @@ def compare(case: Case, layers: int = 2) -> dict[str, Any]:
 
 @cache
 def _base(key: str, layers: int) -> Program:
-    """The program without adapters; slots that are fully sharded or not are beside the same one."""
+    """Compile the program without adapters, which fully sharded and other slots share."""
     case = Case(*json.loads(key))
     return compiled(case, model_of(case, SHAPES[case.model][0](layers)), None)
 
 
 def scaled(case: Case, row: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Collectives of all layers of the model, with adapters and without."""
+    """Return the collectives of a model with all its layers, with and without adapters."""
     none = by_kind(_base(json.dumps(case._replace(fully=False)), 0).collectives)
     found = {}
     for name in ("base", "lora"):
@@ -383,7 +395,11 @@ def scaled(case: Case, row: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def cases(chips: list[str], models: list[str], kinds: list[str], steps: list[str]) -> Iterator[Case]:
-    """Tensor over all devices, data 2 x tensor; of experts expert over all devices, and expert x tensor 2."""
+    """Yield the cases of each model.
+
+    Dense models are split by tensor over all devices, and by data 2 x tensor. Models with experts are split by expert
+    over all devices, and by expert x tensor 2.
+    """
     for chip in chips:
         n = devices(chip).size
         for model in models:
@@ -406,13 +422,13 @@ def cases(chips: list[str], models: list[str], kinds: list[str], steps: list[str
 
 
 def as_on_tpu() -> None:
-    """Lets "auto" take what it would take there."""
+    """Make "auto" choose the kernels that it chooses on a TPU."""
     for module in (api, moe, tiles):
         module.platform = lambda: "tpu"
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     mesh = " x ".join(f"{name} {size}" for name, size in row["mesh"].items())
     how = ", ".join([row["dispatch"]] * ("expert" in row["mesh"]) + ["fully"] * row["fully"])
 

@@ -1,12 +1,12 @@
-"""Compiles the GPU kernels for an H200, with no GPU in the box, over the shapes of `specs` and of the tuned table.
+"""Compile the GPU kernels for an H200 without a GPU, over the shapes of `specs` and of the tuned table.
 
-    make aot-gpu                                                      # brings the compiler, and does all
+    make aot-gpu                                                      # installs the compiler, and compiles all shapes
     PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--ranks 16] [--tokens 64] [--out kernels.json]
 
-What it proves is in the compiled program: that XLA and ptxas accept each kernel, how many registers and how much shared
-memory it takes, and that no register is spilled. It needs JAX's CUDA plugin and NVIDIA's compiler as wheels
-(jax-cuda12-plugin and jax-cuda12-pjrt of JAX's own version, nvidia-cuda-nvcc-cu12), in a folder apart: beside JAX they
-would make it look for a GPU wherever it starts.
+The compiled program shows that XLA and ptxas accept each kernel, how many registers and how much shared memory it
+takes, and that no register is spilled. It needs JAX's CUDA plugin and NVIDIA's compiler as wheels (jax-cuda12-plugin
+and jax-cuda12-pjrt of JAX's own version, nvidia-cuda-nvcc-cu12) in a separate folder. Installed beside JAX, they would
+make it search for a GPU at every start.
 """
 
 import argparse
@@ -34,7 +34,8 @@ from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import product as triton_product
 from tests.pallas.lowering import for_h200
 
-# What XLA asks of a device (its GpuTargetConfig): NVIDIA's data sheet, CUDA's programming guide for capability 9.0.
+# The properties of a device that XLA reads (its GpuTargetConfig), from NVIDIA's data sheet and CUDA's programming guide
+# for capability 9.0.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -57,7 +58,7 @@ _KERNEL = re.compile(
 
 
 def compiler() -> Path | None:
-    """The folder of NVIDIA's compiler, or None where it or JAX's plugin is missing."""
+    """Return the folder of NVIDIA's compiler, or None if it or JAX's plugin is missing."""
     found = [importlib.util.find_spec(name) for name in ("nvidia.cuda_nvcc", "jax_plugins.xla_cuda12")]
     if None in found or found[0].submodule_search_locations is None:
         return None
@@ -71,10 +72,10 @@ def _sharding() -> SingleDeviceSharding:
 
 
 def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str, int]]:
-    """{registers, spilled, shared_memory} of each LoRA kernel of the compiled `run(*args)`, the last two in bytes.
+    """Return {registers, spilled, shared_memory} of each LoRA kernel in `run(*args)`, the last two in bytes.
 
     Raises:
-      RuntimeError: the compiler is not there, or it refuses the program.
+      RuntimeError: The compiler is missing, or it rejects the program.
     """
     folder = compiler()
     if folder is None:
@@ -83,9 +84,9 @@ def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str
     with for_h200():
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
-        # There is nothing to time XLA's own kernels on.
+        # XLA cannot time its own kernels without a GPU.
         options = {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": str(folder)}
-        # PTX is among what the emitters dump, in JAX 0.11 only where they are asked.
+        # The emitters' dumps include the PTX. JAX 0.11 writes them only for the emitters that are named.
         dumps = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True, "xla_dump_emitter_re": ".*"}
         lowered.compile(compiler_options={**options, **dumps})
         (listing,) = Path(dump).glob("*thunk_sequence.txt")
@@ -93,7 +94,7 @@ def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str
         found = {}
         for ptx in Path(dump).glob("*.ptx"):
             if ".entry" not in ptx.read_text():
-                continue  # of a module whose kernels are all in files of their own
+                continue  # a module whose kernels are in separate files
             command = [folder / "bin" / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", os.devnull]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             for name, stores, loads, registers in _KERNEL.findall(said):
@@ -108,7 +109,7 @@ def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str
 def compile_lora(
     tokens: int, k: int, slices: tuple[int, ...], rank: int, *, tiles: ProductTiles | None = None, dtype="bfloat16"
 ) -> dict[str, dict[str, int]]:
-    """`kernels_of` an `add_lora` with the tiles that are chosen for it; with `tiles`, of a `linear_lora`."""
+    """Return `kernels_of` an `add_lora` with its chosen tiles, or of a `linear_lora` with `tiles`."""
     n, columns = len(slices), sum(slices)
     shapes = {
         "base": (tokens, columns),

@@ -1,13 +1,13 @@
-"""Compiles the TPU kernel for real chips, with no chip in the box, over the shapes of `specs` or of `moe_specs`.
+"""Compile the TPU kernel for real chips without a chip, over the shapes of `specs` or of `moe_specs`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu [--chips v5e tpu7x] [--out benchmarks/results/aot_tpu.json]
     JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu --experts [--out benchmarks/results/aot_tpu_moe.json]
 
-What it proves is in the compiled program: that Mosaic accepts the kernel, how much VMEM it takes, that the base output
-is written in place, and that no slot's weights are moved but by the kernel. Needs the `libtpu` wheel (extra `test`).
+The compiled program shows that Mosaic accepts the kernel, how much VMEM it takes, that the base output is written in
+place, and that only the kernel moves the weights of slots. Needs the `libtpu` wheel (extra `test`).
 
-The second compiles two expert layers of each model with 64 slots of all its experts (one, where two do not fit the
-chip's memory), as a manager allocates them: plan, w1 and w3, activation, w2, sums over experts.
+The second command compiles two expert layers of each model with 64 slots for all its experts, allocated as by a manager
+(one layer if two do not fit the chip's memory). A layer is plan, w1 and w3, activation, w2 and the sums over experts.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import NamedTuple
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is used as a compiler: there is no machine to ask
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu is only the compiler, without a machine
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
@@ -38,7 +38,7 @@ from jlora.pallas.plan import make_plan
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 VMEM_MIB = {"v5e": 128, "v5p": 128, "v6e": 128, "tpu7x": 64}
-HBM_GIB = {"v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}  # of one device: half of a tpu7x chip
+HBM_GIB = {"v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}  # of one device; a tpu7x chip has two
 MOE_RANKS, MOE_TOKENS = (16, 64), (64, 2048)
 
 
@@ -50,11 +50,12 @@ def _sharding(chip: str) -> SingleDeviceSharding:
 def compile_add_lora(
     chip: str, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", groups=SLOTS
 ):
-    """What the compiled program of one `add_lora`, given a plan, says of itself.
+    """Compile one `add_lora` with a given plan, and return properties of the program.
 
     Returns:
-      dict: vmem_bytes the kernel takes; temp_bytes of HBM for the whole program; in_place: the result takes the base
-      output's place; weights_in_place: a and b go to the kernel as they are; tile_m, tile_k, tile_n, bundle.
+      dict: vmem_bytes, the VMEM of the kernel; temp_bytes, the HBM of the whole program; in_place, True if the result
+        takes the place of the base output; weights_in_place, True if a and b are operands of the kernel without a copy;
+        tile_m, tile_k, tile_n, bundle.
     """
     n, columns = len(slices), sum(slices)
 
@@ -79,13 +80,15 @@ def compile_add_lora(
 
 
 def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers: int = 2, slots: int = SLOTS):
-    """What the compiled LoRA of a model's expert layers says of itself: plan, w1 and w3, activation, w2, sums.
+    """Compile the LoRA of a model's expert layers, and return properties of the program.
 
-    Their base products are given. "auto" must take the kernels, so the caller sees to it that the platform is a TPU's.
+    A layer is plan, w1 and w3, activation, w2 and sums; its base products are operands. "auto" must choose the kernels,
+    so the caller patches the platform to "tpu".
 
     Returns:
-      dict: kernels in the program; vmem_bytes the largest takes; temp_bytes and argument_bytes of HBM for the whole
-      program; weights_in_place: every a and b goes to its kernel as it is.
+      dict: kernels, their number in the program; vmem_bytes, the VMEM of the largest; temp_bytes and argument_bytes,
+        the HBM of the whole program; weights_in_place, True if every a and b is an operand of its kernel without a
+        copy.
     """
     e, pairs = model, tokens * model.top_k
     operand = partial(_operand, chip)
@@ -105,7 +108,7 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
             x = ops.combine_lora(base2, hidden, a2, b2, plan, token_plan, rows=rows, experts=expert, ranks=ranks2)
         return x
 
-    # As a layer holds them, slots and experts apart: XLA chooses the layout of an argument by its shape.
+    # Slots and experts are separate axes, as in a layer, because XLA chooses the layout of an argument by its shape.
     r, h, i = rank, e.hidden, e.intermediate
     shapes = [(2, r, h), (r, 2 * i), (2,), (1, r, i), (r, h), (1,)]
     weights = [operand((slots, e.experts, *s), "int32" if len(s) == 1 else "bfloat16") for s in shapes]
@@ -129,7 +132,7 @@ def _operand(chip: str, shape, dtype) -> jax.ShapeDtypeStruct:
 
 
 class Kernel(NamedTuple):
-    """A kernel of a compiled program: the names of its operands, whether its result takes the base output's place."""
+    """A kernel of a compiled program: the names of its operands, and whether its result aliases the base output."""
 
     a: str
     b: str
@@ -139,9 +142,9 @@ class Kernel(NamedTuple):
 
 
 def _kernels(text: str) -> tuple[list[Kernel], dict[int, str]]:
-    """The kernels in the text of a program, in order, and the names of the program's arguments.
+    """Return the kernels in the text of a program, in order, and the names of the program's arguments.
 
-    An operand that is another array under another shape, bit for bit, goes by that one's name.
+    An operand that is a bitcast of another array has that array's name.
     """
     same = dict(re.findall(r"%([\w.-]+) = \S+ bitcast\(%([\w.-]+)\)", text))
 
@@ -160,7 +163,7 @@ def _kernels(text: str) -> tuple[list[Kernel], dict[int, str]]:
 
 
 def experts_layers(chip: str, model: Experts, rank: int, *, slots: int = SLOTS) -> int:
-    """Two, or one where the factors of two would take more than most of the chip's memory."""
+    """Return two, or one if the factors of two layers would take more than most of the chip's memory."""
     e = model
     a_layer = 2 * slots * e.experts * rank * (2 * e.hidden + 2 * e.intermediate + e.intermediate + e.hidden)
     return 2 if 2 * a_layer < 0.9 * HBM_GIB[chip] * 2**30 else 1
@@ -177,7 +180,7 @@ def _dense(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
 
 def _experts(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
     for module in (api, moe, tiles):
-        module.platform = lambda: "tpu"  # so that "auto" takes what it would take there
+        module.platform = lambda: "tpu"  # "auto" then chooses as on a TPU
     for chip in chips:
         for name, model in MODELS.items():
             for rank in MOE_RANKS:
@@ -195,13 +198,13 @@ def _experts(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
 
 
 def fits(row: dict) -> bool:
-    """Whether a compiled program is within the chip's memories."""
+    """Return True if a compiled program fits the chip's memories."""
     used = row.get("temp_bytes", 0) + row.get("argument_bytes", 0)
     return used <= HBM_GIB[row["chip"]] << 30 and 0 < row["vmem_bytes"] <= VMEM_MIB[row["chip"]] << 20
 
 
 def good(row: dict) -> bool:
-    """Whether it fits, and moves neither the base output nor any slot's weights but by the kernel."""
+    """Return True if the program fits, and only the kernel moves the base output and the weights of slots."""
     placed = row["kernels"] == 2 * row["layers"] if "kernels" in row else row["in_place"]
     return fits(row) and placed and row["weights_in_place"]
 

@@ -1,14 +1,14 @@
-"""What adapters cost a whole model: step time of a decoder of some model's shape over the unwrapped model's.
+"""Measure the cost of adapters for a whole model: step times of a decoder with LoRA against the unwrapped model's.
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
 
-Random bf16 weights; 64 slots of all seven modules of Llama-3-8B, or 8 slots of attention and all experts of
-Qwen3-30B-A3B. Decode: one token a sequence over a cache of `CONTEXT` positions, as
-`generate` runs it. Prefill: 4096 tokens as eight sequences of 512, logits of the last token. Each figure is the median
-over several rounds of the mean of steps enqueued together; base and LoRA steps take turns within a round. The slots are
-filled with random values on the device; the plan is made inside the step and counted. `--profile` keeps the kernels
-that a layer's time goes to.
+The weights are random bf16. There are 64 slots for all seven modules of Llama-3-8B, or 8 slots for attention and all
+experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
+`CONTEXT` positions, as in `generate`. Prefill is 4096 tokens in eight sequences of 512, with the logits of the last
+token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
+alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
+layer.
 """
 
 import argparse
@@ -64,14 +64,14 @@ def qwen3_30b_a3b(layers: int) -> DecoderConfig:
     )
 
 
-# model -> its shape by the number of layers, layers by default, slots
+# model -> (shape by number of layers, default number of layers, slots)
 MODELS = {"llama-3-8b": (llama_3_8b, 32, 64), "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8)}
 
 
 def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
-    """bf16 bytes of one adapter on everything that is wrapped: what a decode step reads at least for its `tokens`.
+    """Return the bf16 bytes of one adapter that a decode step of `tokens` has to read.
 
-    Of experts those that some token is expected to go to, by random routing.
+    Of the experts, it counts those that random routing is expected to choose for some token.
     """
     hidden = config.hidden_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -86,7 +86,7 @@ def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
 
 
 def flat_step(model: Decoder, run):
-    """Jits run(model, ...) over flat lists of arrays, so that a step costs the host as little as can be."""
+    """Jit run(model, ...) over flat lists of arrays, to minimise the host's time of a step."""
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
 
@@ -98,7 +98,7 @@ def flat_step(model: Decoder, run):
 
 
 def decode(model, tokens, positions, cache, batch):
-    """One decode step; without a batch the base alone, wrapped or not."""
+    """Run one decode step; without a batch, the base model only, wrapped or not."""
     last = jnp.zeros(tokens.shape[:1], jnp.int32)
     with jlora.use(batch):
         logits, _ = model.extend(tokens, positions, cache, last)
@@ -106,7 +106,7 @@ def decode(model, tokens, positions, cache, batch):
 
 
 def prefill(model, tokens, batch):
-    """Prompts of one length into a fresh cache."""
+    """Run prompts of one length with a new cache."""
     sequences, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     args = tokens, positions, model.init_cache(sequences, length), jnp.full(sequences, length - 1, jnp.int32)
@@ -115,7 +115,7 @@ def prefill(model, tokens, batch):
 
 
 def timed(calls: dict, rounds: int, enqueue: int) -> dict:
-    """Milliseconds a call (function, *arguments) of each name: the median over rounds in which all take turns."""
+    """Return milliseconds of each call (function, *arguments), the median over rounds in which all calls alternate."""
     for call, *args in calls.values():
         jax.block_until_ready(call(*args))
         jax.block_until_ready(call(*args))
@@ -131,7 +131,7 @@ def timed(calls: dict, rounds: int, enqueue: int) -> dict:
 
 
 def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
-    """Random bf16 values and the true rank in every slot, made on the device."""
+    """Fill every slot with random bf16 values and the true rank, on the device."""
     key = jax.random.key(0)
     for site, layer in manager._wrapped.modules.items():
         for name, fan_in in zip(site.attributes[:2], (site.spec.in_features, 16 * rank), strict=True):
@@ -145,7 +145,7 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _normal(key, shape, dtype, scale: float, where):
-    """Made where it is to lie."""
+    """Draw random values directly in their sharding."""
     values = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
     return jax.lax.with_sharding_constraint(values, where) if isinstance(where, NamedSharding) else values
 
@@ -158,7 +158,10 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
 
 
 def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
-    """The batch of sequences [B] in these slots, which were filled from outside, so that no adapter is leased."""
+    """Return the batch of sequences [B] in these slots.
+
+    The slots were filled without the manager, so the batch leases no adapter.
+    """
     lease = Lease((), (None,) * len(slots), thread=0)
     unserved, none = manager._wrapped.unserved.sites, manager.config.max_loras
     shape = BatchShape(len(slots))
@@ -166,7 +169,7 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
 
 
 def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> None:
-    """Write what there is so far."""
+    """Write the results so far."""
     if args.out is None:
         return
     about = {
@@ -180,9 +183,9 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
 
 
 def profile(call, *args, layers: int) -> dict[str, float]:
-    """Microseconds a layer that a step spends in each kind of kernel, from the profiler, the longest first.
+    """Return the microseconds a layer that a step spends in each kind of kernel, from the profiler, longest first.
 
-    XLA numbers the kernels of one kind; what a step does once for all layers is shared out among them.
+    XLA numbers the kernels of one kind, which are added up. Work done once for all layers is divided among them.
     """
     found: dict[str, float] = {}
     for name, us in kernel_us(call, *args).items():
@@ -219,7 +222,7 @@ def main() -> None:
     lora_prefill, _ = flat_step(model, prefill)
 
     def floor(size: int, adapters: int) -> float:
-        """Milliseconds that reading the adapters takes at least."""
+        """Return the least milliseconds for reading the adapters."""
         return adapters * adapter_bytes(config, args.rank, size / adapters) / BANDWIDTH * 1e3 if adapters else 0.0
 
     rows, profiles = [], []
@@ -249,7 +252,7 @@ def measure(
     rows: list,
     profiles: list,
 ) -> None:
-    """Time the calls of one shape, print a row each, and keep them; with --profile, where their time goes."""
+    """Time the calls of one shape, and print and keep a row for each; with --profile, also the kernel times."""
     times = timed(calls, args.rounds, enqueue)
     for adapters in calls:
         if adapters == "base":

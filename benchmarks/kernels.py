@@ -1,14 +1,14 @@
-"""Times the LoRA of single projections beside the roofline, other ways to write it in JAX, and other serving stacks.
+"""Time the LoRA of single projections against the roofline, other implementations in JAX, and other serving stacks.
 
     python -m benchmarks.kernels                      # every row of peers_h200.json
-    python -m benchmarks.kernels --baselines          # and, beside them, XLA, one-hot einsum, ragged_dot
+    python -m benchmarks.kernels --baselines          # also XLA, one-hot einsum, ragged_dot
     python -m benchmarks.kernels --matrix --layers 32 # every row of the matrix in specs.py
 
-A time is microseconds a layer: `wall` in a jitted chain of layers with distinct weights, the plan included; `shrink`
-and `expand` of their kernels alone, for the distinct mix; `predicted` is the floor and two launches that do next to
-nothing. One compilation serves all rows of a projection, rank and number of tokens. Before a row is timed, its result
-on fresh random data is checked against the NumPy oracle, and must be the same bits twice over and with the batch
-permuted.
+Times are microseconds a layer. `wall` is measured in a jitted chain of layers with distinct weights, the plan included.
+`shrink` and `expand` are the times of their kernels, for the distinct mix. `predicted` is the floor plus two launches
+that have next to no work. One compilation serves all rows of a projection, rank and number of tokens. Before a row is
+timed, its result on fresh random data is checked against the NumPy oracle. It must have the same bits in a second run
+and with the batch permuted.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from tests import oracle
 
 PEERS = ("best_peer_us", "vllm_default_us")
 BASELINE_LAYERS = 8
-SAMPLE = 8  # rows that are compared with the oracle
-TWO_LAUNCHES = 4.0  # microseconds, of kernels that find next to nothing to do
-TOLERANCE = 5e-3  # of bfloat16 results, relative to the norm of the float64 delta
+SAMPLE = 8  # number of rows that are compared with the oracle
+TWO_LAUNCHES = 4.0  # microseconds of two kernels with next to no work
+TOLERANCE = 5e-3  # error of bfloat16 results, relative to the norm of the float64 delta
 
 
 def product(projection: Projection, backend: str):
-    """One layer through jlora, as f(base, x, a, b, plan, ranks)."""
+    """Return one layer of jlora as f(base, x, a, b, plan, ranks)."""
 
     def apply(base, x, a, b, plan, ranks):
         return ops.add_lora(base, x, a, b, plan, slice_sizes=projection.slices, ranks=ranks, backend=backend)
@@ -50,7 +50,7 @@ def columns(projection: Projection):
 
 
 def one_hot_einsum(projection: Projection):
-    """Every slot's product for every row, and a one-hot mask that keeps one of them: how it is commonly written."""
+    """Return a common baseline: the product of every slot for every row, with a one-hot mask that keeps one of them."""
 
     def apply(base, x, a, b, plan, ranks):
         del ranks
@@ -65,7 +65,7 @@ def one_hot_einsum(projection: Projection):
 
 
 def ragged_dot(projection: Projection):
-    """Rows sorted by slot, then `jax.lax.ragged_dot` for shrink and, slice by slice, expand."""
+    """Return a baseline of rows sorted by slot, with `jax.lax.ragged_dot` for shrink and each slice of expand."""
 
     def apply(base, x, a, b, plan, ranks):
         del ranks
@@ -84,7 +84,7 @@ BASELINES = {"xla": lambda p: product(p, "xla"), "one_hot": one_hot_einsum, "rag
 
 
 class Shape:
-    """The compiled programs of one projection, rank and number of tokens; they serve every mix."""
+    """The compiled programs of one projection, rank and number of tokens. They serve every mix."""
 
     def __init__(self, projection: Projection, rank: int, tokens: int, layers, backend: str, baselines: bool):
         self.projection, self.rank, self.tokens, self.layers = projection, rank, tokens, layers
@@ -111,7 +111,7 @@ class Shape:
 
     def _once(self, apply):
         def once(base, x, a, b, ids, ranks, order, sample):
-            """The rows `order` of the batch; back in their own order, as bits, and some of them as numbers."""
+            """Run the rows `order` of the batch; return all bits and a sample of values in the original order."""
             plan = ops.make_plan(ids[order], num_groups=SLOTS)
             out = jnp.zeros_like(base).at[order].set(apply(base * 0, x[order], a, b, plan, ranks))
             return jax.lax.bitcast_convert_type(out, jnp.uint16), out[sample]
@@ -119,14 +119,14 @@ class Shape:
         return jax.jit(once)
 
     def compiled(self, programs: list) -> None:
-        """Takes what `compile_all` made of `jobs`."""
+        """Store the programs that `compile_all` returned for `jobs`."""
         for program in programs:
             if isinstance(program, Exception):
                 raise program
         self.wall, self.kernels, self.once, *self.others = programs
 
     def check(self, adapters: int, mix: str) -> float:
-        """Relative error of a sample of rows on fresh random data; raises if it or a repeat or a permutation is off."""
+        """Return the relative error of some rows on random data; raise if it, a repeat or a permutation is wrong."""
         rng = np.random.default_rng()
         ids, ranks = self.batch(adapters, mix)
         x, (a, b) = self.x(jax.random.key(rng.integers(2**32))), self.layers[0]
@@ -144,7 +144,7 @@ class Shape:
             raise AssertionError(f"{self.name}, {adapters} adapters, {mix}: permuted rows differ")
         present = np.unique(host_ids[sample][host_ids[sample] < SLOTS])
         local = np.where(host_ids[sample] < SLOTS, np.searchsorted(present, host_ids[sample]), len(present) + SAMPLE)
-        present = np.resize(present, SAMPLE)  # one shape, so that taking them compiles once
+        present = np.resize(present, SAMPLE)  # one shape, so that the gather compiles once
         inside = np.arange(self.rank) < np.asarray(ranks)[present][..., None]  # [G, n, R]
         a_present = np.where(inside[..., None], np.asarray(a[present]), 0)
         want = oracle.lora_delta(x[sample], local, a_present, b[present], self.projection.slices)
@@ -154,20 +154,20 @@ class Shape:
         return error
 
     def measure(self, adapters: int, mix: str, calls: int, profile: bool) -> dict:
-        """All the figures of one row."""
+        """Return all figures of one row."""
         error = self.check(adapters, mix)
         ids, ranks = self.batch(adapters, mix)
         wall, spread = wall_us(self.wall, self.base(), self.x1, self.layers, ids, ranks, repeats=3, calls=calls)
         count = len(self.layers)
         used = np.asarray(ids)[np.asarray(ids) < SLOTS]
-        present = np.unique(used)  # in a half-empty batch not all of the adapters
+        present = np.unique(used)  # a half-empty batch may not have all adapters
         floor = floor_us(self.projection, float(np.asarray(ranks)[present].mean()), len(used), len(present))
         row = {
             "projection": self.projection.name, "rank": self.rank, "tokens": self.tokens, "adapters": adapters,
             "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,
             "spread_us": spread / count, "of_floor": floor / wall * count, "error": error,
         }  # fmt: skip
-        if profile:  # it takes longer than all the rest
+        if profile:  # takes longer than all the rest
             kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
             row["shrink_us"] = kernels.get("lora_shrink", 0.0) / count
             row["expand_us"] = kernels.get("lora_expand", 0.0) / count
@@ -188,7 +188,7 @@ def geometric_mean(ratios: list[float]) -> float:
 
 
 def summary(rows: list[dict]) -> dict:
-    """What the rows show together: speed over peers, the worst row, and the share of the roofline floor."""
+    """Summarise the rows: speed over peers, the worst row, and the share of the roofline floor."""
     best = [r["best_peer_us"] / r["wall_us"] for r in rows if r.get("best_peer_us")]
     default = [r["vllm_default_us"] / r["wall_us"] for r in rows if r.get("vllm_default_us")]
     large = [r["of_floor"] for r in rows if r["floor_us"] >= 20]
@@ -204,7 +204,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def line(row: dict) -> str:
-    """One row of the printed table."""
+    """Return one row of the printed table."""
     parts = [f"{row['projection']:7s} r{row['rank']:<3d} {row['tokens']:4d}/{row['adapters']:<2d} {row['mix']:8s}"]
     parts += [f"wall {row['wall_us']:7.2f} ±{row['spread_us']:.2f}"]
     parts += [f"{name} {row[f'{name}_us']:6.2f}" for name in ("shrink", "expand", "plan") if f"{name}_us" in row]

@@ -1,19 +1,21 @@
-"""What adapters cost on a mesh: step times beside the unwrapped model's on the same mesh, and a swap beside a copy.
+"""Measure the cost of adapters on a mesh: step times against the unwrapped model's, and a swap against a plain copy.
 
     python -m benchmarks.mesh [--out results.json] [--model llama-3-8b] [--layers 32] [--mesh tensor=2] [--swap]
     python -m benchmarks.mesh --model qwen3-30b-a3b --layers 12 --mesh expert=2
     python -m benchmarks.mesh --model llama-3-70b --layers 24 --mesh tensor=2 --steps decode --no-single
 
-For any number of devices: `--mesh` gives names and sizes of its axes. Random bf16 weights, the same on one device and
-on the mesh; slots filled with random values where they lie. Decode: one token a sequence, `--batch` of them with
-`--adapters`, over a cache of `CONTEXT` positions. Prefill: 4096 tokens as eight sequences. Figures are medians over
-rounds in which all variants take turns, in milliseconds; on one device, on the mesh, and fully sharded there. With
-`--check`, the logits of prefill by two loaded adapters and none are compared with those of one device: the largest
-difference over the largest logit; rows of the base model show what rounding alone does.
+It runs on any number of devices; `--mesh` gives names and sizes of the axes. The random bf16 weights are the same on
+one device and on the mesh, and slots are filled with random values in place. Decode is one token a sequence, for
+`--batch` sequences with `--adapters`, over a cache of `CONTEXT` positions. Prefill is 4096 tokens in eight sequences.
+Figures are milliseconds on one device, on the mesh, and on the mesh with fully sharded slots: medians over rounds in
+which all variants alternate. With `--check`, the prefill logits of two loaded adapters and of none are compared with
+those of one device, as the largest difference over the largest logit. The rows of the base model show the effect of
+rounding alone.
 
-The swap: activating an adapter of rank 16 that the host cache holds, beside one `device_put` of the same staged
-buffers with the same shardings. Memory: what each device of this process holds after the steps, where it tells, beside
-what the arrays that steps are given come to there. `benchmarks/mesh_of_a_host.py` runs all of this for a host's meshes.
+The swap is the activation of an adapter of rank 16 from the host cache, against one `device_put` of the same staged
+buffers with the same shardings. Memory is the use of each device of this process after the steps, if the device reports
+it, against the bytes of the steps' arguments on it. `benchmarks/mesh_of_a_host.py` runs all of this for a host's
+meshes.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def llama_3_70b(layers: int) -> DecoderConfig:
 
 
 def tiny(layers: int) -> DecoderConfig:
-    """For a try without accelerators: it splits over eight devices as Llama-3 does."""
+    """Return a shape for trials without accelerators. It splits over eight devices as Llama-3 does."""
     return DecoderConfig(
         vocab_size=256,
         hidden_size=64,
@@ -68,18 +70,18 @@ def tiny(layers: int) -> DecoderConfig:
 
 
 def tiny_experts(layers: int) -> DecoderConfig:
-    """The same with sixteen experts."""
+    """Return `tiny` with sixteen experts."""
     moe = MoEConfig(num_experts=16, experts_per_token=2, intermediate_size=32, layers=(True,) * layers)
     return dataclasses.replace(tiny(layers), moe=moe)
 
 
-# model -> its shape by the number of layers, all of its layers or as many as there is room for on one device
+# model -> (shape by number of layers, number of layers: all, or as many as fit on one device)
 SHAPES = {name: (shape, layers) for name, (shape, layers, _) in MODELS.items()}
 SHAPES |= {"llama-3-70b": (llama_3_70b, 80), "tiny": (tiny, 2), "tiny-experts": (tiny_experts, 2)}
 
 
 def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None, *, fully: bool) -> dict[str, Any]:
-    """Name of each step -> (function, *arguments) of the base model and with adapters; and the model's bytes."""
+    """Return name of each step -> (function, *arguments) of the base model and with adapters; and the model's bytes."""
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh, dispatch=args.dispatch)
     made: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
@@ -113,7 +115,7 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
             found["logits"] = logits_of((runs["prefill"], leaves_of(model), *inputs["prefill"][1], batch))
     fill_slots(manager, args.rank)
-    manager._pool._known = manager._pool.arrays()  # lets the empty slots go
+    manager._pool._known = manager._pool.arrays()  # frees the empty slots
     for name, (_, given, sequences) in inputs.items():
         batch = make_batch(manager, sequences, min(args.adapters, sequences))
         made[name] = (runs[name], leaves_of(model), *given, batch)
@@ -122,7 +124,7 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
 
 
 def bytes_by_device(tree: Any) -> dict[Any, int]:
-    """What the different arrays of a tree come to on each device of this process."""
+    """Return the bytes of the distinct arrays of a tree on each device of this process."""
     found = dict.fromkeys(jax.local_devices(), 0)
     for array in {id(array): array for array in jax.tree.leaves(tree) if isinstance(array, jax.Array)}.values():
         for shard in array.addressable_shards:
@@ -131,7 +133,7 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
 
 
 def memory(calls: dict[str, Any]) -> dict[str, Any]:
-    """Bytes on each device of this process: of what the calls are given, and what the device says that it holds."""
+    """Return the bytes of the calls' arguments on each device of this process, and the device's own statistics."""
     arguments = bytes_by_device([args for _, *args in calls.values()])
     said = [device.memory_stats() or {} for device in arguments]
     keys = ("bytes_in_use", "peak_bytes_in_use")
@@ -141,7 +143,7 @@ def memory(calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def leaves_of(model: Decoder) -> list[jax.Array]:
-    """The operands of a `flat_step`."""
+    """Return the operands of a `flat_step`."""
     return jax.tree.leaves(nnx.split(model)[1])
 
 
@@ -156,7 +158,7 @@ def logits_of(call: tuple[Any, ...]) -> np.ndarray:
 
 
 def adapters(config: DecoderConfig, rank: int, count: int) -> list[jlora.Adapter]:
-    """Different adapters on all projections, those of experts too."""
+    """Return different adapters for all projections, experts included."""
     if config.moe is None:
         return swap.adapters(config, rank, "model.", count)
     moe = config.moe
@@ -170,7 +172,7 @@ def adapters(config: DecoderConfig, rank: int, count: int) -> list[jlora.Adapter
     for i in range(count):
 
         def some(*shape: int, first: int = i) -> np.ndarray:
-            return np.resize(values[first:], shape)  # the same again and again, from another place on for each adapter
+            return np.resize(values[first:], shape)  # repeats the values, from another offset for each adapter
 
         modules: dict[str, Any] = {}
         for layer in range(config.num_hidden_layers):
@@ -186,7 +188,7 @@ def adapters(config: DecoderConfig, rank: int, count: int) -> list[jlora.Adapter
 
 
 def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
-    """Milliseconds of an activation on the mesh, and of a `device_put` of the same buffers."""
+    """Return the milliseconds of an activation on the mesh, and of a `device_put` of the same buffers."""
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=mesh, dispatch=args.dispatch)
     manager = jlora.LoRAManager(
         model,
@@ -202,7 +204,7 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
     contents = [manager._cache.contents[name] for name in names]
     pool = manager._pool
     hosts, alls, copies = [], [], []
-    for i in range(48):  # in turns: a machine that has slept is slower at first
+    for i in range(48):  # alternating, since a machine is slower after idling
         host, whole = swap.timed(manager, lambda i=i: manager.prepare([names[i % 6]]))
         hosts.append(host)
         alls.append(whole)

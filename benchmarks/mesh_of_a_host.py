@@ -1,12 +1,12 @@
-"""What adapters cost on all meshes of one host: every run of `mesh` and `processes` for four or eight devices.
+"""Measure the cost of adapters on all meshes of a host: every run of `mesh` and `processes` for four or eight devices.
 
     python -m benchmarks.mesh_of_a_host --devices 8 --out FOLDER [--only NAME ..] [--tiny]
 
-Llama-3-70B whole, split over "tensor"; Qwen3-30B-A3B whole over "expert" and over both, with both dispatches; the 8B
-shape over "data" and "tensor", its logits beside those of one device; one process with all devices beside as many with
-one each. A process for each run, one after the other, and a JSON file of each in the folder. One that fails is named in
-the end, and its code is this program's; the others run all the same. `--tiny` runs them on small shapes, on virtual
-devices of the CPU too.
+The runs are the whole Llama-3-70B over "tensor"; the whole Qwen3-30B-A3B over "expert" and over both axes, with both
+dispatches; the 8B shape over "data" and "tensor", with its logits against those of one device; and one process with all
+devices against one process for each device. Each run is a process, one after the other, with a JSON file in the folder.
+A failed run does not stop the others. It is named at the end, and its exit code is returned. `--tiny` runs small
+shapes, also on virtual devices of the CPU.
 """
 
 import argparse
@@ -18,7 +18,7 @@ MODELS = {False: ("llama-3-70b", "qwen3-30b-a3b", "llama-3-8b"), True: ("tiny", 
 
 
 def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
-    """Name -> module and arguments of each run."""
+    """Return name -> module and arguments of each run."""
     large, experts, small = MODELS[tiny]
     half = devices // 2
 
@@ -26,7 +26,7 @@ def runs(devices: int, *, tiny: bool) -> dict[str, list[str]]:
         few = ["--batch", "16", "--adapters", "4", "--rounds", "2"] if tiny else []
         return ["benchmarks.mesh", "--model", model, *few, "--mesh", *arguments]
 
-    whole = "2" if tiny else "48"  # by default as many as one device has room for
+    whole = "2" if tiny else "48"  # the default is the number that fits on one device
     alone = ["--no-single", "--no-fully", "--swap"]
     found = {"70b_tensor": mesh(large, f"tensor={devices}", *alone)}
     for dispatch in ("all_gather", "all_to_all"):

@@ -1,11 +1,12 @@
-"""Times a whole block of experts (both products, activation, weighted sum) without and with LoRA, beside SGLang's.
+"""Time a whole block of experts (both products, activation, weighted sum) with and without LoRA, against SGLang's.
 
     python -m benchmarks.moe_block [--tokens 64 2048] [--rank 16] [--model qwen3-30b-a3b] [--out block.json]
     XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT python -m benchmarks.moe_block
 
-Microseconds a layer in a jitted chain of layers with distinct weights, bf16, every token routed at random and the same
-way in all layers, so that sorting and planning count once a chain (SGLang's are outside its graph altogether). Up to
-256 tokens each is a sequence of its own, above, an adapter's tokens are one. Base and LoRA take turns.
+Times are microseconds a layer in a jitted chain of bf16 layers with distinct weights. Every token is routed at random,
+in the same way in all layers, so sorting and planning count once a chain (in SGLang they are outside the graph). Up to
+256 tokens, each token is a sequence of its own. Above, the tokens of an adapter are one sequence. Base and LoRA
+alternate.
 """
 
 import argparse
@@ -30,7 +31,7 @@ LAYERS = 4
 
 
 class Blocks(nnx.Module):
-    """Blocks of experts, each fed what the one before gave."""
+    """A chain of blocks of experts."""
 
     def __init__(self, e: Experts, layers: int, rngs: nnx.Rngs):
         self.layers = nnx.List(
@@ -38,9 +39,9 @@ class Blocks(nnx.Module):
         )
 
     def __call__(self, x, routing: Routing):
-        first, *others = (nnx.split(layer) for layer in self.layers)  # the first holds what a manager checks once
+        first, *others = (nnx.split(layer) for layer in self.layers)  # only the first has state that a manager checks
         for layers in filter(None, ([first], others)):
-            one = jax.jit(partial(_apply, layers[0][0]))  # whose layers are alike, and compile once
+            one = jax.jit(partial(_apply, layers[0][0]))  # equal layers compile once
             for _, state in layers:
                 x = one(state, x, routing)
         return x
@@ -51,12 +52,12 @@ def _apply(graphdef, state, x, routing: Routing):
 
 
 def run(blocks: Blocks, x, routing: Routing, lora_batch):
-    with jlora.use(lora_batch, without=["*"]):  # alike layers run as the first of them
+    with jlora.use(lora_batch, without=["*"]):  # equal layers run as the first of them
         return blocks(x, routing)
 
 
 def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict]:
-    """The rows of one model, one rank and one number of slots."""
+    """Return the rows of one model, one rank and one number of slots."""
     blocks = Blocks(e, layers, nnx.Rngs(0))
     base, base_leaves = flat_step(blocks, run)
     config = jlora.LoRAConfig(max_loras=slots(wanted[0]["adapters"]), max_lora_rank=rank, dtype=jnp.bfloat16)
@@ -79,7 +80,7 @@ def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict
 
 
 def operands(e: Experts, key: dict, manager: jlora.LoRAManager):
-    """x [B, L, H], the routing of its tokens, and the batch of its sequences."""
+    """Return the input x [B, L, H], the routing of its tokens, and the batch of its sequences."""
     host: Batch = batch(e, key["tokens"], key["adapters"])
     sequences = key["tokens"] if key["tokens"] <= 256 else key["adapters"]
     length = key["tokens"] // sequences
@@ -101,7 +102,7 @@ def main() -> None:
     for name in args.model:
         for rank in args.rank:
             keys = [k for k in peers() if (k["model"], k["rank"]) == (name, rank) and k["tokens"] in args.tokens]
-            for adapters in sorted({slots(key["adapters"]) for key in keys}):  # slots are memory
+            for adapters in sorted({slots(key["adapters"]) for key in keys}):  # slots take memory
                 wanted = [key for key in keys if slots(key["adapters"]) == adapters]
                 rows += measure(MODELS[name], rank, wanted, args.layers)
                 about = {**machine(), "layers": args.layers, "xla_flags": os.environ.get("XLA_FLAGS", "")}

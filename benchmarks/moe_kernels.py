@@ -1,13 +1,13 @@
-"""Times the LoRA of experts (both products of a block) beside the floor and other serving stacks.
+"""Time the LoRA of experts (both products of a block) against the roofline and other serving stacks.
 
     python -m benchmarks.moe_kernels              # every row of peers_moe_h200.json
     python -m benchmarks.moe_kernels --tokens 64  # some of them
 
-`wall` is microseconds a layer in a jitted chain of layers with distinct weights, kernels alone, as the peers' are:
-`add_lora` of gate and up, then of down into the pairs' rows, or where that is less work `combine_lora` into the
-tokens'. `plan` is what a layer needs before: rows sorted by expert, their plan. Before a row is timed, its results on
-fresh random data are checked against the NumPy oracle, and must be the same bits twice over and with the tokens
-permuted.
+`wall` is microseconds a layer in a jitted chain of layers with distinct weights, kernels only, as for the peers. A
+layer is `add_lora` of gate and up, then of down into the pairs' rows, or `combine_lora` into the tokens' rows where
+that is less work. `plan` is the preparation of a layer, rows sorted by expert and their plan. Before a row is timed,
+its results on fresh random data are checked against the NumPy oracle. They must have the same bits in a second run and
+with the tokens permuted.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
 
-PLANS = 24  # in a chain
-LIVE_BYTES = 150e6  # of factors that a chain reads before any is read again: several times what the L2 cache holds
-MEMORY = 40e9  # bytes that a chain's factors may take, of all groups
-CHAIN_US = 1500  # that a chain takes at least, lest the host's part of a call (some 200 us) be what is measured
-REPEAT_US = 60_000  # that the calls of one repeat take at least, for the same reason
+PLANS = 24  # plans in a chain
+LIVE_BYTES = 150e6  # bytes of factors that a chain reads before it reads any again, several times the L2 cache
+MEMORY = 40e9  # most bytes of the factors of a chain, all groups included
+CHAIN_US = 1500  # least time of a chain, so that the host's part of a call (about 200 us) is not measured
+REPEAT_US = 60_000  # least time of the calls of one repeat, for the same reason
 
 
 @partial(jax.jit, static_argnames=("e", "groups", "rank", "layers", "dtype"))
 def random_layer(key, e: Experts, groups: int, rank: int, layers: int, dtype=jnp.bfloat16):
-    """One of `layers` layers' factors (a13, b13, a2, b2) with values that keep a chain's sums near one."""
+    """Return the factors (a13, b13, a2, b2) of one of `layers` layers, scaled to keep a chain's sums near one."""
     i, h = e.intermediate, e.hidden
     shapes = ((groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h))
     scales = (h**-0.5, (rank * layers) ** -0.5, i**-0.5, (rank * layers) ** -0.5)
@@ -45,7 +45,7 @@ def random_layer(key, e: Experts, groups: int, rank: int, layers: int, dtype=jnp
 
 
 def route(b: Batch, e: Experts, num_slots: int):
-    """What a layer computes from the router's choice: the plan of sorted rows, their tokens, a token's rows."""
+    """Return a layer's plan of sorted rows, the rows' tokens, and the sorted order, from the router's choice."""
     flat = b.expert.reshape(-1)
     order = ops.expert_order(flat, num_experts=e.experts)
     token = order // e.top_k
@@ -54,7 +54,7 @@ def route(b: Batch, e: Experts, num_slots: int):
 
 
 def pair_rows(order, e: Experts):
-    """[T, k]: the sorted row of each pair."""
+    """Return [T, k], the sorted row of each pair."""
     rows = jnp.zeros(len(order), jnp.int32).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     return rows.reshape(-1, e.top_k)
 
@@ -81,7 +81,7 @@ class Row:
         return ops.make_plan(slot, num_groups=self.slots)
 
     def jobs(self) -> list[tuple]:
-        """(jitted function, shapes of its arguments) of `_chain`, `_once`, `inputs`, `plan_all`."""
+        """Return (jitted function, shapes of its arguments) of `_chain`, `_once`, `inputs`, `plan_all`."""
         layer = jax.eval_shape(self.random_layer, jax.random.key(0))
         inputs = jax.eval_shape(self.inputs, jax.random.key(0))
         planned = jax.eval_shape(self.plan_all, self.batch)
@@ -106,7 +106,7 @@ class Row:
         return jax.jit(self._plans, donate_argnums=0), (b.expert, b.slot)
 
     def inputs(self, key):
-        """The two base outputs, then x [T, H] and the activations [T, k, I], token by token."""
+        """Return the two base outputs, x [T, H], and the activations [T, k, I], in token order."""
         e, out = self.e, self.tokens if self.combined else self.pairs
         kx, ka = jax.random.split(key)
         bases = jnp.ones((self.pairs, 2 * e.intermediate), jnp.bfloat16), jnp.ones((out, e.hidden), jnp.bfloat16)
@@ -114,7 +114,7 @@ class Row:
         return bases, x, jax.random.normal(ka, (self.tokens, e.top_k, e.intermediate), jnp.bfloat16)
 
     def by_token(self, bases):
-        """Shapes as `_once` returns them, token by token."""
+        """Return the shapes of the outputs of `_once`, in token order."""
         pairs = (self.tokens, self.e.top_k, 2 * self.e.intermediate)
         second = bases[1].shape if self.combined else (self.tokens, self.e.top_k, self.e.hidden)
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (pairs, second)]
@@ -145,10 +145,10 @@ class Row:
         return bases
 
     def _once(self, inputs, layer, b, ranks, order, sample, ids, others):
-        """One layer on bases of zero, with the tokens in `order`.
+        """Run one layer on a base of zeros, with the tokens in `order`.
 
-        Returns, the tokens back in their own order: all values' bits, whether they are `others`, the sample's values,
-        and the factors of groups `ids`.
+        Returns, in the tokens' original order, the bits of all values, whether they equal `others`, the values of the
+        sample, and the factors of the groups `ids`.
         """
         bases, x, act = inputs
         b = Batch(b.expert[order], b.slot[order])
@@ -171,7 +171,7 @@ class Row:
         return expert
 
     def check(self, once, inputs, layer) -> float:
-        """Relative error of some tokens on random data; raises if it or a repeat or a permutation is off."""
+        """Return the relative error of some tokens on random data; raise if it, a repeat or a permutation is wrong."""
         rng, name = np.random.default_rng(), str({k: self.key[k] for k in ("model", "rank", "tokens", "adapters")})
         sample = rng.integers(self.tokens, size=SAMPLE)
         ids = (self.host.slot[sample, None] * self.e.experts + self.host.expert[sample]).ravel()
@@ -203,11 +203,11 @@ class Row:
         return error
 
     def plan_us(self, plans) -> float:
-        """Microseconds of sorting by expert and planning."""
+        """Return the microseconds of sorting by expert and planning."""
         return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=40)[0] / PLANS
 
     def measure(self, chain, once, inputs, plan_all, plan: float) -> dict:
-        """All the figures of the row, given its programs and what its plan takes."""
+        """Return all figures of the row, given its programs and the time of its plan."""
         layers = [self.random_layer(key) for key in jax.random.split(jax.random.key(0), self.layers)]
         bases, *data = inputs(jax.random.key(np.random.default_rng().integers(2**32)))
         error = self.check(once, (bases, *data), layers[0])
@@ -230,7 +230,7 @@ class Row:
 
 
 def summary(rows: list[dict]) -> dict:
-    """What the rows show together."""
+    """Summarise the rows."""
     slowest = min(rows, key=lambda r: r["faster"])
     return {
         "rows": len(rows),

@@ -1,4 +1,4 @@
-"""The shapes that are measured for experts: three models' expert products, and how their tokens are routed."""
+"""The measured shapes of experts: the expert products of three models, and the routing of their tokens."""
 
 import json
 from dataclasses import dataclass
@@ -36,14 +36,17 @@ def slots(adapters: int) -> int:
 
 
 class Batch(NamedTuple):
-    """expert [T, k] of every token's choices, and the slot [T] of every token."""
+    """The experts [T, k] of every token, and the slot [T] of every token."""
 
     expert: np.ndarray
     slot: np.ndarray
 
 
 def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
-    """Random routing; up to 256 tokens each is a sequence of its own, above, an adapter's tokens stand together."""
+    """Return random routing.
+
+    Up to 256 tokens, each token is a sequence of its own. Above, the tokens of an adapter are consecutive.
+    """
     rng = np.random.default_rng(seed)
     expert = np.argsort(rng.random((tokens, e.experts)), axis=1)[:, : e.top_k]
     slot = rng.permutation(slots(adapters))[:adapters][np.arange(tokens) * adapters // tokens]
@@ -53,10 +56,11 @@ def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
 
 
 def floor_us(e: Experts, rank: int, tokens: int, present: int, *, combined: bool = False) -> float:
-    """Microseconds of both products' LoRA, each input read once, each output written once, hidden values free.
+    """Return the least microseconds of both products' LoRA.
 
-    `present`: the distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I]; the second to [T * k, H],
-    or where `combined` to [T, H].
+    Each input is read once, each output is written once, and hidden values are free. `present` is the number of
+    distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I]. The second adds to [T * k, H], or to [T,
+    H] if `combined`.
     """
     pairs, h, i = tokens * e.top_k, e.hidden, e.intermediate
     factors = present * rank * (2 * h + 2 * i + i + h)

@@ -1,9 +1,9 @@
-"""Draws the README's figure from the measured results.
+"""Draw the README's figure from the measured results.
 
     python -m benchmarks.plot
 
-Left: share of the roofline floor that each measured projection reaches, by tokens. Right: what adapters add to a whole
-decode step, by the number of different adapters in the batch.
+Left is the share of the roofline floor that each measured projection reaches, by tokens. Right is the cost of adapters
+for a whole decode step, by the number of different adapters in the batch.
 """
 
 import json

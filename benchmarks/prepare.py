@@ -1,13 +1,13 @@
-"""How long does `LoRAManager.prepare` take on the host?
+"""Time `LoRAManager.prepare` on the host.
 
     python benchmarks/prepare.py
 
 Prints microseconds (median and 95th percentile) and writes them to benchmarks/results/prepare.json:
 
-- unchanged: the same 64 sequences over the same adapters, all in slots: what a decode step pays;
-- reordered: the same adapters, the sequences in a new order: the slot ids are moved to the device;
-- packed: unchanged, with token_counts and pad_to;
-- swap: one adapter of the batch is not in a slot and is written (host time until the write is dispatched).
+- unchanged: the same 64 sequences over the same adapters, all in slots, as in a decode step
+- reordered: the same adapters with the sequences in a new order, so the slot ids are copied to the device
+- packed: unchanged, with token_counts and pad_to
+- swap: one adapter of the batch is not in a slot and is written (host time until the write is dispatched)
 """
 
 import itertools
@@ -35,7 +35,7 @@ class Stack(nnx.Module):
 
 
 def make_manager() -> jlora.LoRAManager:
-    """Nine adapters on the host for eight slots."""
+    """Return a manager with nine adapters on the host and eight slots."""
     config = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK, max_cpu_loras=SLOTS + 1)
     manager = jlora.LoRAManager(Stack(), config)
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def make_manager() -> jlora.LoRAManager:
 
 
 def measure(call: Callable[[], jlora.LoRABatch], repeats: int) -> dict[str, float]:
-    """Time of `call` alone; closing its batch is not counted."""
+    """Time `call`, without closing its batch."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -71,7 +71,7 @@ def main() -> None:
     rotations = itertools.cycle([names[i:] + names[:i] for i in range(1, SEQUENCES)])
     turns = itertools.cycle(["adapter8", "adapter0"])
     manager.prepare(names).close()
-    for name in ("adapter8", "adapter0"):  # compiled before it is timed
+    for name in ("adapter8", "adapter0"):  # compile before timing
         manager.prepare([name]).close()
 
     figures = {
@@ -80,7 +80,7 @@ def main() -> None:
         "packed": measure(lambda: manager.prepare(names, counts, 2048), 2000),
     }
     for i in range(1, SLOTS):
-        manager.pin_adapter(f"adapter{i}")  # so that two adapters take turns in the one slot left
+        manager.pin_adapter(f"adapter{i}")  # two adapters then alternate in the remaining slot
     figures["swap"] = measure(lambda: manager.prepare([next(turns)]), 200)
 
     for case, figure in figures.items():

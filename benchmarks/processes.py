@@ -1,12 +1,12 @@
-"""One process with N devices beside N processes with one each: logits, versions after a swap, and times.
+"""Compare one process with N devices to N processes with one each: logits, versions after a swap, and times.
 
     python -m benchmarks.processes --devices 2 [--model llama-3-8b] [--layers 8] [--out results.json]
 
-Starts the processes itself, one variant after the other; on GPUs each sees its own. The same random bf16 weights, split
-over "tensor", and the same adapters of rank 16 in memory. Two batches of eight prompts each; the second swaps all
-adapters of the first, and before the third one of them is replaced in place. Then an activation of an adapter that the
-host cache holds (each agrees with the others on the slot first), a `prepare` that changes nothing, and a prefill step
-with adapters. Medians, in milliseconds, as process 0 sees them.
+It starts the processes itself, one variant after the other. On GPUs each process sees its own device only. Both
+variants have the same random bf16 weights, split over "tensor", and the same adapters of rank 16 in memory. There are
+batches of eight prompts. The second batch swaps all adapters of the first, and one of them is replaced in place before
+the third. Timed are an activation of an adapter in the host cache (the processes first agree on its slot), a `prepare`
+that changes nothing, and a prefill step with adapters. Times are medians in milliseconds in process 0.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LENGTH = 128
 
 
 def work(args: argparse.Namespace) -> None:
-    """What each process does."""
+    """Run the work of one process."""
     shape, _ = SHAPES[args.model]
     config = shape(args.layers)
     mesh = jax.make_mesh((args.devices,), ("tensor",), axis_types=(AxisType.Auto,))
@@ -99,7 +99,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace, processes: int, folder: str) -> dict[str, Any]:
-    """Runs one variant. Returns what its process 0 found."""
+    """Run one variant and return the results of its process 0."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
@@ -133,7 +133,7 @@ def main() -> None:
             jax.distributed.initialize(args.coordinator, count, me)
         work(args)
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process takes no memory of the others'
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the devices' memory to the others
     with tempfile.TemporaryDirectory() as folder:
         one, many = (start(args, processes, folder) for processes in (1, args.devices))
         logits = [np.load(Path(folder) / f"{processes}.npy") for processes in (1, args.devices)]

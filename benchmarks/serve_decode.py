@@ -1,12 +1,13 @@
-"""The engine against the bare decode loop: tokens a second with all rows decoding, on the model of `decode_step`.
+"""Compare the engine with the bare decode loop: tokens per second with all rows decoding, on `decode_step`'s model.
 
     python -m benchmarks.serve_decode [--out results.json] [--layers 32] [--batch 64] [--context 1000] [--adapters 64]
-    python -m benchmarks.serve_decode --tiny          sizes for a CPU, to see that it runs
+    python -m benchmarks.serve_decode --tiny          sizes for a CPU, to try the benchmark
 
-Random bf16 weights of Llama-3-8B's shape. The bare loop is one jitted step over a donated cache, enqueued again and
-again; its bytes are the weights once (of the embedding only what is looked up) and the live cache once. The engine is
-measured through `submit`, between the first token of the last sequence and the last token of the first to end: then
-every row decodes, at contexts up to the bare loop's. With `--adapters`, sequences choose among as many by zipf 1.0.
+The weights are random bf16 of Llama-3-8B's shape. The bare loop is one jitted step over a donated cache, enqueued
+repeatedly. Its bytes are the weights once (only the looked-up rows of the embedding) and the live cache once. The
+engine is measured through `submit`, between the first token of the last sequence and the last token of the first
+sequence to end. In that time every row decodes, at contexts up to the bare loop's. With `--adapters`, each sequence
+chooses one of that many adapters by Zipf's law with exponent 1.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks.timing import machine
 from jlora.models import Decoder, attention
 from jlora.serve import Engine, EngineOptions, SamplingParams
 
-REACHABLE = 4.3e12  # bytes a second of an H200
+REACHABLE = 4.3e12  # reachable bytes per second of an H200
 
 
 def extent_of(context: int) -> int:
@@ -38,7 +39,7 @@ def extent_of(context: int) -> int:
 
 
 def bare_loop(model: Decoder, batch: int, context: int, steps: int) -> dict:
-    """Milliseconds of a decode step of the model as it is, and what they are to the bytes it must read."""
+    """Return the milliseconds of a decode step of the unwrapped model, and their ratio to its required reads."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     extent = extent_of(context)
@@ -74,7 +75,7 @@ def bare_loop(model: Decoder, batch: int, context: int, steps: int) -> dict:
 
 
 def make_adapters(manager: jlora.LoRAManager, count: int, rank: int) -> list[str]:
-    """Adapters of all seven projections of every layer, with the same values under different names."""
+    """Add adapters for all seven projections of every layer, with the same values under different names."""
     rng, arrays = np.random.default_rng(0), {}
     for info in manager.layers():
         if info.wrapped and "embed" not in info.path and "lm_head" not in info.path:
@@ -103,8 +104,8 @@ def make_adapters(manager: jlora.LoRAManager, count: int, rank: int) -> list[str
 
 
 def through_submit(engine: Engine, names: list[str], batch: int, context: int, chunk: int, window: int) -> dict:
-    """Tokens a second while all rows decode."""
-    lead = batch * math.ceil(context / chunk)  # steps until the last prompt is in
+    """Return tokens per second while all rows decode."""
+    lead = batch * math.ceil(context / chunk)  # steps until the last prompt is prefilled
     length = context - lead - window
     if length < 1:
         raise SystemExit(f"a context of {context} is too short: all prompts take {lead} steps, and {window} are timed")

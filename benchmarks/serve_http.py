@@ -1,27 +1,27 @@
-"""Tokens a second over HTTP against the bare decode loop, and the time to the first token of cold and warm adapters.
+"""Measure tokens per second over HTTP against the bare decode loop, and the time to the first token of adapters.
 
     python -m benchmarks.serve_http [--out results.json] [--layers 32] [--batches 8 64] [--context 1000]
-    python -m benchmarks.serve_http --shape tiny          sizes for a CPU, to see that it runs
+    python -m benchmarks.serve_http --shape tiny          sizes for a CPU, to try the benchmark
 
-Needs starlette, uvicorn, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is `jlora serve`'s own, in a
-process of its own, around random bf16 weights of Llama-3-8B's shape; its client is this process, which never touches
-the device. Answers are streamed, and each token's text has one mark, so that tokens are counted however they come.
+Needs starlette, uvicorn, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is that of `jlora serve`, in
+its own process, with random bf16 weights of Llama-3-8B's shape. The client is this process, which never uses the
+device. Answers are streamed. The text of each token has one mark, so tokens can be counted in any chunks.
 
-Of each batch size: the bare loop of `benchmarks.serve_decode`; then a server of as many rows, all of them decoding for
-the base model, counted between the first token of the last sequence and the last of the first to end.
-`server_us_per_token` and `client_us_per_token` are the processor time of the two processes from the first request to
-the last answer.
+For each batch size, the bare loop of `benchmarks.serve_decode` is measured first. Then a server with as many rows
+decodes for the base model in all of them. Its tokens are counted between the first token of the last sequence and the
+last token of the first sequence to end. `server_us_per_token` and `client_us_per_token` are the processor time of the
+two processes from the first request to the last answer.
 
-Then, at the last of these servers, milliseconds to the first token of one short prompt after another, with adapters of
-rank 16 on all seven projections of every layer (84 MB each at 32 layers):
+Then, at the last of these servers, the time to the first token is measured in milliseconds for one short prompt after
+another, with adapters of rank 16 on all seven projections of every layer (84 MB each at 32 layers):
 
   base        no adapter
   resident    the adapter is in a slot
-  host        it is in the host cache and in no slot
-  cold        it was registered, and is read from its file, which is in the page cache
-  cold disk   the same, and the kernel was asked to forget the file (`posix_fadvise`); no file system has to
+  host        the adapter is in the host cache and in no slot
+  cold        the adapter is registered, and is read from its file, which is in the page cache
+  cold disk   as cold, after a request to the kernel to drop the file (`posix_fadvise`), which it may ignore
 
-With `--beside N` as many sequences of the base model decode meanwhile.
+With `--beside N`, N sequences of the base model decode at the same time.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from benchmarks.stream_client import Answer, Connection
 from benchmarks.timing import machine, processor_seconds
 from jlora.models import Decoder, DecoderConfig
 
-_MARK = b"~"  # once in the text of every token
+_MARK = b"~"  # occurs once in the text of every token
 _BASE = "base"
 
 
@@ -68,14 +68,14 @@ def make_config(args: argparse.Namespace) -> DecoderConfig:
 
 
 def make_tokenizer(size: int) -> Any:
-    """Token i is written as one mark and its number."""
+    """Return a tokenizer that writes token i as one mark and its number."""
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.WordLevel({f"{_MARK.decode()}{i}": i for i in range(size)}, unk_token=f"{_MARK.decode()}0"))
 
 
 def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
-    """One server of each batch size after another; `tell` hears of ("about", ...), ("bare", ...) and ("ready", ...)."""
+    """Run one server for each batch size in turn; send ("about", ...), ("bare", ...), ("ready", ...) to `tell`."""
     from jlora.serve import Engine, EngineOptions
     from jlora.serve.http.adapters import Adapters, AllowedSources
     from jlora.serve.http.server import listen, serve
@@ -107,7 +107,7 @@ def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
 
 
 def write_adapters(folder: Path, config: DecoderConfig, count: int, rank: int) -> None:
-    """Adapters that differ in one value: bytes that nobody could share, made quickly."""
+    """Write adapters that differ in one value. Their bytes cannot be shared, and they are fast to make."""
     rng, tensors = np.random.default_rng(0), {}
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -136,7 +136,7 @@ def write_adapters(folder: Path, config: DecoderConfig, count: int, rank: int) -
 
 
 def forget(file: Path) -> None:
-    """Ask the kernel to drop what it holds of a file."""
+    """Request the kernel to drop the cached pages of a file."""
     opened = os.open(file, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -147,7 +147,7 @@ def forget(file: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """What is asked of one server: `pid` and `port` are its."""
+    """Requests to one server at `port` with process `pid`."""
 
     pid: int
     port: int
@@ -166,8 +166,8 @@ class Client:
         return np.random.default_rng(count).integers(10, min(self.vocab, 1000), (count, length)).tolist()
 
     async def throughput(self, batch: int, context: int, chunk: int, window: int) -> dict[str, Any]:
-        """Tokens a second while all rows decode."""
-        lead = batch * -(-context // chunk)  # steps until the last prompt is in
+        """Return tokens per second while all rows decode."""
+        lead = batch * -(-context // chunk)  # steps until the last prompt is prefilled
         length = context - lead - window
         if length < 1:
             raise SystemExit(f"a context of {context} is too short: all prompts take {lead} steps, {window} are timed")
@@ -195,14 +195,14 @@ class Client:
     async def first_tokens(
         self, names: Iterable[str | None], length: int, before: Callable[[str], None] = lambda name: None
     ) -> dict[str, float]:
-        """Milliseconds to the first token, one request after the other."""
+        """Return milliseconds to the first token, for one request after the other."""
         connection, times = await Connection.open("127.0.0.1", self.port), list[float]()
         (prompt,) = self.prompts(1, length)
         for name in names:
             if name is not None:
                 before(name)
             times.append((await self.stream(prompt, 2, name or _BASE, connection)).first * 1e3)
-            await asyncio.sleep(0.02)  # the engine comes to rest
+            await asyncio.sleep(0.02)  # let the engine become idle
         connection.close()
         return {
             "requests": len(times),
@@ -212,11 +212,11 @@ class Client:
         }
 
     async def ladder(self, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-        """Of each level; they follow each other so that every request finds its adapter where it is said to be."""
+        """Return the figures of each level, in an order in which every request finds its adapter at that level."""
         (prompt,) = self.prompts(1, 32)
         names = sorted(path.name for path in folder.iterdir())
-        # The last `max_cpu_loras` that were read are on the host, and of these the last in use in slots: who goes round
-        # among more than there is room for finds each gone.
+        # The `max_cpu_loras` adapters that were read last are on the host, and the last used of these are in slots.
+        # Requests in rounds over more adapters than fit therefore always miss.
         on_host = names[-args.max_cpu_loras :]
 
         def rounds(of: list[str]) -> list[str]:
@@ -246,7 +246,7 @@ class Client:
 
 
 def expect(told: Any, process: Any, what: str) -> Any:
-    """The next thing that the server says, which is to be this."""
+    """Return the value of the server's next message, which must be of the given kind."""
     while not told.poll(1.0):
         if not process.is_alive():
             raise SystemExit("the server has ended")
@@ -288,7 +288,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             port, warm = expect(told, process, "ready")
             print(f"# a server of {batch} rows answers after {warm} s", flush=True)
             client = Client(process.pid, port, config.vocab_size)
-            asyncio.run(client.throughput(batch, args.context, args.chunk, min(args.window, 20)))  # all is warm then
+            asyncio.run(client.throughput(batch, args.context, args.chunk, min(args.window, 20)))  # warm-up
             runs = [
                 asyncio.run(client.throughput(batch, args.context, args.chunk, args.window))
                 for _ in range(args.repeats)
@@ -302,7 +302,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if batch == args.batches[-1]:
                 found["first_token_ms"] = asyncio.run(client.ladder(args, folder))
                 print(json.dumps(found["first_token_ms"]), flush=True)
-            os.kill(process.pid, signal.SIGTERM)  # drains this server; the next follows
+            os.kill(process.pid, signal.SIGTERM)  # drains this server before the next one starts
         process.join(60)
         return found
     finally:

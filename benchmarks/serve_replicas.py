@@ -1,12 +1,13 @@
-"""How many adapters the replicas of examples/ray_serve load: requests go where their adapter is, or to any replica.
+"""Count the adapter loads of the replicas of examples/ray_serve, with requests routed by adapter or to any replica.
 
     pip install "jlora[ray,test]"
     python -m benchmarks.serve_replicas [--out results.json] [--adapters 200] [--requests 4000] [--held 64]
         [--replicas 2] [--in-flight 32]
 
-The demo model on a CPU. Each adapter has one of the demo's four functions and bytes of its own: A times a power of two,
-B divided by it. Which one a request names follows Zipf's law, p(k) ~ 1/k. Both arms see the same requests in the same
-order over HTTP; in both a replica loads what it lacks and unloads what it used least recently. Every answer is checked.
+The model is the demo's, on a CPU. Each adapter computes one of the demo's four functions from bytes of its own, with A
+multiplied by a power of two and B divided by it. The adapter of a request follows Zipf's law, p(k) ~ 1/k. Both variants
+get the same requests in the same order over HTTP. In both, a replica loads a missing adapter and unloads the least
+recently used one. Every answer is checked.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import safetensors.numpy
 from benchmarks.timing import machine
 
 DEMO = Path(__file__).parents[1] / "jlora" / "demo"
-_BF16 = ml_dtypes.bfloat16  # what the demo's adapters are in; importing it lets NumPy read them
+_BF16 = ml_dtypes.bfloat16  # dtype of the demo's adapters; the import lets NumPy read it
 
 
 class Asked(NamedTuple):
@@ -36,7 +37,7 @@ class Asked(NamedTuple):
 
 
 def write_adapters(folder: Path, count: int) -> dict[str, str]:
-    """`count` adapters, each in a folder of its own. Returns name -> which of the demo's it does the same as."""
+    """Write `count` adapters, each in its own folder, and return name -> the demo's adapter with the same function."""
     kinds = sorted(path.name for path in (DEMO / "adapters").iterdir())
     made = {f"tenant-{i:04}": kinds[i % len(kinds)] for i in range(count)}
     for i, (name, kind) in enumerate(made.items()):
@@ -53,7 +54,7 @@ def write_adapters(folder: Path, count: int) -> dict[str, str]:
 
 
 def traffic(made: dict[str, str], requests: int, seed: int = 0) -> list[Asked]:
-    """Requests by Zipf's law with exponent 1; the order of the adapters by popularity is drawn too."""
+    """Return requests by Zipf's law with exponent 1, with a random order of the adapters by popularity."""
     random = np.random.default_rng(seed)
     questions = json.loads((DEMO / "prompts.json").read_text())
     by_kind = {kind: [one for one in questions if one["adapter"] == kind] for kind in set(made.values())}
@@ -68,7 +69,7 @@ def traffic(made: dict[str, str], requests: int, seed: int = 0) -> list[Asked]:
 
 
 async def ask_all(address: str, asked: list[Asked], in_flight: int) -> list[str]:
-    """What was wrong: an answer, or a status."""
+    """Send all requests, and return the wrong answers and error statuses."""
     wrong: list[str] = []
     waiting = iter(asked)
 
@@ -87,7 +88,7 @@ async def ask_all(address: str, asked: list[Asked], in_flight: int) -> list[str]
 def measure(
     adapters: Path, asked: list[Asked], *, multiplexed: bool, port: int, in_flight: int, **options: Any
 ) -> dict:
-    """One arm: new replicas, all requests. Ray is running."""
+    """Run all requests of one variant on new replicas. Ray must be running."""
     from ray import serve
 
     from examples.ray_serve.app import Options, build

@@ -1,21 +1,24 @@
-"""Load on a server of thousands of adapters, beside the same load on one of as many as there are slots.
+"""Compare a server of thousands of adapters with one that has as many adapters as slots, under the same load.
 
     python -m benchmarks.serve_zipf [--minutes 10] [--adapters 2000] [--against 64] [--http] [--out results.json]
 
-The demo's model, and adapters that are all different and whose right answers are known (`benchmarks.tenants`). Each of
-the two servers has the same slots and host cache, and the same number of requests in flight at any time, one as soon
-as another ends: more than there are rows, so that none is ever empty. They take turns of `--slice` seconds, so that
-what else the machine does meets both; `--minutes` are of each. Adapters are chosen by a zipf law, in an order of
-chance; every answer of `--tokens` tokens is compared with what the demo's adapter says to that prompt alone.
+The model is the demo's. All adapters are different, and their right answers are known (`benchmarks.tenants`). Both
+servers have the same slots, host cache and number of requests in flight. A new request starts when another ends, and
+there are more requests in flight than rows, so no row is ever empty. The servers run in alternating turns of `--slice`
+seconds, so that other load on the machine affects both; `--minutes` is the time of each server. Adapters are chosen by
+a Zipf law, in random order of popularity. Every answer of `--tokens` tokens is compared with the answer of the demo's
+adapter to the same prompt alone.
 
-Through `Engine.submit`, both engines in this process; with `--http` each is a `jlora serve` of its own, and answers are
-streamed. Seconds are from the submission: with more requests than rows most of the time to the first token is waiting.
+By default requests go through `Engine.submit`, with both engines in this process. With `--http` each server is a `jlora
+serve` process, and answers are streamed. Times are measured from the submission. With more requests than rows, most of
+the time to the first token is waiting.
 
-Counted is what ends between two looks at the clock while the load is full; the first `--ramp` seconds of each turn are
-not. Hits of slots are requests for which nothing was written into one, hits of the host those for which nothing was
-read from disk: both of all requests. `processor_ms_per_request` is what the server's process took on all cores, which
-other load on the machine changes least; in one process that is the client's too. Writes what there is also where it is
-interrupted (Ctrl-C), and a plot beside it where matplotlib is installed. Exits with 1 where an answer was wrong.
+Requests that end between two readings of the clock under full load are counted, without the first `--ramp` seconds of
+each turn. A request is a slot hit if it causes no write into a slot, and a host hit if it causes no read from disk;
+both rates are of all requests. `processor_ms_per_request` is the time of the server's process on all cores, which
+depends least on other load on the machine; with both engines in this process it includes the client. The results are
+also written on an interrupt (Ctrl-C), with a plot if matplotlib is installed. The exit status is 1 if an answer was
+wrong.
 """
 
 import argparse
@@ -54,8 +57,13 @@ _COUNTED = ("slot_hits", "slot_loads", "host_loads")
 
 @dataclass
 class Done:
-    """One request that has ended: which tenant and prompt, when it was asked, its first token and its end; its error or
-    that it was wrong, where it was."""
+    """One finished request.
+
+    Attributes:
+      tenant, prompt: Indices of the adapter and the prompt.
+      asked, first, ended: Times of the submission, the first token and the end.
+      wrong: Description of the error or of the wrong answer, else None.
+    """
 
     tenant: int
     prompt: int
@@ -69,16 +77,16 @@ Told = Callable[[Done], None]
 
 
 class Server(Protocol):
-    """What answers: a process, `pid`."""
+    """A server under test, in process `pid`."""
 
     pid: int
 
     def ask(self, tenant: int, prompt: int, told: Told) -> None:
-        """Ask for one answer. `told` is called once, on any thread."""
+        """Submit a request. `told` is called once, on any thread."""
         ...
 
     def counts(self) -> dict[str, int]:
-        """`_COUNTED`, since the start."""
+        """Return the counters `_COUNTED` since the start."""
         ...
 
     def close(self) -> None: ...
@@ -86,7 +94,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked, and what is right."""
+    """The requests of a server and their right answers."""
 
     tenants: list[Tenant]
     prompts: list[str]
@@ -99,7 +107,7 @@ class Load:
 
 
 class InProcess:
-    """An engine here."""
+    """An engine in this process."""
 
     def __init__(self, load: Load, model: Decoder, args: argparse.Namespace):
         self._load, self.pid = load, os.getpid()
@@ -144,7 +152,7 @@ class InProcess:
 
 
 class OverHTTP:
-    """`jlora serve` in a process of its own; its client is a thread here."""
+    """A `jlora serve` process, with its client in a thread of this process."""
 
     def __init__(self, load: Load, log: Path, args: argparse.Namespace):
         self._load = load
@@ -154,7 +162,7 @@ class OverHTTP:
             *("--max-num-seqs", args.rows, "--max-waiting", args.in_flight, "--lora-modules"),
             *(f"{tenant.name}={tenant.folder}" for tenant in load.tenants),
         ]
-        with log.open("w") as errors:  # a session of its own: Ctrl-C is for this process alone
+        with log.open("w") as errors:  # its own session, so that Ctrl-C reaches this process only
             self._process = subprocess.Popen(
                 list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
             )
@@ -164,7 +172,7 @@ class OverHTTP:
             found = re.search(r"http://([\w.]+):(\d+)", self._process.stdout.readline())
             if not found:
                 raise SystemExit(f"the server does not start: {log.read_text()[-2000:]}")
-        except BaseException:  # nobody else knows of it yet
+        except BaseException:  # no other code can end it yet
             self._process.kill()
             raise
         self._url, self._address = found[0], (found[1], int(found[2]))
@@ -190,7 +198,7 @@ class OverHTTP:
             done.asked, done.first, done.ended = answer.asked, answer.asked + answer.first, answer.parts[-1][0]
             if answer.text != self._load.texts[self._load.key(done.tenant, done.prompt)]:
                 done.wrong = f"text {answer.text!r}"
-        except Exception as error:  # whatever it is, it is counted
+        except Exception as error:  # count every kind of error
             done.ended, done.wrong = time.perf_counter(), repr(error)
         told(done)
 
@@ -206,30 +214,30 @@ class OverHTTP:
 
 
 def _resident(pid: int) -> float:
-    """MB of memory."""
+    """Return the resident memory of a process in MB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # pyright: ignore[reportOptionalSubscript]
 
 
 @dataclass
 class Arm:
-    """One server, and what was seen of it."""
+    """One server and its measurements."""
 
     name: str
     server: Server
     load: Load
-    shares: np.ndarray  # of the requests, by tenant
-    seconds: float = 0.0  # in which was counted
-    processor: float = 0.0  # seconds that its process took on all cores meanwhile
+    shares: np.ndarray  # cumulative shares of the requests by tenant
+    seconds: float = 0.0  # counted time
+    processor: float = 0.0  # seconds of its process on all cores in that time
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # requests a second of each turn
     wrong: list[str] = field(default_factory=list)
-    answers: int = 0  # that were compared
+    answers: int = 0  # number of compared answers
     counted: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds since the start, MB)
 
     def turn(self, seconds: float, ramp: float, in_flight: int, rng: np.random.Generator, started: float) -> None:
-        """Keep as many requests in flight as are said, for some seconds; then wait for the last of them."""
+        """Keep `in_flight` requests in flight for some seconds, then wait for the last of them."""
         done: queue.SimpleQueue[Done] = queue.SimpleQueue()
 
         def ask() -> None:
@@ -239,7 +247,7 @@ class Arm:
         for _ in range(in_flight):
             ask()
         begin, under_way = time.perf_counter(), in_flight
-        full: list[tuple[float, float, dict[str, int]]] = []  # (when, processor, counts): counting begins, and ends
+        full: list[tuple[float, float, dict[str, int]]] = []  # (time, processor, counts) at start and end of counting
         ended: list[Done] = []
         while under_way:
             one = done.get(timeout=120)
@@ -266,12 +274,12 @@ class Arm:
         self.counted.update({name: after[name] - before[name] for name in after})
 
     def forget(self) -> None:
-        """All but what was wrong."""
+        """Reset all measurements except the wrong answers."""
         self.seconds, self.processor, self.first, self.whole, self.rates, self.memory = 0.0, 0.0, [], [], [], []
         self.counted.clear()
 
     def figures(self) -> dict[str, Any]:
-        """Of all turns so far."""
+        """Return the figures of all turns so far."""
         count = self.counted
         return {
             "adapters": len(self.load.tenants),
@@ -298,7 +306,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def zipf_shares(count: int, power: float, rng: np.random.Generator) -> np.ndarray:
-    """Sums of the shares of `count` adapters up to each, in an order of chance."""
+    """Return the cumulative shares of `count` adapters in random order of popularity."""
     shares = 1 / np.arange(1, count + 1) ** power
     return np.cumsum(rng.permutation(shares)) / shares.sum()
 
@@ -327,7 +335,7 @@ def _rate(arm: Arm) -> float:
 
 
 def plot(arms: list[Arm], found: dict[str, Any], path: Path) -> None:
-    """Requests a second by turn, seconds of requests by share, memory over time. Nothing without matplotlib."""
+    """Plot requests per second by turn, seconds by share of requests and memory over time, given matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -440,5 +448,5 @@ def run(args: argparse.Namespace, folder: Path, logs: Path) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # as Ctrl-C: nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # clean up as for Ctrl-C
     main()

@@ -1,10 +1,10 @@
-"""Hours of what the tests do in seconds: interrupts, crowds of threads, the stateful test.
+"""Run for hours the scenarios that the tests run for seconds: interrupts, concurrent threads, the stateful test.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 5 --signals 200
+    JAX_PLATFORMS=cpu python -m benchmarks.soak --steps 100000 --minutes 5 --signals 300
 
-Each part that is asked for takes its figures to `benchmarks/results/soak.json`, where those of the others stay. Harm
-is counted by kind (`tests.manager.hostile.Harm`), described, and followed by a new world; the exit status is 1 if there
-was any. Run it from the repository, with the extra `test` installed.
+Each selected part writes its figures to `benchmarks/results/soak.json` and leaves those of the others unchanged.
+Failures are counted by kind (`tests.manager.hostile.Harm`) and described, and a new world is started after each. The
+exit status is 1 if there were any. Run it from the repository, with the extra `test` installed.
 """
 
 import argparse
@@ -33,26 +33,26 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 import jlora
 from tests.manager.hostile import Harm, Judge
-from tests.manager.test_interrupts import Signals
+from tests.manager.test_interrupts import HOW, in_a_process
 from tests.manager.test_machine import Books, ManagerMachine, Open
 from tests.manager.test_threads import Crowd
 from tests.manager.tiny import World, make_world
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 KINDS = ("wrong", "dead", "leaked", "hung", "lost", "compiled")
-DESCRIBED = 20  # so many failures are described; all are counted
-STALL = 180.0  # seconds without a sign of life: everything hangs
+DESCRIBED = 20  # number of failures that are described; all are counted
+STALL = 180.0  # seconds without progress after which the run counts as hung
 STEPS_AN_EXAMPLE = 200
 
 
 class Part:
-    """What one part did and found.
+    """The results of one part.
 
     Attributes:
-      harm: how often, by kind.
-      last: the kind of the last one.
-      described: the first failures, in words.
-      figures: whatever else there is to tell; `done` counts.
+      harm: Number of failures by kind.
+      last: Kind of the last failure.
+      described: Descriptions of the first failures.
+      figures: Other results. `done` holds counters.
     """
 
     def __init__(self, name: str, out: Path):
@@ -68,7 +68,7 @@ class Part:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def blame(self, error: BaseException, where: str = "") -> None:
-        """Count a failure; what has no kind is something that failed at what it should do."""
+        """Count a failure. Errors other than `Harm` count as "dead"."""
         kind = error.kind if isinstance(error, Harm) else "dead"
         self.harm[kind] += 1
         self.last = kind
@@ -78,16 +78,16 @@ class Part:
             self.described.append(f"{where} {text}"[:400].strip())
 
     def answers(self) -> bool:
-        """Whether the last failure left a manager that can be asked."""
+        """Return True if the manager still responds after the last failure."""
         return self.last != "hung"
 
     def compiled(self, step: int, write: int) -> None:
-        """Take down how often the step and the write of a world were compiled: the most of all worlds."""
+        """Record how often the step and the write of a world were compiled, the maximum over all worlds."""
         most = self.figures.setdefault("compilations", {"step": 0, "write": 0})
         most["step"], most["write"] = max(step, most["step"]), max(write, most["write"])
 
     def end(self) -> bool:
-        """Write it all down. True if there was no harm."""
+        """Write the results. Return True if there was no failure."""
         self._over.set()
         results = json.loads(self.out.read_text()) if self.out.exists() else {}
         results[self.name] = {
@@ -115,7 +115,7 @@ class Part:
         return not self.harm.total()
 
     def _watch(self) -> None:
-        """End the process where nothing moves any more."""
+        """End the process if there is no progress for `STALL` seconds."""
         while not self._over.wait(1.0):
             if time.monotonic() - self.alive > STALL:
                 faulthandler.dump_traceback()
@@ -125,17 +125,21 @@ class Part:
 
 
 def signals(part: Part, seed: int, times: int) -> None:
-    """Real interrupts."""
-    work = Signals(seed, harm=part.blame)
-    while work.caught.total() < times and part.harm.total() < DESCRIBED:
-        part.alive = time.monotonic()
-        work.run(1)
-    part.compiled(len(work.world.traces), work.world.manager.stats().compilations)
-    part.figures |= {"signals": times, "caught_in": dict(work.caught), "slowest": work.slowest, "answers": work.answers}
+    """Interrupt a script, asyncio tasks and a pytest test by real signals, each in its own process."""
+    for how in HOW:
+        part.alive = time.monotonic() + 3 * times
+        try:
+            figures = in_a_process(how, seed, times)
+        except Exception as error:  # counted as dead; the next program runs
+            part.blame(error, f"{how}:")
+            continue
+        for kind, text in figures.pop("harm"):
+            part.blame(Harm(kind, text.removeprefix(f"{kind}: ")), f"{how}:")
+        part.figures[how] = figures
 
 
 def crowds(part: Part, seed: int, seconds: float) -> None:
-    """Eight threads, half of the time by turns and half of it not; and two to seven of them for a while each."""
+    """Run eight threads, half of the time through `manager.run`, then two to seven threads for a while each."""
     turns = [8, 8, 2, 3, 4, 5, 6, 7]
     for i, count in enumerate(turns):
         part.alive = time.monotonic() + seconds
@@ -155,7 +159,7 @@ def crowds(part: Part, seed: int, seconds: float) -> None:
 
 
 class Counted(ManagerMachine):
-    """The stateful test, which counts its steps, and keeps the error that Hypothesis would wrap."""
+    """The stateful test with a count of its steps, and with the error that Hypothesis would wrap."""
 
     part: Part
     error: BaseException | None = None
@@ -178,7 +182,7 @@ class Counted(ManagerMachine):
 
 
 def stateful(part: Part, seed: int, steps: int) -> None:
-    """Random rules, each compared with the books, and the logits of every open batch with the NumPy model."""
+    """Apply random rules and compare the state with a record, and logits of open batches with the NumPy model."""
     Counted.part = part
 
     def new() -> World:
@@ -209,7 +213,7 @@ def stateful(part: Part, seed: int, steps: int) -> None:
             )  # fmt: skip
             if len(world.traces) > 1:
                 raise Harm("compiled", "the step")
-        except Exception as error:  # the same: counted, and the next seed has its turn
+        except Exception as error:  # count it as above, and continue with the next seed
             part.blame(Counted.error or error, f"seed {seed}:")
             if part.answers():
                 close(world)
@@ -222,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=0, help="of the stateful test")
     parser.add_argument("--minutes", type=float, default=0.0, help="of crowds of threads")
-    parser.add_argument("--signals", type=int, default=0, help="real interrupts")
+    parser.add_argument("--signals", type=int, default=0, help="real interrupts, so many in each kind of program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

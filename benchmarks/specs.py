@@ -1,4 +1,4 @@
-"""The shapes that are measured: projections of Llama-3-8B, ranks, tokens, adapters and mixes. No timing here."""
+"""The measured shapes: projections of Llama-3-8B, ranks, tokens, adapters and mixes."""
 
 from dataclasses import dataclass
 
@@ -34,12 +34,17 @@ PROJECTIONS = {
 
 
 def group_ids(tokens: int, adapters: int, slots: int = SLOTS, mix: str = "distinct", seed: int = 0) -> np.ndarray:
-    """int32 [tokens] slot of every row.
+    """Return the int32 [tokens] slot of every row.
 
-    "distinct": every adapter has as many rows as any other. "zipf": the i-th adapter's share goes as 1 / i, each has at
-    least one row. "half": as distinct, then every other row without an adapter. "ranks": as distinct; see `ranks`. Up
-    to 256 tokens each row is a sequence of its own, in random order; above, rows of an adapter stand together, as in a
-    prefill.
+    The mixes are:
+
+    - "distinct": every adapter has the same number of rows.
+    - "zipf": the i-th adapter's share is proportional to 1 / i, with at least one row each.
+    - "half": as "distinct", with every other row without an adapter.
+    - "ranks": as "distinct", with other ranks (see `ranks`).
+
+    Up to 256 tokens, each row is a sequence of its own, in random order. Above, the rows of an adapter are consecutive,
+    as in a prefill.
     """
     rng = np.random.default_rng(seed)
     slot = rng.permutation(slots)[:adapters]
@@ -59,9 +64,10 @@ def group_ids(tokens: int, adapters: int, slots: int = SLOTS, mix: str = "distin
 
 
 def ranks(projection: Projection, rank: int, slots: int = SLOTS, mix: str = "distinct", seed: int = 0) -> np.ndarray:
-    """int32 [slots, n] true rank of every slot and slice: all `rank`, or for mix "ranks" a random 1, 2, 4, ... `rank`.
+    """Return the int32 [slots, n] true rank of every slot and slice.
 
-    A slot has the same rank in all its slices, as an adapter does.
+    All are `rank`; for the mix "ranks" each is a random one of 1, 2, 4, ... `rank`. A slot has the same rank in all its
+    slices, as an adapter does.
     """
     if mix != "ranks":
         return np.full((slots, len(projection.slices)), rank, np.int32)

@@ -1,4 +1,4 @@
-"""A client of streamed completions that costs next to nothing: what comes is kept as it is, and read afterwards."""
+"""A client of streamed completions with minimal cost, which stores the received bytes and parses them afterwards."""
 
 import asyncio
 import json
@@ -7,20 +7,20 @@ import time
 from dataclasses import dataclass, field
 
 _JSON = "application/json"
-_END = b"0\r\n\r\n"  # the last chunk of a body
+_END = b"0\r\n\r\n"  # last chunk of a body
 _EVENT = re.compile(rb"data: (\{.*?\})\n\n", re.DOTALL)
 
 
 @dataclass
 class Answer:
-    """One answer. `parts`: when something came (`time.perf_counter()`), and what, as it came over the socket."""
+    """One answer. `parts` are the received bytes with their times (`time.perf_counter()`)."""
 
     asked: float
     parts: list[tuple[float, bytes]] = field(default_factory=list)
 
     @property
     def first(self) -> float:
-        """Seconds until the first event; the status and headers come with it."""
+        """Seconds until the first event, with which the status and headers come."""
         return next(at for at, data in self.parts if b"data: " in data) - self.asked
 
     @property
@@ -32,7 +32,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of completions. Raises RuntimeError where the answer is an error."""
+        """The text of completions.
+
+        Raises:
+          RuntimeError: The answer is an error.
+        """
         events = self.events()
         for event in events:
             if "error" in event:
@@ -41,7 +45,7 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which is kept, for one request at a time."""
+    """One persistent connection, for one request at a time."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -56,7 +60,12 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def stream(self, body: dict) -> Answer:
-        """Raises RuntimeError for a status other than 200, ConnectionError for a connection that ends."""
+        """Send a completion request and return its streamed answer.
+
+        Raises:
+          RuntimeError: The status is not 200.
+          ConnectionError: The connection ended.
+        """
         content = json.dumps({**body, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: {_JSON}\r\ncontent-length: {len(content)}"
         self._tail, self._done = b"", asyncio.get_running_loop().create_future()

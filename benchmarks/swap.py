@@ -1,11 +1,11 @@
-"""What it costs to bring an adapter into a slot, and what that does to a decode loop beside it.
+"""Measure the cost of bringing an adapter into a slot, and its effect on a concurrent decode loop.
 
     python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20]
 
-Adapters of rank 16 on all seven modules of the Llama-3-8B shape (84 MB in bf16), on two models: the reference decoder
-(128 merged projections) and 224 separate ones. Times are medians in milliseconds: `host` until the call returns, `all`
-until the slot arrays are there. Beside them, plain copies of as many bytes, and the launch of a program that changes
-nothing of as many arrays.
+Adapters of rank 16 have all seven modules of the Llama-3-8B shape (84 MB in bf16). They are loaded into two models, the
+reference decoder (128 merged projections) and one with 224 separate projections. Times are medians in milliseconds:
+`host` until the call returns, `all` until the slot arrays are ready. For comparison, plain copies of as many bytes, and
+launches of a program with as many arrays that changes none of them, are timed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SLOTS, ADAPTERS, SEQUENCES = 8, 12, 64
 
 
 class Separate(nnx.Module):
-    """The seven projections of each layer, each on its own; never called."""
+    """The seven projections of each layer as separate modules, which are never called."""
 
     def __init__(self, config: DecoderConfig):
         def linear(k: int, n: int) -> nnx.Linear:
@@ -54,7 +54,7 @@ def layers(config: DecoderConfig) -> int:
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """K and N of the seven modules."""
+    """Return K and N of the seven modules."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -65,7 +65,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def adapters(config: DecoderConfig, rank: int, prefix: str, count: int) -> list[jlora.Adapter]:
-    """Random adapters on all seven modules. Names of modules as the model has them."""
+    """Return random adapters on all seven modules, with the model's module names."""
     rng = np.random.default_rng(0)
     made = []
     for i in range(count):
@@ -89,7 +89,7 @@ def slot_arrays(manager: jlora.LoRAManager) -> list[jax.Array]:
 
 
 def check(manager: jlora.LoRAManager, name: str, adapter: jlora.Adapter) -> None:
-    """The slot holds the adapter: A bitwise, B (scaled by 2, which rounds nothing) bitwise too."""
+    """Check that the slot holds the adapter bitwise: A, and B scaled by 2, which is exact."""
     manager.prepare([name]).close()
     found = manager.export_adapter(name)
     for module, lora in adapter.modules.items():
@@ -98,7 +98,7 @@ def check(manager: jlora.LoRAManager, name: str, adapter: jlora.Adapter) -> None
 
 
 def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds until the call returns, and until the slot arrays are there."""
+    """Return milliseconds until the call returns, and until the slot arrays are ready."""
     jax.block_until_ready(slot_arrays(manager))
     start = time.perf_counter()
     result = call()
@@ -111,9 +111,9 @@ def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float
 
 
 class Serving:
-    """A thread that serves: it prepares and steps all the time. One that sleeps finds its caches cold and pays twice.
+    """A thread that prepares and steps continuously. After idling its caches would be cold, which costs twice as much.
 
-    The step is a product of some 2 ms that takes every slot array, as a decode step does.
+    The step is a product of about 2 ms that takes every slot array as an operand, as a decode step does.
     """
 
     def __init__(self, manager: jlora.LoRAManager):
@@ -137,7 +137,7 @@ def median(times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path, profile: bool) -> dict[str, object]:
-    """Swaps of one model."""
+    """Time the swaps of one model."""
     figures: dict[str, object] = {}
     start = time.perf_counter()
     manager._pool.compile()
@@ -157,7 +157,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
     def swaps(get: Callable[[int], Callable[[], object]], count: int) -> dict[str, float]:
         return median([timed(manager, get(i)) for i in range(count)][2:])
 
-    names = [adapter.name for adapter in made]  # one more than there are slots: each prepare evicts
+    names = [adapter.name for adapter in made]  # one more than there are slots, so each prepare evicts
     figures["cached"] = swaps(lambda i: lambda: manager.prepare([names[i % len(names)]]), 4 * len(names))
     check(manager, names[3], made[3])
     if profile:
@@ -200,7 +200,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
     before = manager.stats().compilations
 
     def update(i: int) -> Callable[[], object]:
-        serving.seconds(0.3)  # the copy back of the one before
+        serving.seconds(0.3)  # wait for the copy back of the previous update
         return lambda: manager.update_adapter("fresh", on_device[i % 3])
 
     figures["update_from_device"] = swaps(update, 12)
@@ -211,8 +211,11 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
 
 
 def unchanged(manager: jlora.LoRAManager, before: Callable[[int], object], count: int) -> dict[str, float]:
-    """Launches of a program that gives back as many donated arrays as a swap writes, under the same conditions: what of
-    a swap is JAX's own. No step reads these arrays in between, as it reads slots, so that they may lie colder."""
+    """Time a program that returns as many donated arrays as a swap writes, under the same conditions.
+
+    This is the part of a swap that is JAX's own. Unlike slots, no step reads these arrays in between, so they may be
+    colder.
+    """
     arrays = [jnp.zeros(16, jnp.bfloat16) for site in manager._pool.sites for _ in site.spec.factors]
     same = jax.jit(lambda *arrays: (*arrays[:-1], arrays[-1] + 1), donate_argnums=range(len(arrays)), keep_unused=True)
     launch = launch_of(same.lower(*arrays).compile())
@@ -229,7 +232,7 @@ def unchanged(manager: jlora.LoRAManager, before: Callable[[int], object], count
 
 
 def plain_copies(nbytes: int) -> dict[str, float]:
-    """Milliseconds to copy as many bytes to the device."""
+    """Return the milliseconds to copy as many bytes to the device."""
     device = jax.devices()[0]
     whole = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
     eight = np.array_split(whole, 8)
@@ -254,7 +257,7 @@ def plain_copies(nbytes: int) -> dict[str, float]:
 def decode_beside_swaps(
     manager: jlora.LoRAManager, model: Decoder, requests: list[jlora.LoRARequest], seconds: float
 ) -> dict[str, float]:
-    """Tokens a second of a decode loop alone, and while one adapter a second is read from disk and swapped in."""
+    """Measure tokens per second of a decode loop alone, and while an adapter a second is read and swapped in."""
     graphdef, *states = nnx.split(model, jlora.SlotParam, ...)
     slots_tree, rest_tree = map(jax.tree.structure, states)
     rest = jax.tree.leaves(states[1])

@@ -1,7 +1,7 @@
-"""Thousands of adapters of the demo model that all differ in their bytes, and whose answers are known all the same.
+"""Thousands of adapters of the demo model that all differ in their bytes, with known answers.
 
-Each is one of the demo's four with A of some modules multiplied by a power of two and B divided by it: the same
-function to the last bit, from other weights.
+Each is one of the demo's four adapters, with A of some modules multiplied by a power of two and B divided by it. It
+computes the same function to the last bit, from other weights.
 """
 
 import json
@@ -20,13 +20,13 @@ from jlora.models import Decoder, generate
 
 FUNCTIONS = tuple(sorted(path.name for path in (DEMO / "adapters").iterdir()))
 RANK = 32
-_DIGITS = 6  # of a number of base 3, one a module: 729 adapters of each function
-_LEAST = -126  # exponent of the smallest normal number of bfloat16 and float32
+_DIGITS = 6  # digits of a number in base 3, one for each module, so 729 adapters of each function
+_LEAST = -126  # exponent of the smallest normal number in bfloat16 and float32
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """An adapter: its name, its folder and which of the demo's it computes."""
+    """An adapter: its name, its folder, and the demo's adapter with the same function."""
 
     name: str
     folder: Path
@@ -34,7 +34,7 @@ class Tenant:
 
 
 def write_tenants(folder: Path, count: int) -> list[Tenant]:
-    """The first `count` adapters, written below `folder` where they do not lie there already."""
+    """Write the first `count` adapters below `folder`, except those that exist."""
     if count > len(FUNCTIONS) * (3**_DIGITS - 1):
         raise SystemExit(f"there are {len(FUNCTIONS) * (3**_DIGITS - 1)} different adapters at most, not {count}")
     tenants = [Tenant(f"t{i:04d}", folder / f"t{i:04d}", FUNCTIONS[i % len(FUNCTIONS)]) for i in range(count)]
@@ -52,7 +52,7 @@ def write_tenants(folder: Path, count: int) -> list[Tenant]:
 
 
 def _scaled(tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """The `number`-th of an adapter's equals; 0 is itself."""
+    """Return the `number`-th equivalent of an adapter; number 0 is the adapter itself."""
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
     powers = {module: number // 3**i % 3 for i, module in enumerate(modules[:_DIGITS])}
     found: dict[str, np.ndarray] = {}
@@ -61,7 +61,7 @@ def _scaled(tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray
         shift = powers.get(module, 0) * (1 if half.startswith("A") else -1)
         scaled = np.ldexp(values.astype(np.float32), shift)
         nonzero = np.abs(scaled[scaled != 0])
-        assert nonzero.min() >= 2.0**_LEAST, name  # else the smallest would have been rounded
+        assert nonzero.min() >= 2.0**_LEAST, name  # else the smallest value would have been rounded
         found[name] = scaled.astype(ml_dtypes.bfloat16)
     return found
 
@@ -69,9 +69,9 @@ def _scaled(tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray
 def right_answers(
     model: Decoder, manager: jlora.LoRAManager, prompts: Sequence[Sequence[int]], tokens: int
 ) -> dict[tuple[str, int], tuple[int, ...]]:
-    """(function, number of the prompt) -> the greedy tokens of the demo's own adapter, each asked for by itself.
+    """Return (function, number of the prompt) -> the greedy tokens of the demo's own adapter for that prompt alone.
 
-    `manager` is the model's, and empty; it is so again afterwards.
+    `manager` is the model's, and has no adapters before and after the call.
     """
     found: dict[tuple[str, int], tuple[int, ...]] = {}
     for function in FUNCTIONS:
@@ -84,6 +84,6 @@ def right_answers(
 
 
 def demo_prompts(count: int) -> list[str]:
-    """The first different ones of those that the demo ships."""
+    """Return the first distinct prompts of the demo."""
     shipped = json.loads((DEMO / "prompts.json").read_text())
     return list(dict.fromkeys(one["prompt"] for one in shipped))[:count]

@@ -1,4 +1,4 @@
-"""Timing on an accelerator: a jitted chain of layers with distinct weights, timed by the wall and by the profiler."""
+"""Time a jitted chain of layers with distinct weights on an accelerator, by wall clock and by the profiler."""
 
 import collections
 import datetime
@@ -22,7 +22,7 @@ _FIRST, _SECOND = ("lora_shrink", "lora_product"), ("lora_expand", "lora_product
 
 
 def machine() -> dict[str, str]:
-    """What a file of results says of where and when its figures were taken."""
+    """Return the device, versions and date of the figures in a file of results."""
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -32,19 +32,19 @@ def machine() -> dict[str, str]:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process took on all cores, so far."""
+    """Return the processor time of a process on all cores so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def write_rows(path: Path, about: dict, rows: list[dict]) -> None:
-    """JSON of `about` and "rows", each on a line of its own."""
+    """Write `about` and "rows" as JSON, with each row on its own line."""
     lines = ",\n".join(map(json.dumps, rows))
     path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n')
 
 
 def random_layers(projection: Projection, rank: int, layers: int, slots: int = SLOTS, dtype=jnp.bfloat16):
-    """`layers` pairs of slot arrays a [S, n, R, K], b [S, R, N] with values that keep a chain's sums near one."""
+    """Return `layers` pairs of slot arrays a [S, n, R, K], b [S, R, N], scaled to keep a chain's sums near one."""
     n = len(projection.slices)
 
     @jax.jit
@@ -58,10 +58,10 @@ def random_layers(projection: Projection, rank: int, layers: int, slots: int = S
 
 
 def chain(apply, *, slots: int = SLOTS, donate: bool = True):
-    """Jits base -> layer after layer added to base, one plan for all: f(base, x, layers, ids, ranks).
+    """Jit f(base, x, layers, ids, ranks), which adds layer after layer to base with one plan for all.
 
-    `apply(base, x, a, b, plan, ranks)` is one layer; identical layers compile once. The wall time wants base donated,
-    lest each call copy it; the profiler, which calls twice with the same arguments, wants it kept.
+    `apply(base, x, a, b, plan, ranks)` is one layer; identical layers compile once. For wall times base should be
+    donated, otherwise each call copies it. For the profiler, which calls twice with the same arguments, it must not be.
     """
     layer = jax.jit(apply)
 
@@ -75,13 +75,13 @@ def chain(apply, *, slots: int = SLOTS, donate: bool = True):
 
 
 def compile_all(jobs: list[tuple]) -> list:
-    """Compiles each (jitted function, arguments), side by side; an error is returned in its place."""
+    """Compile each (jitted function, arguments) concurrently; an error is returned in place of the program."""
 
     def compiled(job):
         run, args = job
         try:
             return run.lower(*args).compile()
-        except Exception as error:  # handed to the caller, who knows whether it may happen
+        except Exception as error:  # returned, since only the caller can decide about it
             return error
 
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 2)) as pool:
@@ -89,7 +89,7 @@ def compile_all(jobs: list[tuple]) -> list:
 
 
 def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float, float]:
-    """Microseconds of a call: the median of `repeats` means of `calls` enqueued together; their spread."""
+    """Return the microseconds of a call, the median of `repeats` means of `calls` enqueued calls, and the spread."""
     base = run(base, *args)
     base = jax.block_until_ready(run(base, *args))
     times = []
@@ -103,15 +103,15 @@ def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float,
 
 
 def kind_of(kernel: str) -> str:
-    """A kernel's name without the number that XLA gives it among those of one kind."""
+    """Return a kernel's name without the number that XLA appends."""
     return re.sub(r"([._]\d+)+$", "", kernel)
 
 
 def kernel_us(run, *args) -> dict[str, float]:
-    """Microseconds that one call of a compiled function spends in each kind of GPU kernel, from the profiler.
+    """Return the microseconds that a call of a compiled function spends in each kind of GPU kernel, by the profiler.
 
-    The profiler loses records at times, so a measurement in which the first and second launches of LoRA differ in
-    number is repeated.
+    The profiler loses records at times. A measurement is repeated if the first and second launches of LoRA differ in
+    number.
     """
     from jax.experimental.mosaic.gpu import profiler
 

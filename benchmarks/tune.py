@@ -1,12 +1,12 @@
-"""Searches the GPU kernels' tiles on the GPU at hand, and writes the tuned table of its kind, <device kind>.json.
+"""Search the tiles of the GPU kernels on the current GPU, and write the tuned table <device kind>.json.
 
     python -m benchmarks.tune --out jlora/pallas/tuned                                    # the shapes of `specs`
     python -m benchmarks.tune --out ~/tuned --shapes 2560:4096,1024,1024 --ranks 16       # K:slices of your own model
     JLORA_TUNED_DIR=~/tuned python serve.py
 
-First the shrinks, by their kernel times; then the expands, with the best shrinks of two numbers of partial sums, which
-the expand has to read. One choice serves every mix of adapters at a number of tokens, so candidates are ranked by
-their geometric mean over mixes.
+The shrinks are searched first, by their kernel times. The expands are searched next, with the best shrinks of two
+numbers of partial sums, since the expand reads these sums. One choice serves every mix of adapters for a number of
+tokens. Candidates are therefore ranked by their geometric mean over mixes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ EXPAND_FIELDS = ("block_n", "warps", "stages", "ahead", "programs", "chunks")
 MIXES = {1: (1,), 8: (1, 8), 32: (1, 32), 64: (8, 64), 256: (8, 64), 2048: (1, 8), 8192: (8, 32)}  # adapters
 LAYERS = 16
 
-# block_k, steps of block_k a part (None: one part), block_r, warps, stages, programs
+# block_k, steps of block_k in a part (None for one part), block_r, warps, stages, programs
 FEW_SHRINKS = [
     (128, 2, 32, 2, 4, 792), (128, 4, 32, 2, 4, 792), (256, 1, 64, 2, 2, 528), (256, 1, 16, 2, 2, 1056),
     (128, 4, 16, 1, 3, 1056), (256, 4, 16, 2, 3, 792), (128, 8, 16, 2, 4, 1056), (512, 2, 16, 4, 2, 528),
@@ -59,24 +59,24 @@ MANY_EXPANDS = [
 
 
 def shrinks(tokens: int, k: int) -> list[GPUTiles]:
-    """Candidates for the shrink, each with the default expand."""
+    """Return candidates for the shrink, each with the default expand."""
     few, found = tokens <= 512, []
     for block_k, steps, *rest in FEW_SHRINKS if few else MANY_SHRINKS:
         if few and k > 8192:
-            steps *= 2  # as many parts again would only mean more partial sums
+            steps *= 2  # twice the number of parts would only be more partial sums
         split_k = 1 if steps is None else -(-k // (block_k * steps))
         found.append(GPUTiles(**dict(zip(SHRINK_FIELDS, (block_k, split_k, *rest), strict=True))))
     return list(dict.fromkeys(found))
 
 
 def with_expands(shrink: GPUTiles, tokens: int) -> list[GPUTiles]:
-    """The shrink with each candidate for the expand."""
+    """Return the shrink with each candidate for the expand."""
     expands = FEW_EXPANDS if tokens <= 512 else MANY_EXPANDS
     return [dataclasses.replace(shrink, **dict(zip(EXPAND_FIELDS, e, strict=True))) for e in expands]
 
 
 def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
-    """The best tiles of one shape over its mixes."""
+    """Return the best tiles of one shape over its mixes."""
     x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
     base = jnp.ones((tokens, projection.n), jnp.bfloat16)
     ranks = jnp.full((SLOTS, len(projection.slices)), rank, jnp.int32)
@@ -89,10 +89,10 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
         return chain(apply, donate=False), (base, x, layers, ids[0], ranks)
 
     def times(candidates: list[GPUTiles]) -> dict[GPUTiles, list[tuple[float, float]]]:
-        """Microseconds a layer of (shrink, expand) in each mix."""
+        """Return microseconds a layer of (shrink, expand) in each mix."""
         found = {}
         for tiles, run in zip(candidates, compile_all([trial(tiles) for tiles in candidates]), strict=True):
-            if isinstance(run, Exception):  # asks for too much shared memory, say
+            if isinstance(run, Exception):  # needs too much shared memory, for example
                 print(f"  {tiles}: {str(run)[:100]}", flush=True)
                 continue
             found[tiles] = []
@@ -102,7 +102,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
         return found
 
     first = times(shrinks(tokens, projection.k))
-    best = {}  # the fastest shrink of each number of partial sums
+    best = {}  # number of partial sums -> fastest shrink
     for tiles in sorted(first, key=lambda tiles: sum(math.log(shrink) for shrink, _ in first[tiles])):
         best.setdefault(tiles.split_k, tiles)
     second = times([tiles for shrink in list(best.values())[:2] for tiles in with_expands(shrink, tokens)])
@@ -113,7 +113,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
 
 
 def shape(text: str) -> Projection:
-    """ "2560:4096,1024,1024" -> K = 2560 and three slices."""
+    """Parse "2560:4096,1024,1024" as K = 2560 and three slices."""
     k, _, slices = text.partition(":")
     return Projection(text, int(k), tuple(int(size) for size in slices.split(",")))
 
@@ -124,7 +124,7 @@ def write_table(path: Path, table: Table) -> None:
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
-    """Of a search: where its table is, and for which shapes."""
+    """Return the parser of a search: its table's folder and its shapes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the table")
     parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), help="of `specs`")
@@ -133,7 +133,7 @@ def command_line(doc: str) -> argparse.ArgumentParser:
 
 
 def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Projection], Path, Table]:
-    """The arguments, the shapes, the table's file and what it has."""
+    """Return the arguments, the shapes, the file of the table and its present entries."""
     args = parser.parse_args()
     if platform() not in ("gpu", "cuda"):
         parser.error(f"needs an NVIDIA GPU, but computations run on {platform()!r}; set JAX_PLATFORMS=cuda")
@@ -155,7 +155,7 @@ def main():
             for tokens in args.tokens:
                 key = Key("add_lora", "bfloat16", rows_bucket(tokens), projection.k, projection.n, rank)
                 table[key] = tune(projection, rank, tokens, layers)
-                write_table(path, table)  # after every shape: a stopped search keeps what it found
+                write_table(path, table)  # after every shape, so that an interrupted search keeps its results
 
 
 if __name__ == "__main__":

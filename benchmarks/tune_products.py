@@ -1,14 +1,14 @@
-"""Searches how the GPU at hand makes a base product and its LoRA together, and writes what pays into its tuned table.
+"""Search tiles for a base product fused with its LoRA on the current GPU, and write those that pay into its table.
 
     python -m benchmarks.tune_products --out jlora/pallas/tuned                                # the shapes of `specs`
     python -m benchmarks.tune_products --out ~/tuned --shapes 2560:4096,1024,1024 --rows 16    # K:slices of your own
-    python -m benchmarks.tune_products --out ~/tuned --rows 32 --tried              # tiles that it has for other rows
+    python -m benchmarks.tune_products --out ~/tuned --rows 32 --tried         # tiles that the table has for other rows
 
-The first launch is searched by its kernel time (the product's blocks and parts, then those of the shrink beside it),
-then the second. The best of each number of parts is compared with the oracle, must give the same bits again, and runs
-by the wall beside the compiler's own product with `add_lora` after it, and without: in chains of layers with distinct
-weights, over mixes of adapters. A shape gets an entry only where both together are faster by more than what a whole
-step loses with the compiler's own product; else it loses the one it had.
+The first launch is searched by its kernel time: first the product's blocks and parts, then those of the shrink beside
+it. Then the second launch is searched. The best tiles of each number of parts are compared with the oracle and must
+reproduce the same bits. They are then timed by wall clock against the compiler's own product with and without
+`add_lora`, in chains of layers with distinct weights, over mixes of adapters. A shape gets an entry only if the fused
+launches are faster by more than a whole step loses without the compiler's own product; otherwise its entry is removed.
 """
 
 import dataclasses
@@ -32,18 +32,19 @@ from jlora.pallas.triton import product as triton_product
 from tests import oracle
 
 MIXES = {1: (0, 1), 8: (0, 1, 8), 16: (0, 1, 8, 16), 32: (0, 1, 8, 32), 64: (0, 1, 8, 64), 128: (0, 8, 64)}  # adapters
-FINALISTS = 3  # numbers of parts that are searched to the end
-# What a shape must gain for an entry. In these chains nothing comes after the compiler's product; in a step it may make
-# that too, a residual's sum, say: with any gain enough, 8 rows without adapters took 3% longer (Llama-3-8B, H200).
+FINALISTS = 3  # numbers of parts that are searched further
+# Least gain of an entry. The compiler can fuse its own product with later operations, for example the sum of a
+# residual. These chains have none, but a step does. With entries for any gain, 8 rows without adapters took 3% longer
+# (Llama-3-8B, H200).
 GAIN = 1.03
-TOLERANCE = 5e-3  # of bfloat16 results, relative to the norm of the float64 ones
-# block_k, split_k, block_r, warps, stages (those two are the product's), programs of the shrink
+TOLERANCE = 5e-3  # error of bfloat16 results, relative to the norm of the float64 ones
+# block_k, split_k, block_r, warps, stages, programs of the shrink; warps and stages are those of the product
 SHRINKS = [(128, 8, 16, 1, 1, 264), (128, 16, 16, 1, 1, 528), (256, 4, 16, 1, 1, 132), (128, 8, 32, 1, 1, 264),
            (64, 16, 32, 1, 1, 528), (128, 4, 64, 1, 1, 132), (128, 32, 16, 1, 1, 792)]  # fmt: skip
 
 
 def products(rows: int, k: int, n: int, shared_memory: int) -> list[ProductTiles]:
-    """Candidates for the product: from a program a multiprocessor to some eight, with as much in flight as fits."""
+    """Return candidates for the product, of one to about eight programs a multiprocessor and all stages that fit."""
     found, height = [], matrix_rows(rows)
     for block_n in (32, 64, 128):
         for block_k in (64, 128):
@@ -51,7 +52,7 @@ def products(rows: int, k: int, n: int, shared_memory: int) -> list[ProductTiles
                 programs = -(-n // block_n) * parts
                 if not 96 <= programs <= 1100 or -(-k // block_k) < 4 * parts:
                     continue
-                for share in (1, 2):  # of the shared memory
+                for share in (1, 2):  # programs that share the shared memory
                     stages = min(8, shared_memory // share // (block_k * (height + block_n) * 2))
                     if stages >= 2:
                         warps = 8 if block_n * height > 64 * 64 else 4
@@ -60,7 +61,7 @@ def products(rows: int, k: int, n: int, shared_memory: int) -> list[ProductTiles
 
 
 class Search:
-    """One shape: its layers, and chains of them that compile once for all mixes."""
+    """The layers of one shape, and chains of them that are compiled once for all mixes."""
 
     def __init__(self, projection: Projection, rank: int, rows: int):
         self.projection, self.rank, self.rows = projection, rank, rows
@@ -72,7 +73,7 @@ class Search:
         self.ranks = jnp.full((SLOTS, len(projection.slices)), rank, jnp.int32)
         none = np.full(rows, SLOTS, np.int32)
         _, a, b = self.layers[0]
-        # What fits with the most rows a tile that a plan has for so few does with any.
+        # Tiles that fit with the largest `tile_m` for so few rows fit with any.
         self.problem = triton.sizes_of(rows, self.x, a, b, len(projection.slices), tile_m=64)
         self.shared_memory = current_gpu().shared_memory
         self.mixes = {m: jnp.asarray(group_ids(rows, m) if m else none) for m in MIXES[rows]}
@@ -93,7 +94,10 @@ class Search:
         return x @ w
 
     def job(self, apply, donate: bool):
-        """A chain of layers and its arguments; all of a layer's output is made, and a little of it goes on."""
+        """Return a chain of layers and its arguments.
+
+        All of a layer's output is computed, and a small part of it is passed on.
+        """
 
         def run(x, layers, ids, ranks):
             plan = ops.make_plan(ids, num_groups=SLOTS)
@@ -111,12 +115,12 @@ class Search:
     def kernel_times(
         self, candidates: list[ProductTiles], mixes: slice = slice(None)
     ) -> dict[ProductTiles, tuple[float, float]]:
-        """Microseconds a layer of the two launches, as geometric means over these of the mixes."""
+        """Return the microseconds a layer of the two launches, as geometric means over the given mixes."""
         found = {}
         candidates = self.fitting(candidates)
         jobs = [self.job(self.together(tiles), donate=False) for tiles in candidates]
         for tiles, run in zip(candidates, compile_all(jobs), strict=True):
-            if isinstance(run, Exception):  # asks for too much shared memory, say
+            if isinstance(run, Exception):  # needs too much shared memory, for example
                 print(f"  {tiles}: {str(run)[:100]}", flush=True)
                 continue
             times = [kernel_us(run, self.x, self.layers, ids, self.ranks) for ids in list(self.mixes.values())[mixes]]
@@ -126,10 +130,10 @@ class Search:
         return found
 
     def check(self, tiles: ProductTiles) -> float:
-        """The error of the result on random data, which must have the same bits again.
+        """Return the error of the result on random data.
 
         Raises:
-          AssertionError: it is larger than `TOLERANCE`, or there are other bits.
+          AssertionError: The error is larger than `TOLERANCE`, or a second run gives other bits.
         """
         w, a, b = self.layers[0]
         ids = list(self.mixes.values())[-1].at[0].set(SLOTS)  # one row without an adapter
@@ -147,7 +151,7 @@ class Search:
         return error
 
     def walls(self, ways: dict) -> dict[str, dict[int, float]]:
-        """Microseconds a layer of each way in each mix, by the wall; the ways take turns within a mix."""
+        """Return the wall-clock microseconds a layer of each variant in each mix; variants alternate within a mix."""
         runs = dict(zip(ways, compile_all([self.job(apply, donate=True) for apply in ways.values()]), strict=True))
         found = {name: {} for name in runs}
         for mix, ids in self.mixes.items():
@@ -156,13 +160,13 @@ class Search:
         return found
 
     def finalists(self) -> list[ProductTiles]:
-        """The fastest by their kernels, each in another number of parts."""
+        """Return the tiles with the fastest kernels, each with another number of parts."""
         p, lora = self.projection, gpu_tiles(dataclasses.replace(self.problem, tile_m=16))
         first = self.kernel_times(
             [dataclasses.replace(tiles, lora=lora) for tiles in products(self.rows, p.k, p.n, self.shared_memory)],
             mixes=slice(-1, None),
         )
-        found: dict[int, ProductTiles] = {}  # the fastest of each number of parts
+        found: dict[int, ProductTiles] = {}  # number of parts -> fastest tiles
         for tiles in sorted(first, key=lambda tiles: first[tiles][0]):
             found.setdefault(tiles.product_split_k, tiles)
         ends = []
@@ -176,7 +180,7 @@ class Search:
         return ends
 
     def best(self, ends: list[ProductTiles]) -> tuple[ProductTiles, dict[str, dict[int, float]], float]:
-        """The fastest of these tiles by the wall, microseconds of each way, the error."""
+        """Return the tiles that are fastest by wall clock, the microseconds of each variant, and the error."""
         errors = {tiles: self.check(tiles) for tiles in ends}
         walls = self.walls({"base": self.base, "apart": self.apart} | {tiles: self.together(tiles) for tiles in ends})
         tiles = min(ends, key=lambda tiles: _mean(list(walls[tiles].values())))
@@ -220,7 +224,7 @@ def main():
                 row |= {way: {str(mix): round(us, 2) for mix, us in walls[way].items()} for way in walls}
                 results.append({**row, "error": error, "tiles": dataclasses.asdict(tiles)})
                 print(json.dumps(results[-1]), flush=True)
-                write_table(path, table)  # after every shape: a stopped search keeps what it found
+                write_table(path, table)  # after every shape, so that an interrupted search keeps its results
                 if args.results:
                     write_rows(args.results, {**machine(), "unit": "us a layer, by the wall"}, results)
 

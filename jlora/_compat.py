@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 # flax 0.12.8 to 0.12.12: a Variable keeps its array in a slot of this name. Its accessors check traces, which a swap of
-# hundreds of arrays cannot pay, and are Python, where an interrupt may come in between; both of these are C.
+# hundreds of arrays cannot pay.
 raw_value: Callable[[Any], jax.Array] = nnx.Variable._raw_value.__get__  # pyright: ignore
 set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set__  # pyright: ignore
 

@@ -1,5 +1,6 @@
 """`Adapter`: one LoRA on the host, from and to PEFT's folder format."""
 
+import hashlib
 import json
 import os
 import re
@@ -48,8 +49,7 @@ class Adapter:
         (`auto_mapping`, `revision`, `lora_dropout`, ...), as JSON values.
       unchecked: lines on what of its configuration no module could be checked against: a regular expression of
         `target_modules` or `exclude_modules` that has no safe matcher. The tensors say what is targeted.
-      content: what changes when the files that it was read from may have changed (`content_key`); None if made of
-        arrays.
+      fingerprint: SHA-256 of the bytes that were read from its files; None if made of arrays.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Adapter:
     task_type: str | None = None
     peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unchecked: tuple[str, ...] = ()
-    content: str | None = None
+    fingerprint: str | None = None
 
     @property
     def rank(self) -> int:
@@ -280,7 +280,6 @@ class OpenAdapter:
 
     config: PeftConfig
     checkpoint: Checkpoint
-    content: str
 
     @property
     def shapes(self) -> AdapterShapes:
@@ -309,7 +308,7 @@ class OpenAdapter:
             task_type=config.task_type,
             peft_fields=config.peft_fields,
             unchecked=config.unchecked,
-            content=self.content,
+            fingerprint=hashlib.sha256(config.digest + self.checkpoint.file.digest()).hexdigest(),
         )
 
 
@@ -332,7 +331,7 @@ def open_adapter(
     content = _content(found, files)
     config = read_config(config_file, found.name)
     with open_checkpoint(weights_file, found.name, config, dtype=dtype, max_bytes=max_bytes) as checkpoint:
-        yield OpenAdapter(config, checkpoint, content)
+        yield OpenAdapter(config, checkpoint)
     if _content(found, files) != content:  # each file held still while it was read, but not both of them
         raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
 

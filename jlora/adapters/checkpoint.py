@@ -57,11 +57,12 @@ class Checkpoint:
 
     Attributes:
       shapes: what the header says, by dotted module name without PEFT's prefix.
+      file: the weights.
     """
 
     shapes: AdapterShapes
+    file: StableFile
     _layout: "_Layout"
-    _file: StableFile
     _tensors: Mapping[str, TensorInfo]
     _base: Mapping[str, str]  # key -> module
     _where: str
@@ -81,7 +82,7 @@ class Checkpoint:
           AdapterFormatError: NaN or infinity; a value too large for the dtype; a file that changed.
         """
         arrays = read_tensors(
-            self._file,
+            self.file,
             {key: info for key, info in self._tensors.items() if info.end > info.start},
             self._base,
             where=self._where,
@@ -138,7 +139,7 @@ def open_checkpoint(
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
         base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
-        yield Checkpoint(shapes, layout, opened, tensors, base, where, dtype)
+        yield Checkpoint(shapes, opened, layout, tensors, base, where, dtype)
 
 
 def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:

@@ -7,6 +7,7 @@ PEFT writes a feature that is off; anything else could change the result and is 
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ def read_config(file: Path, adapter: str) -> PeftConfig:
         if opened.size > _MAX_BYTES:
             raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
         text = opened.read(0, opened.size)
-    return _parse(parse_object(text, where), where)
+    return replace(_parse(parse_object(text, where), where), digest=opened.digest())
 
 
 def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:

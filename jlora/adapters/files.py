@@ -1,5 +1,6 @@
 """Files that may change under us: read without a memory map, and refused when they did."""
 
+import hashlib
 import os
 import stat
 import threading
@@ -42,6 +43,7 @@ class StableFile:
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
         self._seeking = threading.Lock()
+        self._digests: dict[int, bytes] = {}  # offset -> SHA-256 of the bytes that were read there
         self.size = self._before.st_size
 
     def __enter__(self) -> "StableFile":
@@ -63,15 +65,20 @@ class StableFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills a buffer of bytes with those from `offset`. Threads may do so at once."""
-        left = buffer
+        left, at = buffer, offset
         try:
             while left:
-                if not (got := self._read_at(offset, left)):
+                if not (got := self._read_at(at, left)):
                     raise self._moved()
                 left = left[got:]
-                offset += got
+                at += got
         except OSError as error:
             raise self._unreadable(error) from error
+        self._digests[offset] = hashlib.sha256(buffer).digest()
+
+    def digest(self) -> bytes:
+        """Return a SHA-256 of all bytes that were read: of the digests of the reads, in the order of their offsets."""
+        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):

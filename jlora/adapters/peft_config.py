@@ -41,6 +41,7 @@ class PeftConfig:
       experts: which parameters of experts it targets, and how their factors are packed.
       unchecked: the fields whose regular expressions no module was checked against, each with it and the reason.
       peft_fields: fields that are of no effect here and that PEFT reads back, as the file has them.
+      digest: SHA-256 of the file.
     """
 
     r: int
@@ -59,6 +60,7 @@ class PeftConfig:
     experts: ExpertFields
     unchecked: tuple[str, ...]
     peft_fields: Mapping[str, Any] = field(compare=False)
+    digest: bytes = field(default=b"", compare=False)
 
     @property
     def peft_version(self) -> str | None:

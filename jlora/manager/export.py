@@ -36,7 +36,7 @@ def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]
                 halves.setdefault(key, []).append(_Half(p, *found))
     read |= dict(_experts(content.name, of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in content.placements)
-    return replace(about, modules={name: read[name] for name in names if name in read}, content=None)
+    return replace(about, modules={name: read[name] for name in names if name in read}, fingerprint=None)
 
 
 class _Half(NamedTuple):

@@ -26,7 +26,7 @@ from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter, fingerprint
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.report import unknown_name
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
@@ -117,17 +117,17 @@ class Host:
         """
         name = load.request.name
         try:
+            seen = self._changed.rings
             while not load.done:
+                if deadline is not None and time.monotonic() >= deadline:
+                    if load.in_use:
+                        raise in_use(name, "replacing")
+                    raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
+                self._changed.wait(seen, deadline)
                 seen = self._changed.rings
-                if deadline is None or time.monotonic() < deadline:
-                    if not load.done:
-                        self._changed.wait(seen, deadline)
-                    continue
-                if load.in_use:
-                    raise in_use(name, "replacing")
-                raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
         finally:
-            load.wanted -= 1
+            with self._state_lock:
+                load.wanted -= 1
             self._changed.ring()
         if load.error is None:
             return True
@@ -178,12 +178,10 @@ class Host:
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
         """Return what `read` gives, the same in all processes; in page-locked memory, if there is room."""
         content, keys = self._coordinator.agree(
-            read,
-            same=lambda content: [content.name, fingerprint(content.placements, content.blocks)],
-            own=lambda content: content.key,
+            read, same=lambda content: [content.name, content.digest()], own=lambda content: content.key
         )
         if len(keys) > 1:  # new files in one process make a new version in all
-            content.key = None if None in keys else tuple(keys)
+            content.key = None if None in keys else " ".join(keys)
         content.blocks = self.pinned(content.blocks)
         return content
 
@@ -214,11 +212,9 @@ class Host:
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
     def read(self, request: LoRARequest) -> PackedAdapter:
-        """What a request asks for, staged and not let in."""
+        """Read and pack an adapter. It is not put into the host cache, nor into page-locked memory."""
         with _logged(request.name, request.path):
-            content = self._read(request)
-            content.blocks = self.pinned(content.blocks)
-            return content
+            return self._read(request)
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
@@ -251,24 +247,17 @@ class Host:
             if victims is None:
                 self._cache.contents.touch(name)
                 return False
-            self._put(content, victims, self._cache.version(content))
+            self.put(content, victims, self._cache.version(content))
             return True
 
         return self.commit(decide, put, patience)
 
-    def _put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
+    def put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
             self.evict(victim)
         content.version = version
         self._cache.put(content)
         self._counts["host_loads"] += 1
-
-    def put_back(self, content: PackedAdapter, pin: bool) -> None:
-        """Make a restored content the newest of its name. One that was read anew gets the version that it is."""
-        version = content.version if content.digest else self._cache.version(content)
-        self._put(content, (), version)
-        if pin:
-            self._cache.contents.pin(content.name)
 
     def update(self, name: str, arrays: Mapping[str, Any], patience: Patience) -> int:
         """See `LoRAManager.update_adapter`."""
@@ -282,9 +271,7 @@ class Host:
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
             return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
 
-        (content, written), _ = self._coordinator.agree(
-            read, same=lambda new: [name, fingerprint(new[0].placements, new[0].blocks)], own=lambda _: None
-        )
+        (content, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
         pool.compile()
 
         def decide() -> list[str]:

@@ -1,6 +1,6 @@
 """The host cache: the newest version of every adapter, in order of use, and the requests of those that were evicted."""
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
@@ -17,14 +17,16 @@ class HostCache:
       known: name -> the request it was added from, of names that were evicted since.
       last: name -> its last version, and the key of that content.
       floor: no new content has a lower version.
+      pin_when_loaded: names that were pinned when they were saved, and are not loaded yet.
     """
 
     def __init__(self, max_count: int, max_bytes: int):
         self.contents: LRU[PackedAdapter] = LRU()
         self.nbytes = 0
         self.known: dict[str, LoRARequest] = {}
-        self.last: dict[str, tuple[int, Hashable]] = {}
+        self.last: dict[str, tuple[int, str | None]] = {}
         self.floor = 0
+        self.pin_when_loaded: set[str] = set()
         self._max_count = max_count
         self._max_bytes = max_bytes
 
@@ -44,11 +46,13 @@ class HostCache:
         self.last[content.name] = (content.version, content.key)
         self.contents.put(content.name, content)
         self.known.pop(content.name, None)
+        if content.name in self.pin_when_loaded:
+            self.pin_when_loaded.discard(content.name)
+            self.contents.pin(content.name)
 
-    def has_room(self, contents: Collection[PackedAdapter]) -> bool:
-        """Whether these are not too many for an empty host cache."""
-        nbytes = sum(content.nbytes for content in contents)
-        return len(contents) <= self._max_count and nbytes <= self._max_bytes
+    def has_room(self, count: int, nbytes: int) -> bool:
+        """Whether an empty host cache has room for as many adapters, of `nbytes` bytes together."""
+        return count <= self._max_count and nbytes <= self._max_bytes
 
     def clear(self) -> None:
         """Forget all adapters, also that there were any."""
@@ -56,6 +60,7 @@ class HostCache:
             self._take_out(name)
         self.known.clear()
         self.last.clear()
+        self.pin_when_loaded.clear()
         self.floor = 0
 
     def newest(self, content: PackedAdapter) -> bool:
@@ -75,6 +80,7 @@ class HostCache:
         """
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
+        self.pin_when_loaded.discard(name)
         found = self.known.pop(name, None) is not None
         if name in self.contents:
             self._take_out(name)

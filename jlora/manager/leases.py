@@ -62,11 +62,10 @@ class AdapterHandle:
 
 
 class Leases:
-    """The open leases and handles, by weak references: what nobody holds any more is closed.
+    """The open leases and handles, by weak references: one that is collected is closed.
 
-    An object may be collected in any thread and between any two steps of the manager, so collecting one changes nothing
-    here but a set, by one call of C (an interrupt in Python code would be lost there), and every question looks at the
-    objects that are alive now.
+    `add` and `add_handle`, under the manager's lock, drop those that are gone. They put a new set in the place of the
+    old one, so the other methods need no lock.
     """
 
     def __init__(self) -> None:
@@ -74,17 +73,17 @@ class Leases:
         self._handles: set[weakref.ref[AdapterHandle]] = set()
 
     def add(self, lease: Lease) -> None:
-        self._leases.add(weakref.ref(lease, self._leases.discard))
+        self._leases = {weakref.ref(other) for other in (*self.open(), lease)}
 
     def add_handle(self, handle: AdapterHandle) -> None:
-        self._handles.add(weakref.ref(handle, self._handles.discard))
+        self._handles = {ref for ref in self._handles if ref() is not None} | {weakref.ref(handle)}
 
     def gave(self, handle: AdapterHandle) -> bool:
         """Whether a handle is of this manager."""
         return weakref.ref(handle) in self._handles
 
     def open(self) -> Iterator[Lease]:
-        for ref in list(self._leases):
+        for ref in self._leases:
             if (lease := ref()) is not None and not lease.closed:
                 yield lease
 
@@ -94,7 +93,7 @@ class Leases:
 
     def handled(self) -> set[PackedAdapter]:
         """The contents that handles hold on the host."""
-        handles = [ref() for ref in list(self._handles)]
+        handles = [ref() for ref in self._handles]
         return {handle.content for handle in handles if handle is not None and handle.content is not None}
 
     def threads(self, content: PackedAdapter | None = None) -> set[int]:

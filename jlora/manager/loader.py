@@ -208,9 +208,11 @@ class Loader:
         try:
             with self._lock:  # the caller has left it, and counts itself now
                 load.wanted -= 1
+            seen = self._changed.rings
             for other in load.before:  # in the order in which they were asked for
                 while not other.given_up:
-                    self._changed.wait(self._changed.rings)
+                    self._changed.wait(seen)
+                    seen = self._changed.rings
             load.before = ()
             self.finish(load, self._work(load), None)
         except BaseException as error:  # whatever it was, those who wait must hear of it

@@ -1,11 +1,10 @@
-"""The lock of a manager's state, which a Ctrl-C waits for, and a bell that wakes threads which wait for a change.
+"""The lock of a manager's state, which defers SIGINT, and a bell that wakes threads which wait for a change.
 
 A KeyboardInterrupt in the middle of a change would leave books and slots in disagreement. So SIGINT is deferred while
 the main thread holds the state's lock: it is noted, and raised when the lock is free again. No code under the lock
 reads a file, compiles, or calls a user's function; it waits for nothing but the device, where a write must.
 """
 
-import queue
 import signal
 import threading
 import time
@@ -68,10 +67,7 @@ class StateLock:
 
 
 class Bell:
-    """Wakes threads that wait for a change: of a lease, a load, a slot.
-
-    A lease or a handle that is collected without having been closed rings nothing, for a finalizer must run no Python
-    that an interrupt could be lost in: who waits looks again from time to time.
+    """Wakes threads that wait for a change of a lease, a load or a slot.
 
     Attributes:
       rings: how often it rang.
@@ -79,28 +75,27 @@ class Bell:
 
     def __init__(self) -> None:
         self.rings = 0
-        self._waiting: set[queue.SimpleQueue[None]] = set()
+        # Entered as it is: the condition's own `__enter__` is a Python function, in which a SIGINT would leave it held.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
 
     def ring(self) -> None:
-        """Wake every thread that waits. It takes no lock."""
-        self.rings += 1
-        for wake in tuple(self._waiting):
-            wake.put(None)
+        """Wake every thread that waits."""
+        with self._lock:
+            self.rings += 1
+            self._condition.notify_all()
 
     def wait(self, seen: int, deadline: float | None = None) -> None:
         """Wait for a ring, and no longer than `_LOOK_AGAIN` or the deadline.
+
+        A lease that is collected without having been closed does not ring, since a finalizer must not take a lock. Nor
+        does a future that is cancelled. So the caller looks again after `_LOOK_AGAIN`.
 
         Args:
           seen: `rings` before the caller found that it must wait; if it rang since, this returns at once.
           deadline: `time.monotonic()` at which to give up.
         """
-        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._waiting.add(wake)
-        try:
-            left = _LOOK_AGAIN if deadline is None else min(_LOOK_AGAIN, deadline - time.monotonic())
+        left = _LOOK_AGAIN if deadline is None else min(_LOOK_AGAIN, deadline - time.monotonic())
+        with self._lock:
             if self.rings == seen and left > 0:
-                wake.get(timeout=left)
-        except queue.Empty:
-            pass
-        finally:
-            self._waiting.discard(wake)
+                self._condition.wait(left)

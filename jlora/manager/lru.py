@@ -42,9 +42,9 @@ class LRU(Generic[V]):
 
     def remove(self, name: str) -> V:
         """Take an entry out, pinned or not. Raises KeyError for an unknown name."""
-        if name in self._entries:
-            self._pinned.discard(name)  # first: a pin without an entry would wait for the next of that name
-        return self._entries.pop(name)
+        entry = self._entries.pop(name)
+        self._pinned.discard(name)
+        return entry
 
     def pin(self, name: str) -> None:
         if name not in self._entries:

@@ -40,9 +40,9 @@ from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches
 from jlora.manager.report import AdapterInfo, Stats, listed
-from jlora.manager.saved import base_digest, restore, save
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.slot_table import SlotTable
+from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -387,72 +387,58 @@ class LoRAManager:
 
     # --- a restart ----------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        weights: bool = True,
-        without: Callable[[], Collection[str]] = frozenset,
-    ) -> None:
-        """Save what a restart needs to go on warm: `restore`, of a new manager, takes it.
+    def save(self, path: str | os.PathLike[str], *, without: Collection[str] = ()) -> None:
+        """Save what a restart needs to go on: `restore`, of a new manager, takes it.
 
-        Names, the requests that they came from (of evicted ones too), pins, what is in slots, the orders of use,
-        versions, and the weights of the host cache, through orbax-checkpoint. What was saved there before is
-        replaced in the end, in one step: a process that is killed at any point leaves the old or the new, whole.
-        Weights that are there already are not written again. On return all of it is on the disk.
+        One file has the names, requests (of evicted adapters too), pins, what is in slots, orders of use, versions and
+        fingerprints. The weights of an adapter that was added from memory, or changed by `update_adapter`, are saved
+        beside it; those of any other stay where its request loads them. What was saved there before is replaced in one
+        step: a process that is killed leaves the old state or the new one. On return all of it is on the disk.
 
-        Steps, loads and evictions of other threads go on meanwhile; no lock of theirs is held while anything is
-        written. Each adapter is saved as it was at some point during the call, and what came meanwhile without its
-        weights, if it can be loaded from a request. Two saves at a time may share a folder; of two managers, the last
-        to save is the one that is saved.
+        The state is that of one moment during the call. Steps, loads and evictions of other threads go on while it is
+        written. Of several saves to one folder at a time, also from other processes, each waits for the one before.
 
         Args:
-          path: a folder, which is made if need be.
-          weights: whether to save the weights of adapters that can be loaded from their requests. Without them it takes
-            milliseconds; weights that an earlier save left there stay.
-          without: gives names that are saved as if they had been removed; called when the rest is looked at.
+          path: a folder, made if need be.
+          without: names to save as if they had been removed.
 
         Raises:
           LoRAUsageError: the model lies on devices of several processes.
           LoRAError: it could not be written; what was saved before is as it was.
-          AdapterFormatError: what is there was damaged since; delete it, or save elsewhere.
         """
         self._check_call("save")
-        where = self._saved_at("save", path)
-        save(where, self._slots, self._cache, self._state_lock, self._base(), weights=weights, without=without)
+        save(self._saved_at("save", path), self._slots, self._cache, self._state_lock, self._base(), without)
 
-    def restore(self, path: str | os.PathLike[str], *, weights: bool = True) -> frozenset[str]:
-        """Take what another manager has saved: all of it, or nothing where this raises.
+    def restore(self, path: str | os.PathLike[str]) -> frozenset[str]:
+        """Go on as another manager was saved: all of it, or nothing where this raises.
 
-        Adapters come back with their versions, pins and orders of use, in slots where they were; none is read from
-        its own folder, unless it is pinned and its weights were not saved. The next version of a name is larger than
-        any before, saved or not. Sizes may be others than they were: of a smaller host cache or fewer slots those used
-        last get the room, and the rest is loaded when it is asked for. So may the mesh, and `max_lora_rank` as far as
-        the adapters allow.
+        Adapters of the host cache are loaded from their requests again, and are in slots, pinned and in order of use as
+        they were. An adapter whose files hold other bytes than they did is a new version. One that cannot be loaded is
+        evicted: the error is raised when it is used, and it is pinned again once it loads. The next version of a name
+        is larger than any before, saved or not. Sizes and the mesh may be others: if the host cache or the slots are
+        smaller, pinned adapters get the room first, then those used last; the others are loaded when they are used.
 
         Args:
-          path: what `save` was given.
-          weights: if False, no saved weights are read and adapters are loaded anew, as other dtypes or another base
-            model need them; so none may have come from memory.
+          path: the path that was given to `save`.
 
         Returns:
-          Every name that the saved manager knew, also those that had been removed.
+          Every name that the saved manager knew, removed ones too.
 
         Raises:
           AdapterNotFoundError: nothing is saved there.
-          AdapterFormatError: what is saved there is damaged; the message names the file.
-          AdapterMismatchError: it was saved beside another base model, or by a manager with another `name_map` or
-            `skip`; or this manager cannot serve an adapter.
-          NoFreeSlotError: no room for what is pinned, or for what can be loaded from nowhere else.
+          AdapterFormatError: it was damaged; the message names the file.
+          AdapterMismatchError: it was saved beside another base model, or with another `name_map` or `skip`; or an
+            adapter from memory was packed for other layers, slot dtypes or a larger rank.
+          NoFreeSlotError: no room for a pinned adapter, or for one from memory.
           LoRAUsageError: this manager has had adapters; the model lies on devices of several processes.
         """
         self._check_call("restore")
-        where, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
+        folder, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
         self._wrapped.check()
-        return restore(where, self._host, self._slots, self._cache, locks, self._base(), weights=weights)
+        return restore(folder, self._host, self._slots, self._cache, locks, self._base())
 
     def _saved_at(self, what: str, path: str | os.PathLike[str]) -> Path:
-        self._coordinator.refuse(what, "such a model is neither saved nor restored yet")
+        self._coordinator.refuse(what, "such a model is neither saved nor restored")
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise LoRAUsageError(f"{what} takes the path of a folder, got {path!r}")
         return Path(path).expanduser()

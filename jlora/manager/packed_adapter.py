@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import zlib
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +59,8 @@ class PackedAdapter:
       rank: the largest.
       about: the adapter without its arrays, for what else an exported one must say.
       request: what it is loaded from again once it was evicted, if it was loaded from a request.
-      key: of the files that it was read from (`content_key`); None where there are none.
+      key: `Adapter.fingerprint` of the files that it was read from; None where there are none.
       in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
-      digest: the name of what was saved of it (`saved_content`), if it was.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
       ahead: its blocks on the device already, for the next write of them.
@@ -79,9 +77,8 @@ class PackedAdapter:
     rank: int
     about: Adapter | None = None
     request: LoRARequest | None = None
-    key: Hashable = None
+    key: str | None = None
     in_place: bool = False
-    digest: str = ""
     on_host: bool = True
     copying: bool = False
     ahead: tuple[Block, ...] | None = None
@@ -104,16 +101,17 @@ class PackedAdapter:
         """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
 
+    def digest(self) -> str:
+        """Return what is the same in all processes of a model that read the same adapter.
 
-def fingerprint(placements: Iterable[Placement], blocks: Iterable[Block]) -> str:
-    """What tells contents apart that two processes read: modules, ranks and scalings; and values, but not those of
-    experts, of which each process may have read others."""
-    found = hashlib.sha256()
-    for p in placements:
-        said = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
-        found.update(repr(said).encode())
-    for block in blocks:
-        if block.chunk.spec.experts is None:
-            for half in (block.a, block.b):
-                found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
-    return found.hexdigest()
+        It covers modules, ranks, scalings and values, but not those of experts: each process may have read others.
+        """
+        found = hashlib.sha256()
+        for p in self.placements:
+            about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
+            found.update(repr(about).encode())
+        for block in self.blocks:
+            if block.chunk.spec.experts is None:
+                for half in (block.a, block.b):
+                    found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
+        return found.hexdigest()

@@ -156,7 +156,8 @@ class Batches:
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:
-                self._queue.remove(ticket)
+                with self._state_lock:
+                    self._queue.remove(ticket)
                 self._changed.ring()
 
     def _bring(
@@ -271,12 +272,17 @@ class Batches:
 
     def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
         """Until all of `_missing` are there. Those that found no room have not been loaded again."""
+        left = list(loads)
         try:
-            for load in loads:
-                self._host.wait(load, deadline)
+            while left:
+                self._host.wait(left.pop(0), deadline)
         except NoFreeSlotError:
             reloaded.difference_update(load.request for load in loads if load.error is not None)
             raise
+        finally:
+            with self._state_lock:
+                for load in left:
+                    load.wanted -= 1
 
     def _keep(self, args: BatchArguments) -> None:
         """Before a load: see that all of a batch fit into the slots, and so on the host, and that it evicts others."""

@@ -1,4 +1,4 @@
-"""Which content is in which slot: who is evicted, what is written, what an interrupt left to be mended."""
+"""Which content is in which slot: who is evicted, what is written, what a device error left to be mended."""
 
 import logging
 import threading
@@ -101,7 +101,7 @@ class SlotTable:
             if content is not None and not alive(content) and not self._cache.contents.pinned(content.name):
                 self.pool.clear(slot)
                 self._used.pop(content, None)
-        if len(self._used) > len(self.pool.table):  # an interrupt came between a slot and its book
+        if len(self._used) > len(self.pool.table):  # a write failed, or its content was dropped
             held = set(self.pool.table)
             self._used = {content: tick for content, tick in self._used.items() if content in held}
 

@@ -89,6 +89,6 @@ def _pack(
         rank=rank,
         about=replace(adapter, modules={}, base_weights={}),
         request=None if request is None else replace(request, load_inplace=False),
-        key=None if request is None else adapter.content,  # arrays in memory may differ from the files' by now
+        key=None if request is None else adapter.fingerprint,  # arrays in memory may differ from the files' by now
         in_place=request is not None and request.load_inplace,
     )

@@ -59,7 +59,6 @@ def updated(
         same = copy.copy(content)  # of the same modules in the same slots
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
-        same.digest = ""
         same.on_host = same.copying = False
         return same, written
     had = {placement.module: placement for placement in content.placements}
@@ -97,7 +96,6 @@ def updated(
         rank=max(p.rank for p in placements),
         request=None,
         key=None,
-        digest="",
         on_host=not on_device,
         copying=False,
         ahead=None,

@@ -1,4 +1,4 @@
-"""Attention with grouped queries, rotary positions, windows and sinks, and the cache of a layer's keys and values."""
+"""Attention with grouped queries, rotary positions, windows and sinks, and the key-value cache of a layer."""
 
 from types import ModuleType
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from jlora.pallas.gpus import platform
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer. Row c of a sequence holds its position c: no other index is kept."""
+    """Keys and values of one layer. Row c of a sequence is its position c; no other index is stored."""
 
     keys: Float[Array, "B C G D"]
     values: Float[Array, "B C G D"]
@@ -33,15 +33,16 @@ def attend(
     visible: Bool[Array, "B L C"],
     sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B L H D"]:
-    """Softmax attention (arXiv:1706.03762); H / G query heads share a key head. Scores and softmax are float32.
+    """Compute softmax attention (arXiv:1706.03762). H / G query heads share a key head.
 
-    Keys and values that no query of a sequence sees may hold anything, NaN and infinity as well.
+    Scores and softmax are float32. Keys and values that no query of a sequence sees may hold any values, including NaN
+    and infinity.
 
-    `sinks` is one more logit a head that takes its share of the softmax and brings no value (arXiv:2309.17453).
+    `sinks` adds one logit per head that takes part in the softmax and has no value (arXiv:2309.17453).
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
-    seen = visible.any(axis=1)[..., None, None]  # 0 x NaN is NaN: a weight of 0 would not keep the others out
+    seen = visible.any(axis=1)[..., None, None]  # a weight of 0 would not mask them, since 0 x NaN is NaN
     k, v = (jnp.where(seen, rows, jnp.zeros((), rows.dtype)) for rows in (k, v))
     q = q.reshape(batch, length, groups, heads // groups, width)
     scores = jnp.einsum("blghd,bcgd->bghlc", q, k, preferred_element_type=jnp.float32) * width**-0.5
@@ -57,15 +58,15 @@ def attend(
 def _write(
     cache: Float[Array, "B C G D"], positions: Int[Array, "B L"], rows: Float[Array, "B L G D"]
 ) -> Float[Array, "B C G D"]:
-    # Mapped over sequences, and not indexed by them: so it stays with each one's device.
+    # vmap over sequences keeps the writes on each sequence's device; indexing by sequence would not.
     return jax.vmap(lambda cache, positions, rows: cache.at[positions].set(rows))(cache, positions, rows)
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention; H query heads and G key-value heads of width D.
+    """Causal grouped-query attention with H query heads and G key-value heads of width D.
 
-    On a mesh each shard of "tensor" has H / shards query heads, and those key-value heads that they need: where there
-    are fewer than shards, several hold a copy of one, and G is the number of shards.
+    On a mesh, each shard of "tensor" has H / shards query heads and the key-value heads that they need. If there are
+    fewer key-value heads than shards, several shards hold a copy of one head, and G is the number of shards.
     """
 
     def __init__(
@@ -114,6 +115,16 @@ class Attention(nnx.Module):
         end: Int[Array, "B"] | None = None,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
+        """Return the attention output [B, L, E] and the updated cache.
+
+        Args:
+          x: [B, L, E] normalised hidden states.
+          positions: [B, L] position of each token.
+          rotation: cos and sin of these positions.
+          cache: Keys and values of earlier positions, or None to attend to the keys of `x` only.
+          end: [B] number of real positions of each sequence. None means no padding.
+          extent: Static number of cache positions to read. None means all.
+        """
         batch, length, _ = x.shape
         config = self.config
         queries, keys = config.num_attention_heads // self.shards, self.groups // self.shards
@@ -138,8 +149,8 @@ class Attention(nnx.Module):
                 return self.o_proj(out.reshape(batch, 1, -1)), cache
             k, v = cache.keys[:, :extent], cache.values[:, :extent]
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
-        # Padding sees no further than the last real token. So no query sees the keys of padding, nor those that an
-        # earlier sequence left in the cache.
+        # Padding sees no further than the last real token. No query thus sees the keys of padding, nor stale keys that
+        # an earlier sequence left in the cache.
         places = positions if end is None else jnp.minimum(positions, end[:, None] - 1)
         distance = places[:, :, None] - key_positions[:, None, :]
         visible = distance >= 0
@@ -148,9 +159,12 @@ class Attention(nnx.Module):
         return self.o_proj(attend(q, k, v, visible, sinks).reshape(batch, length, -1)), cache
 
     def kernels(self, dtype: DType) -> ModuleType | None:
-        """The kernel for one query a sequence, which reads no more of the cache than is live, where there is one."""
+        """Return the decode kernel, or None if it cannot run.
+
+        It serves one query per sequence, and reads only the live positions of the cache.
+        """
         if self.on_mesh or platform() != "gpu":
             return None
-        from jlora.models import decode_attention  # slow to import, and for GPUs alone
+        from jlora.models import decode_attention  # slow import, needed on GPUs only
 
         return decode_attention if decode_attention.unsupported_reason(dtype, self.config.head_dim) is None else None

@@ -1,4 +1,7 @@
-"""A Hugging Face checkpoint folder -> `Decoder`: `config.json` and one or several safetensors files, no PyTorch."""
+"""Load a Hugging Face checkpoint folder into a `Decoder`, without PyTorch.
+
+A folder has `config.json` and one or several safetensors files.
+"""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
@@ -31,23 +34,23 @@ def from_pretrained(
     dispatch: Dispatch = "all_gather",
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """Reads a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
+    """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
 
-    Experts may be stored one by one or all in one tensor; those in mxfp4 become `dtype`. The files are memory-mapped
-    and brought to the device one parameter at a time; on a mesh one shard at a time, straight to the devices that hold
-    it. A process reads only what its own devices hold.
+    Experts may be stored one by one or all in one tensor. Experts in mxfp4 are converted to `dtype`. The files are
+    memory-mapped, and one parameter at a time is moved to the device. On a mesh, one shard at a time is moved to the
+    devices that hold it, and a process reads only the shards of its own devices.
 
     Args:
-      path: the checkpoint's folder (`~` is expanded) with `config.json` and `model.safetensors`, or the shards that
-        `model.safetensors.index.json` lists.
-      dtype: of weights and activations.
-      mesh: the devices, with axes as `Decoder` takes them; None for JAX's default device.
-      dispatch: how tokens reach experts on other devices; see `Decoder`.
-      progress: called with (parameters read, parameters in all) after each one.
+      path: Checkpoint folder (`~` is expanded) with `config.json` and `model.safetensors`, or the shards listed in
+        `model.safetensors.index.json`.
+      dtype: Dtype of weights and activations.
+      mesh: Devices, with axes as for `Decoder`. None means JAX's default device.
+      dispatch: How tokens reach experts on other devices; see `Decoder`.
+      progress: Called with (parameters read, parameters in total) after each parameter.
 
     Raises:
-      ModelError: a file is missing or damaged; the configuration asks for what the decoder does not do; a tensor is
-        missing, unexpected or of another shape or type; the mesh does not fit. The message names the file and the
+      ModelError: A file is missing or damaged; the configuration has a feature that the decoder lacks; a tensor is
+        missing, unexpected or of another shape or type; or the mesh does not fit. The message names the file and the
         field or tensors, or the axis.
     """
     folder, config = _config(path)
@@ -66,9 +69,10 @@ def from_pretrained(
 
 
 def read_skeleton(path: str | Path) -> Decoder:
-    """The model of a checkpoint folder without its weights: every parameter is a `jax.ShapeDtypeStruct`, float32.
+    """Return the model of a checkpoint folder without its weights.
 
-    The weights' names, shapes and types are checked as `from_pretrained` does, and raise the same errors.
+    Every parameter is a float32 `jax.ShapeDtypeStruct`. Names, shapes and types of the stored tensors are checked as in
+    `from_pretrained`, with the same errors.
     """
     folder, config = _config(path)
     with contextlib.ExitStack() as stack:
@@ -79,9 +83,9 @@ def read_skeleton(path: str | Path) -> Decoder:
 
 
 def read_weight(path: str | Path, module: str) -> np.ndarray | None:
-    """The stored weight of one module of a checkpoint ([out, in], or an embedding's [V, D]); None if it has none.
+    """Return the stored weight of one module of a checkpoint, or None if it has none.
 
-    A tied model's `lm_head` is its embedding.
+    The weight is [out, in], or [V, D] for an embedding. The `lm_head` of a tied model is its embedding.
     """
     folder, config = _config(path)
     if config.tie_word_embeddings and module == "lm_head":
@@ -110,9 +114,9 @@ def _skeleton(
 
 
 def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Opens every file; tensor name (as of the whole causal model) -> (open file, name in it).
+    """Open every file and return tensor name -> (open file, name in the file), with names of the whole causal model.
 
-    They must hold as many layers as the configuration says: it is checked here, before any layer is built.
+    The number of stored layers is checked against the configuration here, before any layer is built.
     """
     if (folder / _SINGLE).is_file():
         where = None
@@ -139,7 +143,8 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
                 f"only in the index {sorted(listed - names)[:5]}"
             )
         tensors |= {name: (opened, name) for name in names}
-    # Files saved from the bare trunk lack the prefix; old ones hold rotary tables, which the configuration implies.
+    # Files saved from the bare trunk lack the prefix. Old files hold rotary tables, which follow from the
+    # configuration.
     if not any(name.startswith("model.") for name in tensors):
         tensors = {name if name == "lm_head.weight" else f"model.{name}": value for name, value in tensors.items()}
     tensors = {name: value for name, value in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
@@ -165,7 +170,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder: Path) -> list[Source]:
-    """Where each parameter lies; names, types and shapes of all tensors are checked before any is read."""
+    """Return the source of each parameter, after checking names, types and shapes of all tensors."""
     try:
         found = sources(skeleton, params, tensors)
     except ModelError as error:
@@ -186,7 +191,7 @@ def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder:
 
 
 def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any], folder: Path) -> jax.Array:
-    """One parameter, shard by shard; a shard that several devices hold is read once."""
+    """Load one parameter, shard by shard. A shard that several devices hold is read once."""
 
     def shard(index: Index, device: Any) -> jax.Array:
         try:
@@ -206,12 +211,12 @@ def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any
     for bounds, (first, *others) in owners.items():
         placed.append(shard(tuple(slice(*pair) for pair in bounds), first))
         placed += [jax.device_put(placed[-1], device) for device in others]
-        jax.block_until_ready(placed)  # else the next shard would be read while this one is still in host memory
+        jax.block_until_ready(placed)  # free this shard's host memory before the next one is read
     return jax.make_array_from_single_device_arrays(param.shape, param.sharding, placed)
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
-    """A tied checkpoint may store lm_head once more; it must be the same matrix."""
+    """Check that the lm_head which a tied checkpoint may store equals the embedding, and drop it."""
     if "lm_head.weight" in tensors and "model.embed_tokens.weight" in tensors:
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         same = _shape(tensors, head, folder) == _shape(tensors, embedding, folder)
@@ -240,7 +245,7 @@ def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
 
 
 def _part(tensors: Mapping[str, Any], name: str, part: Index, folder: Path) -> np.ndarray:
-    """A part of a stored tensor, and no other bytes of its file."""
+    """Read a part of a stored tensor, and no other bytes of its file."""
     file, stored_name = tensors[name]
     with _naming(folder):
         return cast(np.ndarray, file.get_slice(stored_name)[part])

@@ -1,4 +1,4 @@
-"""`DecoderConfig`, and how a checkpoint's `config.json` becomes one."""
+"""`DecoderConfig`, and the conversion of a checkpoint's `config.json` into it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ RouterType = Literal["softmax", "chosen_softmax"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding; the formulas are in `jlora.models.rope`.
+    """Rotary position embedding. The formulas are in `jlora.models.rope`.
 
-    `attention_factor=None` means the factor that YaRN derives from `factor`, `mscale` and `mscale_all_dim`.
+    With `attention_factor=None`, YaRN derives the factor from `factor`, `mscale` and `mscale_all_dim`.
     """
 
     rope_type: RopeType = "default"
@@ -38,18 +38,21 @@ class MoEConfig:
     """The expert layers of a decoder.
 
     Attributes:
-      num_experts, experts_per_token: E, and how many of them each token goes to.
-      intermediate_size: width of one expert.
-      layers: one entry a layer, whether it has experts; the others have an MLP.
-      router: "softmax" of all logits and then the largest, or the largest and then their softmax, "chosen_softmax".
-      renormalize: whether the weights of a "softmax" router are divided by their sum.
-      router_name: what checkpoints call the router.
-      router_bias, expert_bias: whether the router has a bias, and whether both products of an expert do.
-      interleaved: columns of gate and up alternate in files that hold all experts of a layer in one tensor.
-      stored_in_first: whether files that hold all experts of a layer in one tensor have it [E, in, out], as here, or
-        [E, out, in].
-      swiglu_limit, swiglu_alpha: of gpt-oss's activation; a limit of None means the plain gated SiLU.
-      shared_size: width of the expert that every token goes to; 0 for none.
+      num_experts: Number of experts E.
+      experts_per_token: Number of experts k that each token is routed to.
+      intermediate_size: Width of one expert.
+      layers: One entry per layer, True if it has experts and False if it has an MLP.
+      router: "softmax" applies the softmax to all logits and then chooses the largest. "chosen_softmax" chooses the
+        largest logits and then applies the softmax to them.
+      renormalize: True if the weights of a "softmax" router are divided by their sum.
+      router_name: Name of the router in checkpoints.
+      router_bias: True if the router has a bias.
+      expert_bias: True if both products of an expert have a bias.
+      interleaved: True if columns of gate and up alternate in tensors that hold all experts of a layer.
+      stored_in_first: True if tensors that hold all experts of a layer are [E, in, out], as in the model; False if they
+        are [E, out, in].
+      swiglu_limit, swiglu_alpha: Constants of gpt-oss's activation. A limit of None means the plain gated SiLU.
+      shared_size: Width of the expert that every token is routed to, 0 for none.
     """
 
     num_experts: int
@@ -77,17 +80,17 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder, independent of the family it came from. Hashable, so it is static under `jax.jit`.
+    """Architecture of a decoder, independent of its family. Hashable, so it is static under `jax.jit`.
 
     Attributes:
-      head_dim: width of one attention head; need not be `hidden_size / num_attention_heads`.
-      qkv_bias, o_bias, mlp_bias: which projections carry a bias.
-      qk_norm: normalise every query and key head before the rotation (Qwen3).
-      sinks: one more logit a head in the softmax of attention, for no position (gpt-oss).
-      sliding_windows: one entry a layer, the number of positions a token sees including its own; None for a layer
-        that sees everything. None instead of a tuple means that no layer has a window.
-      moe: the layers with experts; None for a dense model.
-      eos_token_ids: what ends a sequence according to the checkpoint; the decoder itself does not use it.
+      head_dim: Width of one attention head; may differ from `hidden_size / num_attention_heads`.
+      qkv_bias, o_bias, mlp_bias: True if these projections have a bias.
+      qk_norm: True if every query and key head is normalised before the rotation (Qwen3).
+      sinks: True if the softmax of attention has one more logit per head, for no position (gpt-oss).
+      sliding_windows: One entry per layer, the number of positions that a token sees including its own; None for a
+        layer without a window. None instead of a tuple means that no layer has a window.
+      moe: The layers with experts, None for a dense model.
+      eos_token_ids: Tokens that end a sequence according to the checkpoint. The decoder itself does not use them.
     """
 
     vocab_size: int
@@ -127,10 +130,10 @@ class DecoderConfig:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Reads `config.json`.
+    """Read `config.json`.
 
     Raises:
-      ModelError: the file is missing or no JSON object, or a field asks for what the decoder does not do.
+      ModelError: The file is missing or not a JSON object, or a field has a value that the decoder does not support.
     """
     if not path.is_file():
         raise ModelError(f"{path} does not exist; expected the folder of a Hugging Face checkpoint")
@@ -138,7 +141,7 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """The same for a parsed `config.json`; fields that are absent take the family's defaults."""
+    """Convert a parsed `config.json`, as `read_config` does. Absent fields take the defaults of the family."""
     fields = Fields(raw, where)
     family: Any = raw.get("model_type")
     if family not in get_args(ModelType):
@@ -149,7 +152,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
 
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
-    # Old Llama files leave the number of key-value heads out; in the other families only null means "no grouping".
+    # Old Llama files omit the number of key-value heads. In the other families only null means "no grouping".
     kv_default = heads if family == "llama" or "num_key_value_heads" in raw else None
     head_default = {"qwen3": 128, "gpt_oss": 64}.get(family, hidden // heads)
     qkv_bias = o_bias = False
@@ -181,7 +184,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
 
 
 def _check_quantization(fields: Fields, family: ModelType) -> None:
-    """Only gpt-oss's own: experts in mxfp4, all else in bfloat16. The files say which tensors are packed."""
+    """Accept only gpt-oss's own quantization, with experts in mxfp4 and all else in bfloat16."""
     found = fields.values.get("quantization_config")
     if found is None or (family == "gpt_oss" and isinstance(found, dict) and found.get("quant_method") == "mxfp4"):
         return
@@ -192,7 +195,7 @@ def _parse_moe(fields: Fields, family: ModelType, layers: int) -> MoEConfig | No
     raw = fields.values
     if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         return None
-    # transformers 5 writes Qwen3-MoE's under the other families' name.
+    # transformers 5 writes Qwen3-MoE's number of experts under the other families' name.
     names = [name for name in ("num_local_experts", "num_experts") if raw.get(name) is not None]
     counts = {fields.integer(name) for name in names or ["num_local_experts"]}
     if len(counts) > 1:
@@ -231,11 +234,11 @@ def _parse_moe(fields: Fields, family: ModelType, layers: int) -> MoEConfig | No
 
 
 def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
-    """Both spellings: `rope_parameters` with the base inside, and the older `rope_theta` beside `rope_scaling`."""
+    """Parse both spellings: `rope_parameters` with the base in it, and the older `rope_theta` beside `rope_scaling`."""
     raw = fields.values
     field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     params = raw.get(field)
-    if params is None and raw["model_type"] == "gpt_oss":  # whose default is no plain rotation
+    if params is None and raw["model_type"] == "gpt_oss":  # its default is not the plain rotation
         raise fields.fail("rope_parameters", "is missing")
     params = {} if params is None else params
     if not isinstance(params, dict):
@@ -244,7 +247,7 @@ def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in get_args(RopeType):
         raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r:.80}")
-    # Anything else in there (per-layer tables, sections of a multimodal rope) would change the rotation.
+    # Any other field (per-layer tables, sections of a multimodal rope) would change the rotation.
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"}
     known |= {"low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"}
     known |= {"mscale", "mscale_all_dim", "truncate"}
@@ -262,7 +265,7 @@ def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
     if rope_type == "linear":
         return RopeConfig(rope_type=rope_type, theta=theta, factor=inner.number("factor"))
     longest = fields.integer("max_position_embeddings")
-    # Some files keep the original length beside the rope object; there it takes precedence.
+    # Some files have the original length beside the rope object, where it takes precedence.
     original = fields.integer(
         "original_max_position_embeddings", inner.integer("original_max_position_embeddings", longest)
     )
@@ -294,8 +297,11 @@ def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
 
 
 def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int | None, ...] | None:
-    """Which layers see only a window. Llama never does, Mistral and Mixtral in every layer, Qwen from
-    `max_window_layers` on, gpt-oss in every other layer."""
+    """Return each layer's window, or None if no layer has one.
+
+    Llama has no windows. Mistral and Mixtral have one in every layer, Qwen from layer `max_window_layers` on, and
+    gpt-oss in every other layer.
+    """
     raw = fields.values
     mixes = family == "gpt_oss"
     kinds = [False] * layers
@@ -309,7 +315,7 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
         first = raw.get("max_window_layers", 0 if family == "qwen3_moe" else 28)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise fields.fail("max_window_layers", f"must be an integer of at least 0, got {first!r:.80}")
-        # Releases of transformers disagree on these two.
+        # Releases of transformers disagree on these two settings.
         if family == "qwen3_moe" and first > 0:
             raise fields.fail("max_window_layers", f"must be 0 or absent with use_sliding_window, got {first}")
         if family == "qwen2_moe" and raw.get("layer_types") is None:
@@ -324,7 +330,8 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
             if name not in ("full_attention", "sliding_attention"):
                 raise fields.fail(f"layer_types[{i}]", f"must be full_attention or sliding_attention, got {name!r:.80}")
         asked = [name == "sliding_attention" for name in named]
-        # Qwen with use_sliding_window and gpt-oss mix layers; elsewhere the list may only repeat what the rest says.
+        # Qwen with use_sliding_window and gpt-oss mix both kinds of layers. For other families the list must agree with
+        # the other settings.
         if asked != kinds and not (windowed and mixes):
             raise fields.fail("layer_types", f"contradicts the sliding window settings of model_type {family!r:.80}")
         kinds = asked

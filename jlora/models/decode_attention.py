@@ -1,4 +1,4 @@
-"""Attention of one query a sequence over a cache, for GPUs: it reads what is live, where it lies, once."""
+"""Decode attention for GPUs: one query per sequence, which reads the live part of the cache once and in place."""
 
 # Kernels are written over references and tracers, for which Pallas has no types.
 # pyright: reportMissingParameterType=false
@@ -15,13 +15,13 @@ from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu
 from jlora.pallas.tiles import matrix_rows
 from jlora.pallas.triton.parts import compiler_params, dot, load, store
 
-_BLOCK = 64  # positions that a program reads at a time
-_PROGRAMS = 512  # at least, where sequences and heads are few: some to each multiprocessor of any GPU
-_LEAST = -1e30  # below every score, and finite: differences of two are numbers
+_BLOCK = 64  # positions that a program reads in one step
+_PROGRAMS = 512  # least number for few sequences and heads: several for each multiprocessor of any GPU
+_LEAST = -1e30  # below every score, and finite, so that the difference of two is a number
 
 
 def unsupported_reason(dtype: DType, width: int) -> str | None:
-    """Why the kernel cannot run for queries, keys and values of this dtype and width, on `current_gpu()`; or None."""
+    """Return why the kernel cannot run on `current_gpu()` for this dtype and head width, or None if it can."""
     gpu = current_gpu()
     if gpu.capability is not None and gpu.capability < MIN_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, which {gpu.kind} is not"
@@ -43,17 +43,22 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B H D"]:
-    """Softmax attention of each sequence's query over its positions begin..end-1, in blocks (arXiv:2205.14135).
+    """Compute softmax attention of each sequence's query over its positions begin..end-1, in blocks (arXiv:2205.14135).
 
-    H / G query heads share a key head. A row's result depends on its own operands alone, to the bit, and on the number
-    of rows: the order in which its blocks are added up does.
+    H / G query heads share a key head. A row's result depends on its own operands, and on the number of rows, which
+    decides the order in which its blocks are summed. It does not depend on the other rows, to the bit.
 
     Args:
-      q: bfloat16 or float16, as keys and values are.
-      keys, values: of every position; what lies outside begin..end-1 is not read.
-      begin, end: int32, 0 <= begin < end <= C.
-      sinks: one more logit a head, without a value (arXiv:2309.17453).
-      interpret: run in Python, for tests.
+      q: [B, H, D] queries, bfloat16 or float16.
+      keys: [B, C, G, D] keys of every position, in the dtype of q. Positions outside begin..end-1 are not read.
+      values: [B, C, G, D] values, as for keys.
+      begin: [B] int32 first position of each sequence.
+      end: [B] int32 end of the positions, 0 <= begin < end <= C.
+      sinks: [H] one more logit per head, without a value (arXiv:2309.17453).
+      interpret: Run in the Pallas interpreter, for tests.
+
+    Returns:
+      [B, H, D] in the dtype of q.
     """
     batch, heads, width = q.shape
     capacity, groups = keys.shape[1:3]
@@ -80,14 +85,14 @@ def decode_attention(
 
 
 def _kernel(q_ref, k_ref, v_ref, begin_ref, end_ref, sums_ref, most_ref, weight_ref, *, shared: int):
-    """sums[row, part, heads of a group] = exp(q . k - most) @ v over every parts-th block of the row's positions
+    """Compute sums[row, part, heads of a group] = exp(q . k - most) @ v over a part of the row's positions.
 
         positions   0 ......... begin ..................... end ......... C
         blocks                | p0 | p1 | p2 | p0 | p1 | p2 |             p1: program of part 1
                                masked ^                    ^ masked
 
-    The first and the last block are masked, and what is masked is not read. most and weight: the largest score, and the
-    sum of exp(score - most).
+    A part is every num_parts-th block. The first and the last block of the row are masked, and masked positions are not
+    read. `most_ref` is the largest score of the part, and `weight_ref` the sum of exp(score - most).
     """
     row, group, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     width = q_ref.shape[-1]

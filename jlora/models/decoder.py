@@ -1,8 +1,8 @@
 """The reference decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE forms and gpt-oss as one Flax NNX module.
 
-Module paths are those of the checkpoints (`model.layers.0.self_attn.o_proj`), except that query, key and value are one
-projection, and so are gate and up; `Decoder.packed_modules` says so. The experts of a layer are one module, as
-transformers 5 has them (`model.layers.0.mlp.experts`). Nothing here knows of adapters.
+Module paths are those of the checkpoints (`model.layers.0.self_attn.o_proj`), with two exceptions. Query, key and value
+are one projection, and so are gate and up (`Decoder.packed_modules`). The experts of a layer are one module, as in
+transformers 5 (`model.layers.0.mlp.experts`). This module does not depend on adapters.
 """
 
 from typing import get_args
@@ -26,7 +26,7 @@ Cache = tuple[LayerCache, ...]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual; the MLP may be a block of experts."""
+    """Attention and MLP, each behind a norm and added to the residual. The MLP may be a mixture of experts."""
 
     def __init__(
         self,
@@ -65,13 +65,14 @@ class Layer(nnx.Module):
         end: Int[Array, "B"] | None = None,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
+        """Return the hidden states [B, L, E] and the updated cache; the arguments are those of `Attention`."""
         attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache, end, extent)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
 class Trunk(nnx.Module):
-    """Everything below the logits; `model` in the names of a checkpoint."""
+    """All layers below the logits; `model` in the names of a checkpoint."""
 
     def __init__(
         self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs, partition: Partition, dispatch: Dispatch
@@ -107,6 +108,7 @@ class Trunk(nnx.Module):
         end: Int[Array, "B"] | None = None,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
+        """Return the final hidden states [B, L, E] and the updated cache; see `Decoder.extend` for the arguments."""
         rotation = rotations(self.config, positions)
         x = self.embed_tokens(self.partition.constrain(tokens, self.rows))
         filled = []
@@ -120,21 +122,22 @@ class Decoder(nnx.Module):
     """A causal language model.
 
     `Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))` draws small random weights; `jlora.models.from_pretrained`
-    reads a checkpoint. Weights and activations are `dtype`; norms, rotations, softmax and logits are float32.
+    loads a checkpoint. Weights and activations are `dtype`. Norms, rotations, softmax and logits are float32.
 
-    On a `mesh` with Auto axes among "data", "tensor" and "expert" every parameter has a NamedSharding; what is
-    computed follows from those (`jlora.models.partition`). The random weights are the same on any mesh. `dispatch`
-    says how tokens reach experts on other devices, "all_gather" or "all_to_all" (`jlora.models.expert_parallel`).
+    On a `mesh` with Auto axes among "data", "tensor" and "expert", every parameter has a NamedSharding, and the
+    compiler shards the computation accordingly (`jlora.models.partition`). The random weights are the same on any mesh.
+    `dispatch`, "all_gather" or "all_to_all", selects how tokens reach experts on other devices
+    (`jlora.models.expert_parallel`).
 
     Raises:
-      ModelError: the mesh has another axis, or sizes of the model that the shards of an axis cannot share evenly.
+      ModelError: The mesh has an axis of another name or type, or a size of the model is not divisible by an axis.
     """
 
-    packed_modules = {  # noqa: RUF012 - a constant: which checkpoint modules a merged projection holds, in order
+    packed_modules = {  # noqa: RUF012 - a constant: merged projection -> its checkpoint modules, in order
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-    # What Mixtral's checkpoints, and adapters of Tinker's for gpt-oss, call a module -> here.
+    # Names of modules in Mixtral's checkpoints, and in Tinker's adapters for gpt-oss -> names in this model.
     module_aliases = {"block_sparse_moe": "mlp", "attn": "self_attn"}  # noqa: RUF012 - a constant
 
     def __init__(
@@ -165,7 +168,7 @@ class Decoder(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Logits of every position, float32 [B, L, V]; each position sees itself and those before it."""
+        """Return the logits of every position, float32 [B, L, V]. Each position sees itself and those before it."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden, _ = self.model(tokens, positions, None)
         return self.logits(hidden)
@@ -179,28 +182,31 @@ class Decoder(nnx.Module):
         *,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Appends tokens to sequences whose earlier positions are in the cache.
+        """Append tokens to sequences whose earlier positions are in the cache.
 
         Args:
-          tokens: [B, L]; a sequence shorter than L is padded on the right with any token.
-          positions: [B, L] position of each token, counted up from the sequence's own length so far. Padding goes on
-            counting: what it leaves in the cache is hidden until a later call overwrites it.
-          cache: from `init_cache` or an earlier call; it must reach past the largest position. Beyond a sequence's
-            last real token it may hold anything, NaN and infinity as well.
+          tokens: [B, L] token ids. A sequence shorter than L is padded on the right with any token.
+          positions: [B, L] position of each token, counted from the sequence's current length. Padding continues the
+            count; its cache entries are hidden until a later call overwrites them.
+          cache: Cache from `init_cache` or an earlier call, with capacity above the largest position. Beyond a
+            sequence's last real token it may hold any values, including NaN and infinity.
           last: [B] index in 0..L-1 of each sequence's last real token.
-          extent: attention reads positions 0..extent-1 of the cache and no others: static, and past every real token's
-            position. None: all of the cache.
+          extent: Static number of cache positions that attention reads, above every real token's position. None means
+            all.
 
         Returns:
           The float32 logits [B, V] after each sequence's last token, and the new cache.
         """
-        of_last = jax.vmap(lambda rows, index: rows[index])  # each with its own sequence's device
+        of_last = jax.vmap(lambda rows, index: rows[index])  # vmap keeps each row on its sequence's device
         hidden, extended = self.model(tokens, positions, cache, of_last(positions, last) + 1, extent)
         assert extended is not None
         return self.logits(of_last(hidden, last)), extended
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for positions 0..capacity-1 of `batch` sequences; on a mesh sharded by sequences and heads."""
+        """Return an empty cache for positions 0..capacity-1 of `batch` sequences.
+
+        On a mesh it is sharded by sequences and heads.
+        """
         groups = max(self.config.num_key_value_heads, self.partition.size("tensor"))
         shape = (batch, capacity, groups, self.config.head_dim)
 
@@ -211,11 +217,11 @@ class Decoder(nnx.Module):
 
     @property
     def reads_what_is_live(self) -> bool:
-        """Whether one token a sequence reads no more of a cache than is live, whatever the `extent`."""
+        """True if a step of one token per sequence reads only the live part of a cache, whatever the `extent`."""
         return self.model.layers[0].self_attn.kernels(self.dtype) is not None
 
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """Scores of every token, float32."""
+        """Compute the float32 scores of every token of the vocabulary."""
         if self.config.tie_word_embeddings:
             scores = self.model.embed_tokens.attend(hidden).astype(jnp.float32)
         else:

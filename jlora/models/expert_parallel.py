@@ -1,15 +1,17 @@
 """The experts of a layer on a mesh: one `shard_map`, in which each shard multiplies the rows of its own experts.
 
-`all_gather`   a shard sees all tokens of its part of "data"; the shards' sums are added up.
+`all_gather`   a shard sees all tokens of its part of "data", and the results of all shards are summed
 
     tokens [T, H] --rows of own experts--> products --weights, sum--> [T, H] --add over expert, tensor--> [T, H]
 
-`all_to_all`   tokens are spread over "expert" as well. A token goes once to each shard that has experts of it, with
-               its choices, and the sum over those experts comes back. A shard is sent at most the tokens that another
-               one has, so that is what buffers hold, and none is ever dropped.
+`all_to_all`   tokens are sharded over "expert" as well
 
     tokens [S, H] --pack by shard--> [shards, S, H] --all to all--> products --weights, sum--> [shards, S, H]
        --all to all--> [shards, S, H] --add up, also over tensor--> [S, H]
+
+With `all_to_all` a token is sent once to each shard that has experts of it, with its choices, and the sum over those
+experts is sent back. A shard receives from another one at most all of the other's tokens. The buffers have that size,
+so no token is ever dropped.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
 def on_mesh(
     experts: "Experts", tokens: Float[Array, "T H"], routing: Routing, length: int | None
 ) -> Float[Array, "T H"]:
-    """What `experts` makes of tokens; `length` of them are a sequence, which is never cut, or None."""
+    """Return the output of `experts` for the tokens.
+
+    `length` is the number of tokens of a sequence, which is never split over shards, or None for packed tokens.
+    """
     partition = experts.partition
     graph, state = nnx.split(experts)
     specs = jax.tree.map(_spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -59,7 +64,7 @@ def on_mesh(
     )(
         state,
         filled(tokens),
-        # An expert that there is none of.
+        # Padding tokens go to an expert that no shard has
         Routing(filled(routing.experts, experts.num_experts), filled(routing.weights)),
         filled(origin, -1),
     )
@@ -67,7 +72,7 @@ def on_mesh(
 
 
 def spread_over(dispatch: Dispatch) -> tuple[str, ...]:
-    """The mesh axes that sequences are spread over."""
+    """Return the mesh axes over which sequences are sharded."""
     return ("data", "expert") if dispatch == "all_to_all" else ("data",)
 
 
@@ -78,7 +83,10 @@ def by_tokens(
     logits: Float[Array, "T E"],
     length: int | None,
 ) -> Routing:
-    """`route(logits)` with each token on its own device, where the compiler would bring all of them to every one."""
+    """Return `route(logits)`, computed for each token on its own device.
+
+    Without the `shard_map` the compiler would gather all tokens on every device.
+    """
     if partition.mesh is None:
         return route(logits)
     rows = P(partition.dividing(len(logits) // (length or 1), spread_over(dispatch)) or None, None)
@@ -86,7 +94,7 @@ def by_tokens(
 
 
 def _spec(variable: Any) -> P:
-    """The mesh axes of a variable as it says itself, else as its array does."""
+    """Return the mesh axes of a variable from its metadata, else from its array."""
     said = variable.get_metadata("out_sharding", None)
     if said is None:
         said = getattr(getattr(variable.get_value(), "sharding", None), "spec", ())
@@ -94,7 +102,7 @@ def _spec(variable: Any) -> P:
 
 
 def _local(layer: "Experts", routing: Routing) -> Routing:
-    """The experts counted from this shard's first on; those of other shards are outside of its own."""
+    """Number the experts from this shard's first one on; those of other shards are out of its range."""
     first = layer.gate_up_proj.shape[0] * _index(layer.partition, "expert")
     return routing._replace(experts=routing.experts - first)
 
@@ -105,7 +113,7 @@ def _exchanged(
     shards, k, dtype = layer.partition.size("expert"), routing.experts.shape[1], tokens.dtype
     owner = routing.experts // layer.gate_up_proj.shape[0]
     needed: Bool[Array, "S shards"] = jnp.any(owner[:, :, None] == jnp.arange(shards)[None, None, :], axis=1)
-    # The place of each token among those for a shard; one that is not for it lies beyond its buffer.
+    # The place of each token among those for a shard; a token that is not sent there gets a place past the buffer.
     place = jnp.where(needed, jnp.cumsum(needed, axis=0) - 1, len(tokens))
 
     def travel(array: jax.Array) -> jax.Array:
@@ -115,11 +123,11 @@ def _exchanged(
         empty = jnp.full((shards, *array.shape), fill, array.dtype)
         return empty.at[jnp.arange(shards)[None, :], place].set(array[:, None], mode="drop")
 
-    # What goes with a token, as one array of integers: its experts, the bits of its weights, which token it is.
+    # Sent with each token, as one array of integers: its experts, the bits of its weights, its index in the batch.
     bits = jax.lax.bitcast_convert_type(routing.weights.astype(jnp.float32), jnp.int32)
     with_it = [routing.experts.astype(jnp.int32), bits, origin]
     came = travel(packed(tokens)).reshape(-1, tokens.shape[1])
-    # An empty place has no expert of any shard.
+    # An empty place is routed to an expert that no shard has
     told = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
     weights = jax.lax.bitcast_convert_type(told[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
     mine, origin = _local(layer, Routing(told[:, :k], weights)), told[:, 2 * k]
@@ -136,7 +144,7 @@ def _index(partition: Partition, axis: str) -> Int[Array, ""] | int:
 
 
 def first_of_tensor(partition: Partition, bias: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """A bias that is added to partial sums over "tensor": on one of its shards only."""
+    """Return a bias for partial sums over "tensor": the bias on the first shard, zeros on the others."""
     return bias if partition.size("tensor") == 1 else jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)
 
 

@@ -3,7 +3,7 @@
     tokens [B, L] --extend--> logits [B, V] --choose--> token [B] --extend--> logits [B, V] --choose--> ...
            prompt, padded on the right           one lax.while_loop until every sequence has stopped
 
-Prompt length and `max_new_tokens` are rounded up to powers of two, so few combinations compile.
+Prompt length and `max_new_tokens` are rounded up to powers of two, so few combinations are compiled.
 """
 
 import contextlib
@@ -41,29 +41,29 @@ def generate(
     seed: int = 0,
     sequence_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Continues every prompt.
+    """Continue every prompt.
 
     Args:
-      model: any object with `Decoder`'s `extend`, `init_cache`, `config.vocab_size` and
-        `config.max_position_embeddings`.
-      prompts: token ids, one list a sequence, of any lengths above 0.
-      batch: the adapters of these sequences, `manager.prepare([...])` with one entry a prompt; None for a model that
-        is not wrapped.
-      max_new_tokens: the most tokens each sequence gets; with the longest prompt at most the model's context.
-      temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
-      top_k: sample among the k likeliest tokens only.
-      top_p: sample among the fewest likeliest tokens whose probabilities sum to at least `top_p`, after `top_k`
+      model: Any object with the attributes `extend`, `init_cache`, `config.vocab_size` and
+        `config.max_position_embeddings` of `Decoder`.
+      prompts: Token ids, one list per sequence, of any length above 0.
+      batch: Adapters of the sequences, `manager.prepare([...])` with one entry per prompt. None for a model that is not
+        wrapped.
+      max_new_tokens: Most new tokens of a sequence. Together with the longest prompt it must fit the model's context.
+      temperature: 0 takes the likeliest token; above 0, tokens are drawn from softmax(logits / temperature).
+      top_k: Draw among the k likeliest tokens only.
+      top_p: Draw among the fewest likeliest tokens whose probabilities sum to at least `top_p`, after `top_k`
         (arXiv:1904.09751).
-      stop_tokens: a sequence ends with the first of these; it is part of the answer.
-      seed: with a sequence's id and the number of the token, all that the random draw depends on: a sequence's answer
-        does not change with the other sequences of the call.
-      sequence_ids: one number a prompt, at least 0; its place in `prompts` by default.
+      stop_tokens: A sequence ends with the first of these tokens, which is part of the result.
+      seed: Seed of the random draws. A draw depends on the seed, the sequence's id and the number of the token, and not
+        on the other sequences of the call.
+      sequence_ids: One number per prompt, at least 0. By default its index in `prompts`.
 
     Returns:
       The new token ids of each sequence.
 
     Raises:
-      ModelError: an argument is out of range; it is named with its value.
+      ModelError: An argument is out of range. The message has its name and value.
     """
     tokens, lengths = _pad(prompts, model.config.vocab_size)
     limit = _integer("max_new_tokens", max_new_tokens, 1)
@@ -86,7 +86,7 @@ def generate(
             top_k=jnp.full(rows, most, jnp.int32),
             top_p=jnp.full(
                 rows, math.inf if top_p in (None, 1) else top_p, jnp.float32
-            ),  # rounded sums cut the tail off
+            ),  # 1 could cut the tail off by rounding
             keys=jax.vmap(partial(jax.random.fold_in, jax.random.key(_integer("seed", seed, 0))))(ids),
         )
     elif top_k is not None or top_p is not None:
@@ -107,7 +107,7 @@ def generate(
 
 
 def check_context(config: DecoderConfig, lengths: Sequence[int] | np.ndarray, max_new_tokens: int) -> None:
-    """Raises `ModelError` if prompts of these lengths and `max_new_tokens` do not fit the model's context."""
+    """Raise `ModelError` if prompts of these lengths and `max_new_tokens` do not fit the model's context."""
     longest = int(max(lengths))
     if longest + max_new_tokens > config.max_position_embeddings:
         raise ModelError(
@@ -117,17 +117,20 @@ def check_context(config: DecoderConfig, lengths: Sequence[int] | np.ndarray, ma
 
 
 def cache_size(lengths: Sequence[int], max_new_tokens: int) -> tuple[int, int]:
-    """Sequences and positions of the cache that `generate` makes for prompts of these lengths."""
+    """Return the number of sequences and positions of `generate`'s cache for prompts of these lengths."""
     return len(lengths), _bucket(max(lengths)) + _bucket(max_new_tokens)
 
 
 def compiled_variants() -> int:
-    """How many variants of the generation step this process has compiled: one a combination of static sizes."""
+    """Return the number of compiled variants of the generation step, one per combination of static sizes."""
     return _run._cache_size()  # pyright: ignore[reportAttributeAccessIssue]  # on every jitted function, but untyped
 
 
 class _State(NamedTuple):
-    """What the decode loop carries. `out[b, :counts[b]]` are the tokens so far; the last of them is not cached yet."""
+    """State of the decode loop.
+
+    `out[b, :counts[b]]` are the new tokens so far. The last of them is not yet in the cache.
+    """
 
     step: Int[Array, ""]
     out: Int[Array, "B N"]
@@ -150,7 +153,10 @@ def _run(
     capacity: int,
     ranked: bool,
 ) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
-    """Prompts and decode loop; N = `capacity` is the room for new tokens, of which `limit` are used."""
+    """Run the prompts and the decode loop.
+
+    N = `capacity` is the room for new tokens of a sequence, of which at most `limit` are used.
+    """
     sequences, padded = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), tokens.shape)
     cache = model.init_cache(sequences, padded + capacity)
@@ -160,7 +166,7 @@ def _run(
             chosen = likeliest(logits)
         else:
             chosen = choose(logits, jnp.broadcast_to(state.step, sequences), sampling, ranked=ranked)
-        # A stopped sequence goes on computing but writes nothing.
+        # A stopped sequence is still computed, but its tokens are dropped.
         column = jnp.where(state.running, state.step, capacity)
         out = jax.vmap(lambda row, i, token: row.at[i].set(token, mode="drop"))(state.out, column, chosen)
         stopped = jnp.any(chosen[:, None] == stops[None, :], axis=1)
@@ -173,7 +179,7 @@ def _run(
         )
 
     def body(state: _State) -> _State:
-        # Token number `step` of a sequence stands at position `length + step - 1`.
+        # Token number `step` of a sequence has position `length + step - 1`.
         here = (lengths + state.step - 1)[:, None]
         with _scope(batch):
             logits, cache = model.extend(state.last[:, None], here, state.cache, jnp.zeros_like(lengths))
@@ -191,11 +197,11 @@ def _run(
     )
     state = jax.lax.while_loop(lambda state: (state.step < limit) & jnp.any(state.running), body, append(empty, logits))
     partition: Partition = getattr(model, "partition", ONE_DEVICE)
-    return partition.constrain(state.out), partition.constrain(state.counts)  # whole on every device
+    return partition.constrain(state.out), partition.constrain(state.counts)  # replicated on every device
 
 
 def _scope(batch: Any) -> AbstractContextManager[object]:
-    """The adapters of `batch` for the layers called inside; imported late, for models that have no adapters."""
+    """Return the scope that applies the adapters of `batch`. Imported late, since a model may have no adapters."""
     if batch is None:
         return contextlib.nullcontext()
     from jlora.layers.forward.scope import use
@@ -222,7 +228,7 @@ def _pad(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[Int[np.ndar
 
 
 def _bucket(size: int) -> int:
-    """The next power of two, at least 8."""
+    """Return the next power of two, at least 8."""
     return max(8, 1 << (int(size) - 1).bit_length())
 
 

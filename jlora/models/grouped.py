@@ -1,12 +1,12 @@
-"""The product of an expert block: each row times the matrix of its own group, by what is fastest where it runs.
+"""Grouped product of an expert layer: multiply each row by its group's matrix, with the platform's fastest kernel.
 
-    NVIDIA Hopper and Blackwell    tokamax's Mosaic kernel, if the extra `moe` is installed: 16 bits, sizes that
-                                   are multiples of 64, as every model's are
+    NVIDIA Hopper and Blackwell    tokamax's Mosaic kernel, if the extra `moe` is installed; 16-bit dtypes and sizes
+                                   that are multiples of 64, as in all models
     TPU                            JAX's megablox, in bfloat16 and float32
     else                           `jax.lax.ragged_dot`
 
-Which one is decided while a program is traced, by platform, dtype, sizes and what is installed: none is tried and
-given up.
+The choice is made when a program is traced, from platform, dtype, sizes and installed packages. No kernel falls back to
+another at run time.
 """
 
 import functools
@@ -21,20 +21,20 @@ from jaxtyping import Array, Float, Int
 from jlora._compat import abstract_device, default_device, gpu_compute_capability
 
 _TPU_ROWS = 128  # megablox takes whole tiles of rows only
-_GPU_TILE = 64  # of tokamax's kernel, in rows and columns
+_GPU_TILE = 64  # rows and columns of a tile of tokamax's kernel
 
 
 def grouped_matmul(x: Float[Array, "M K"], w: Float[Array, "E K N"], counts: Int[Array, "E"]) -> Float[Array, "M N"]:
-    """Rows sorted by group, each times its group's matrix, accumulated in float32.
+    """Multiply rows sorted by group by their group's matrix, accumulated in float32.
 
     Args:
-      x: rows; the first `counts[0]` are of group 0, the next `counts[1]` of group 1, and so on.
-      w: one matrix a group, of the dtype of `x`.
-      counts: int32 rows of each group; a group may be empty. Where they sum to less than M, the rows after those are
-        of no group.
+      x: [M, K] rows. The first `counts[0]` belong to group 0, the next `counts[1]` to group 1, and so on.
+      w: [E, K, N] one matrix per group, in the dtype of `x`.
+      counts: [E] int32 number of rows of each group, which may be 0. If the sum is less than M, the remaining rows
+        belong to no group.
 
     Returns:
-      The dtype of `x`; of rows that are of no group any values.
+      [M, N] in the dtype of `x`. Rows that belong to no group have undefined values.
     """
     return _choose(x, w)(x, w, counts)
 
@@ -57,10 +57,10 @@ def _choose(x: jax.Array, w: jax.Array) -> Callable[[jax.Array, jax.Array, jax.A
 
 
 def _target() -> tuple[str, int | None]:
-    """Platform and, of a GPU, compute capability that a program traced now is for.
+    """Return the platform, and a GPU's compute capability, that a program traced now is compiled for.
 
-    In a `shard_map` that is said by the mesh, which has the device's kind, and a device of that kind the rest; there is
-    none where a program is compiled for another machine.
+    In a `shard_map` the mesh gives the platform and the kind of device, and a local device of that kind gives the
+    capability. It is None if there is no such device, as when compiling for another machine.
     """
     target = abstract_device()
     if target is not None:
@@ -76,14 +76,14 @@ def _ragged_dot(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-@jax.jit  # traced and lowered once for all layers of a model, which takes a second each
+@jax.jit  # layers share one trace and lowering, which takes a second
 def _tokamax(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     import tokamax  # pyright: ignore[reportMissingImports]  # an extra, for Python 3.12 and newer
 
     rows = x.shape[0]
-    # It takes no fewer rows than a tile has, and above that multiples of 8.
+    # The kernel takes at least the rows of one tile, and above that multiples of 8.
     x = jnp.pad(x, ((0, max(_GPU_TILE - rows, -rows % 8)), (0, 0)))
-    # Naming the kernel keeps it from falling back on another.
+    # A named implementation does not fall back to another.
     return tokamax.ragged_dot(x, w, counts, preferred_element_type=x.dtype, implementation="mosaic")[:rows]
 
 
@@ -91,15 +91,17 @@ def _megablox(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     rows = x.shape[0]
-    # Rows past the counts are of no group: their part of the result is never written, and cut off.
+    # Rows past the counts belong to no group. Their part of the result is not written, and is cut off.
     x = jnp.pad(x, ((0, -rows % _TPU_ROWS), (0, 0)))
     tiles = _tpu_tiles(w.shape[1], w.shape[2], x.dtype.itemsize)
     return gmm(x, w, counts, preferred_element_type=x.dtype, tiling=tiles)[:rows]
 
 
 def _tpu_tiles(k: int, n: int, width: int) -> tuple[int, int, int]:
-    """Rows, K and N of a tile: as much of a matrix as leaves its two buffers in 8 MiB, since a small batch is bound by
-    reading the matrices once."""
+    """Return the rows, K and N of a tile.
+
+    The two buffers of a matrix block take up to 8 MiB, because a small batch is bound by reading the matrices once.
+    """
     tile_n = min(n, 512)
     return _TPU_ROWS, min(k, (4 << 20) // (width * tile_n) // 128 * 128), tile_n
 

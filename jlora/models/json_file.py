@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: reading them with bounds, and typed look-ups whose errors name the file and field."""
+"""JSON files of a checkpoint: bounded reading, and typed look-ups whose errors name the file and the field."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from jlora.errors import LoRAError
 # An index of 100,000 tensors has about 10 MB.
 _MAX_JSON_BYTES = 100 * 2**20
 _MAX_DEPTH = 64
-# Above any model there is, and small enough that products of three stay below 2**63.
+# Above any existing model, and small enough that a product of three stays below 2**63.
 _LARGEST = 2**20
 _LARGEST_OF = {
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 2**31 - 1),
@@ -21,19 +21,28 @@ _LARGEST_OF = {
 
 
 class ModelError(LoRAError, ValueError):
-    """A checkpoint or a request that the reference decoder cannot serve exactly. Names the file and the field."""
+    """A checkpoint or a request that the reference decoder cannot serve exactly.
+
+    The message names the file and the field.
+    """
 
 
 class Fields:
-    """Typed look-ups in one JSON object; every error names the file, the field and the value."""
+    """Typed look-ups in one JSON object. Every error names the file, the field and the value."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
 
     def fail(self, field: str, problem: str) -> ModelError:
+        """Return the error for a problem with a field."""
         return ModelError(f"{self.where}: {field} {problem}")
 
     def integer(self, field: str, default: int | None = None) -> int:
+        """Return a positive integer that is at most the field's bound; an absent or null field takes the default.
+
+        Raises:
+          ModelError: The value is another, or the field is absent without a default.
+        """
         value = self.values.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -45,6 +54,11 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
+        """Return a positive finite number; an absent or null field takes the default.
+
+        Raises:
+          ModelError: The value is another, or the field is absent without a default.
+        """
         value = self.values.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
@@ -53,6 +67,7 @@ class Fields:
         return float(value)
 
     def flag(self, field: str, default: bool) -> bool:
+        """Return a boolean; an absent field takes the default."""
         value = self.values.get(field, default)
         if not isinstance(value, bool):
             raise self.fail(field, f"must be true or false, got {value!r:.80}")
@@ -60,10 +75,10 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-      ModelError: it is no JSON object, names a field twice, nests too deep, or is larger than any checkpoint's.
+      ModelError: The file is not a JSON object, repeats a field, nests too deep, or is larger than any checkpoint's.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

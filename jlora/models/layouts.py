@@ -1,8 +1,8 @@
-"""Where the parameters of a `Decoder` lie in the files of a checkpoint, and how parts of stored tensors become one.
+"""Layouts of a `Decoder`'s parameters in the files of a checkpoint, and the assembly of stored tensors into parameters.
 
-projections       [out, in], those of a merged projection one by one
-experts           one tensor an expert and projection (transformers 4, and what 5 writes for most families), or
-                  all experts of a product in one, [E, out, in] or, gpt-oss, [E, in, out] with gate and up alternating
+projections       [out, in], with a merged projection's parts in separate tensors
+experts           one tensor for each expert and projection (transformers 4, and 5 for most families), or one tensor
+                  for all experts of a product: [E, out, in], or [E, in, out] with gate and up alternating (gpt-oss)
 experts, mxfp4    [E, out, in / 32, 16] bytes of two 4-bit floats, and [E, out, in / 32] exponents
 """
 
@@ -25,21 +25,21 @@ from jlora.models.partition import Blocks, runs
 FLOATS = ("F32", "F16", "BF16")
 _LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-# Of one value in 4 bits: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats, v1.0, 5.3.3).
+# The values of a 4-bit float: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats, v1.0, 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BLOCK = 32  # values that share a scale
 
 Shape = tuple[int, ...]
-Index = tuple[slice, ...]  # with a start and a stop for each axis
-Read = Callable[[str, Index], np.ndarray]  # that part of the stored tensor of this name
+Index = tuple[slice, ...]  # each slice has a start and a stop
+Read = Callable[[str, Index], np.ndarray]  # (tensor name, part) -> stored values
 Assemble = Callable[[Sequence[np.ndarray], Index, DType, Any], jax.Array]
 
 
 class Source(NamedTuple):
-    """The stored tensors behind one parameter, by name, and what brings a part of it to a device.
+    """The stored tensors of one parameter, by name, and the functions that bring a part of it to a device.
 
-    `read(read_tensor, index)` gives the stored values behind a part of the parameter, and
-    `assemble(stored, index, dtype, device)` that part; a device of None is JAX's default.
+    `read(read_tensor, index)` returns the stored values of a part of the parameter. `assemble(stored, index, dtype,
+    device)` returns that part as an array; a device of None is JAX's default.
     """
 
     tensors: dict[str, Shape]
@@ -49,10 +49,10 @@ class Source(NamedTuple):
 
 
 def sources(model: Decoder, params: Sequence[tuple[tuple[Any, ...], Any]], names: Collection[str]) -> list[Source]:
-    """The source of every parameter in files that hold tensors of these names.
+    """Return the source of every parameter in files that hold tensors of these names.
 
     Raises:
-      ModelError: the files hold another number of experts than the model.
+      ModelError: The files and the model have different numbers of experts.
     """
     stored_experts = Counter(name.rpartition(".experts.")[0] for name in names if ".experts." in name)
     return [_source(model, path, param.shape, names, stored_experts) for path, param in params]
@@ -84,7 +84,7 @@ def _source(
 
 
 def _blocks(layer: Any, rows: int) -> Blocks:
-    """The rows of a layer's stored tensors, one below the other, that become its columns; see `partition.Blocks`."""
+    """Return the rows of a layer's concatenated stored tensors that become its columns; see `partition.Blocks`."""
     real = getattr(layer, "real_vocab", rows)
     return getattr(layer, "output_blocks", ((0, real), (-1, rows - real)))
 
@@ -98,7 +98,7 @@ def _experts(
     names: Collection[str],
     stored_tensors: int,
 ) -> Source:
-    """Of one parameter of an `Experts` module; the files' names say which of the layouts it has."""
+    """Return the source of one parameter of an `Experts` module, in the layout that the files' names imply."""
     name = f"{experts}.{leaf}"
     product = next(product for product, param in layer.grouped_products.items() if leaf.startswith(param))
     blocks = _blocks(layer, shape[-1]) if leaf == "gate_up_proj" else ((0, shape[-1]),)
@@ -106,13 +106,13 @@ def _experts(
         return _each_expert(model, experts, leaf, shape, blocks, names, stored_tensors)
     if product not in layer.alternating:
         return _all_experts(model, name, shape, blocks, names)
-    # A shard's columns are the same run of the file's, which alternate there.
+    # A shard's columns are the same range of the file's columns, in which gate and up alternate.
     source = _all_experts(model, name, shape, ((0, shape[-1]),), names)
     return source._replace(assemble=partial(_apart, source.assemble))
 
 
 def _all_experts(model: Decoder, name: str, shape: Shape, blocks: Blocks, names: Collection[str]) -> Source:
-    """Of a tensor with all experts."""
+    """Return the source of a parameter that is one tensor for all experts."""
     config = model.config.moe
     assert config is not None
     if name.endswith("_bias"):
@@ -132,9 +132,9 @@ def _all_experts(model: Decoder, name: str, shape: Shape, blocks: Blocks, names:
 def _each_expert(
     model: Decoder, experts: str, leaf: str, shape: Shape, blocks: Blocks, names: Collection[str], stored_tensors: int
 ) -> Source:
-    """Of one tensor an expert and projection."""
+    """Return the source of a parameter that is one tensor for each expert and projection."""
     num_experts, inputs, outputs = shape
-    if stored_tensors < num_experts:  # before a name is made for each
+    if stored_tensors < num_experts:  # checked before a name is made for each expert
         raise ModelError(
             f"config.json asks for {num_experts} experts, and the files hold {stored_tensors} tensors of {experts}"
         )
@@ -152,14 +152,14 @@ def _each_expert(
 def _read_rows(
     tensors: Mapping[str, Shape], blocks: Blocks, transposed: bool, read: Read, index: Index
 ) -> list[np.ndarray]:
-    """Of tensors that lie one below the other, the rows that `blocks` says."""
+    """Read the rows `blocks` of several tensors that are concatenated along their rows."""
     rows, *rest = index[::-1] if transposed else index
     pieces = _pieces(tensors, runs(blocks, rows.start, rows.stop), tuple(rest), read)
     return [_joined(pieces, tuple(part.stop - part.start for part in (rows, *rest)))]
 
 
 def _read_each(each: Sequence[Mapping[str, Shape]], blocks: Blocks, read: Read, index: Index) -> list[np.ndarray]:
-    """Of one tensor an expert and part: [E, out of all parts, in]."""
+    """Read one tensor per expert and part, as [E, out of all parts, in]."""
     experts, inputs, rows = index
     count, width = rows.stop - rows.start, inputs.stop - inputs.start
     pieces = (
@@ -171,12 +171,12 @@ def _read_each(each: Sequence[Mapping[str, Shape]], blocks: Blocks, read: Read, 
 
 
 def _read_whole(name: str, read: Read, index: Index) -> list[np.ndarray]:
-    """Of one tensor that is stored as it is used."""
+    """Read one tensor that is stored in the layout of the parameter."""
     return [read(name, index)]
 
 
 def _read_turned(name: str, blocks: Blocks, read: Read, index: Index) -> list[np.ndarray]:
-    """Of one tensor with all experts, [E, out, in]."""
+    """Read one tensor of all experts, [E, out, in]."""
     experts, inputs, rows = index
     sizes = (part.stop - part.start for part in (experts, rows, inputs))
     pieces = (
@@ -187,7 +187,7 @@ def _read_turned(name: str, blocks: Blocks, read: Read, index: Index) -> list[np
 
 
 def _read_mxfp4(name: str, read: Read, index: Index) -> list[np.ndarray]:
-    """Of all experts' blocks and scales, those of every block that the part touches."""
+    """Read the blocks and scales of all experts, for every block that the part touches."""
     experts, inputs, rows = index
     touched = (experts, rows, slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)))
     blocks, scales = read(f"{name}_blocks", (*touched, slice(0, _BLOCK // 2))), read(f"{name}_scales", touched)
@@ -197,7 +197,7 @@ def _read_mxfp4(name: str, read: Read, index: Index) -> list[np.ndarray]:
 
 
 def _pieces(tensors: Mapping[str, Shape], rows: Blocks, rest: Index, read: Read) -> Iterator[np.ndarray | int]:
-    """Those rows of tensors that lie one below the other, piece by piece; of padding, its number of rows."""
+    """Yield the given rows of concatenated tensors, piece by piece; for padding, its number of rows."""
     for first, count in rows:
         if first < 0:
             yield count
@@ -211,7 +211,10 @@ def _pieces(tensors: Mapping[str, Shape], rows: Blocks, rest: Index, read: Read)
 
 
 def _joined(pieces: Iterator[np.ndarray | int], shape: Shape, axis: int = 0) -> np.ndarray:
-    """One beside the other. No more than one piece is in memory beside the result, and a single one is the result."""
+    """Concatenate pieces along an axis.
+
+    At most one piece is in memory beside the result. A single piece is returned without a copy.
+    """
     out, at = np.zeros(0), 0
     for piece in pieces:
         if isinstance(piece, int):
@@ -222,10 +225,10 @@ def _joined(pieces: Iterator[np.ndarray | int], shape: Shape, axis: int = 0) -> 
         if not out.size:
             out = np.zeros(shape, piece.dtype)
         elif out.dtype != piece.dtype:
-            out = out.astype(np.float32)  # which holds the values of the others
+            out = out.astype(np.float32)  # float32 represents the values of the other dtypes
         np.moveaxis(out, axis, 0)[at : at + piece.shape[axis]] = np.moveaxis(piece, axis, 0)
         at += piece.shape[axis]
-        del piece  # before the next one is read
+        del piece  # free it before the next one is read
     return out if out.size else np.zeros(shape, np.float32)
 
 
@@ -238,7 +241,7 @@ def _transposed(stored: Sequence[np.ndarray], index: Index, dtype: DType, device
 
 
 def _apart(assemble: Assemble, stored: Sequence[np.ndarray], index: Index, dtype: DType, device: Any) -> jax.Array:
-    """The columns of gate and up, which alternate in a file: those of the gate first."""
+    """Assemble gate and up, whose columns alternate in the file, with those of the gate first."""
     return _gates_first(assemble(stored, index, dtype, device))
 
 
@@ -261,13 +264,13 @@ def _on(array: np.ndarray, device: Any) -> jax.Array:
 def _dequantize(
     blocks: UInt8[Array, "E N b 16"], scales: UInt8[Array, "E N b"], dtype: np.dtype[Any]
 ) -> Float[Array, "E K N"]:
-    """mxfp4 (OCP Microscaling Formats, v1.0): K = 32 * b values, exact in float32 and bfloat16.
+    """Convert mxfp4 (OCP Microscaling Formats, v1.0) to K = 32 * b values, exact in float32 and bfloat16.
 
-    Each byte holds two 4-bit floats, the first in its low half; each 32 values share a scale of 2**(s - 127).
+    Each byte holds two 4-bit floats, the first in its low half. Each 32 values share a scale of 2**(s - 127).
     """
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _BLOCK)
     values = jnp.array(_E2M1, jnp.float32)[codes]
-    # The exponent of a float32 has the same bias; but 2**-127 is below its normal numbers, which may count as 0.
+    # The exponent of a float32 has the same bias. But 2**-127 is subnormal in float32 and may be flushed to 0.
     bits = jnp.maximum(scales, 1).astype(jnp.int32) << 23
     scaled = values * jnp.where(scales == 0, 0.5, 1.0)[..., None]
     scaled = scaled * jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]

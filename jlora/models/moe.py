@@ -3,10 +3,10 @@
     x [.., H] --router--> k experts and weights a token --sort--> rows [M = T * k, H] by expert
       --gate_up--> [M, 2I] --activation--> [M, I] --down--> [M, H] --weights, sum over each token's k rows--> [.., H]
 
-On a mesh the experts lie over "expert" and their inner features over "tensor" (`jlora.models.expert_parallel`): all
-this happens on each shard, with the experts that it has.
+On a mesh, the experts are sharded over "expert" and their inner features over "tensor"
+(`jlora.models.expert_parallel`). Each shard runs all of these steps with its own experts.
 
-Nothing here knows of adapters. What wraps `Experts` overrides its two products, `gate_up` and `down`.
+This module does not depend on adapters. A wrapper of `Experts` overrides its two products, `gate_up` and `down`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,17 @@ from jlora.models.routing import Routing, softmax_top_k, top_k_softmax
 
 
 class ExpertRows(NamedTuple):
-    """Whose rows an expert product makes: M = T * k copies of T tokens, sorted by expert, else in token order.
+    """The rows of an expert product: M = T * k copies of T tokens, sorted by expert and then by token.
 
     Attributes:
-      token: the token that each row is a copy of, counted over those that `gate_up` is given: the flattened batch,
-        or on a mesh this shard's part of it.
-      expert: the expert of each row, ascending. On a mesh it is counted from this shard's first one, and at least E,
-        the number of those that it has, in rows of no expert here: they are the last, and their values are not used.
-      counts: rows of each expert.
-      length: L where the block was given [B, L, H]; None where it was given packed rows [T, H].
-      origin: on a mesh, which of the whole batch's tokens each of those is that `gate_up` is given; -1 for none.
+      token: [M] token of each row, as an index into the tokens given to `gate_up`. These are the flattened batch, or on
+        a mesh this shard's part of it.
+      expert: [M] expert of each row, ascending. On a mesh it is numbered from this shard's first expert on. Rows whose
+        expert is on another shard come last with a number of at least E, the experts of this shard; their values are
+        not used.
+      counts: [E] number of rows of each expert.
+      length: L if the input is [B, L, H], None if it is packed rows [T, H].
+      origin: [T] on a mesh, index in the whole batch of each token given to `gate_up`; -1 for none.
     """
 
     token: Int[Array, "M"]
@@ -51,7 +52,7 @@ class ExpertRows(NamedTuple):
 def dispatch(
     experts: Int[Array, "T k"], num_experts: int, length: int | None = None
 ) -> tuple[ExpertRows, Int[Array, "T k"]]:
-    """Sorts the (token, expert) pairs by expert, stably; also the row that each pair went to."""
+    """Sort the (token, expert) pairs stably by expert, and return the rows and the row of each pair."""
     flat = experts.astype(jnp.int32).reshape(-1)
     pairs = jnp.arange(flat.shape[0], dtype=jnp.int32)
     expert, order = jax.lax.sort((flat, pairs), num_keys=1, is_stable=True)
@@ -61,7 +62,7 @@ def dispatch(
 
 
 def combine(rows: Float[Array, "M H"], places: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T H"]:
-    """Each token's k rows, weighted, summed one after the other in float32: no other token has a say."""
+    """Sum each token's k rows with their weights, in order and in float32, independently of other tokens."""
     total = jnp.zeros((places.shape[0], rows.shape[1]), jnp.float32)
     for i in range(places.shape[1]):
         total = total + rows[places[:, i]].astype(jnp.float32) * weights[:, i, None]
@@ -69,36 +70,41 @@ def combine(rows: Float[Array, "M H"], places: Int[Array, "T k"], weights: Float
 
 
 def gated_silu(gate: Float[Array, "M I"], up: Float[Array, "M I"]) -> Float[Array, "M I"]:
-    """SiLU of the gate times the other half (arXiv:2002.05202)."""
+    """Compute SiLU of the gate times the other half (arXiv:2002.05202)."""
     return jax.nn.silu(gate) * up
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate), both clamped first, the gate from above only."""
+    """The activation of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate).
+
+    Both inputs are clamped to `limit` first, the gate from above only.
+    """
 
     alpha: float
     limit: float
 
     def __call__(self, gate: Float[Array, "M I"], up: Float[Array, "M I"]) -> Float[Array, "M I"]:
+        """Apply the activation to gate and up, both [M, I]."""
         gate = jnp.minimum(gate, self.limit)
         up = jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 class Experts(nnx.Module):
-    """E gated MLPs, each applied to the rows that were routed to it.
+    """E gated MLPs, each applied to the rows that are routed to it.
 
     Attributes:
-      gate_up_proj: [E, H, 2 * I], all columns of the gate first; `gate_up_proj_bias` [E, ...] with `bias`.
+      gate_up_proj: [E, H, 2 * I], all columns of the gate first; `gate_up_proj_bias` [E, 2 * I] with `bias`.
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
-      alternating: products whose columns of gate and up alternate in checkpoints, in a tensor of all experts.
-      output_blocks: the columns of `gate_up_proj`, only where a mesh asks for another order (`partition.Blocks`).
+      alternating: Products whose columns of gate and up alternate in checkpoint tensors of all experts.
+      output_blocks: Order of the columns of `gate_up_proj`, only if a mesh needs another than the checkpoint's
+        (`partition.Blocks`).
     """
 
-    # Each product's method, and its parameter [E, in, out].
+    # Method of each product -> its parameter [E, in, out].
     grouped_products = {"gate_up": "gate_up_proj", "down": "down_proj"}  # noqa: RUF012 - a constant
-    # Those that are given all tokens, and take their rows out of them.
+    # Products whose input is all tokens, from which they gather their rows.
     gathers = ("gate_up",)
 
     def __init__(
@@ -115,7 +121,7 @@ class Experts(nnx.Module):
         partition: Partition = ONE_DEVICE,
         dispatch: Dispatch = "all_gather",
     ):
-        """`activation` takes gate and up [M, I]; it must be hashable by value."""
+        """Create the parameters. `activation` takes gate and up [M, I], and must be hashable by value."""
 
         def draw(inputs: int, outputs: int, *axes: str | None, blocks: Blocks | None = None) -> nnx.Param[jax.Array]:
             drawn = partition.draw(("expert", *axes), blocks)(rngs.params(), (num_experts, inputs, outputs), dtype)
@@ -141,17 +147,17 @@ class Experts(nnx.Module):
         self.dispatch: Dispatch = dispatch
 
     def gate_up(self, x: Float[Array, "T H"], rows: ExpertRows) -> Float[Array, "M F"]:
-        """The first product of every token's rows, its bias added; F = 2 * I."""
+        """Compute the first product of every row from its token, plus the bias. F = 2 * I."""
         out = grouped_matmul(x[rows.token], self.gate_up_proj[...], rows.counts)
         return out + self.gate_up_proj_bias[...][rows.expert] if self.bias else out
 
     def down(self, h: Float[Array, "M I"], rows: ExpertRows) -> Float[Array, "M H"]:
-        """The second product of every row, its bias added."""
+        """Compute the second product of every row, plus the bias."""
         out = grouped_matmul(h, self.down_proj[...], rows.counts)
         return out + first_of_tensor(self.partition, self.down_proj_bias[...][rows.expert]) if self.bias else out
 
     def __call__(self, x: Float[Array, "*rows H"], routing: Routing) -> Float[Array, "*rows H"]:
-        """The weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H], `routing` of its tokens."""
+        """Compute the weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H]."""
         tokens = x.reshape(-1, x.shape[-1])
         length = x.shape[1] if x.ndim == 3 else None
         if self.partition.mesh is not None:
@@ -161,7 +167,7 @@ class Experts(nnx.Module):
     def routed(
         self, tokens: Float[Array, "T H"], routing: Routing, length: int | None, origin: Int[Array, "T"] | None = None
     ) -> Float[Array, "T H"]:
-        """The weighted sum of each token's experts among those that are here."""
+        """Compute the weighted sum of each token's experts among those of this shard."""
         here = self.gate_up_proj.shape[0]
         some = here < self.num_experts
         experts = routing.experts
@@ -175,12 +181,12 @@ class Experts(nnx.Module):
 
 
 def _only(used: Bool[Array, "M"] | None, rows: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """Zeros in place of the rows that no group of a grouped product has: they may be anything."""
+    """Zero the rows that belong to no group of a grouped product, whose values are undefined."""
     return rows if used is None else jnp.where(used[:, None], rows, 0)
 
 
 class MoE(nnx.Module):
-    """The block of a layer: router, experts, and a shared expert that every token goes to where the family has one."""
+    """The expert layer of a decoder: router, experts, and in some families a shared expert for every token."""
 
     def __init__(
         self,
@@ -193,7 +199,7 @@ class MoE(nnx.Module):
         dispatch: Dispatch = "all_gather",
     ):
         limit = config.swiglu_limit
-        # In float32: rounded to bfloat16, near ties would choose other experts.
+        # float32, because logits rounded to bfloat16 would choose other experts near ties.
         router = linear(
             features,
             config.num_experts,
@@ -222,8 +228,9 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(self, x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        """Return the output of the routed experts, plus the gated shared expert if there is one."""
         config = self.config
-        # The router sees the rows as they come, as every other projection does.
+        # The router gets the rows in their original shape, as every other projection does.
         logits = getattr(self, config.router_name)(x).reshape(-1, config.num_experts)
         if config.router == "softmax":
             route = partial(softmax_top_k, k=config.experts_per_token, renormalize=config.renormalize)

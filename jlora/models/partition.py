@@ -1,11 +1,11 @@
-"""Where the parameters of a decoder lie on a mesh, and in which order merged projections hold their columns for it.
+"""The sharding of a decoder's parameters on a mesh, and the order of the columns of merged projections.
 
     "tensor"   heads of attention, inner features of MLPs, the vocabulary
     "expert"   experts
-    "data"     sequences: no parameter has it
+    "data"     sequences; no parameter has it
 
-A product whose outputs lie over "tensor" needs no collective; one whose inputs do ends in the sum of all shards'. The
-columns of a merged projection are ordered shard by shard, so that a shard holds its part of each slice:
+A product whose outputs are sharded over "tensor" needs no collective. One whose inputs are ends with a sum over all
+shards. The columns of a merged projection are ordered shard by shard, so that a shard holds its part of each slice:
 
     checkpoint   q0 q1 q2 q3 k0 k1 v0 v1
     2 shards     q0 q1 k0 v0 | q2 q3 k1 v1
@@ -30,18 +30,18 @@ from jlora.models.json_file import ModelError
 
 AXES = ("data", "tensor", "expert")
 
-# Columns from left to right: (first column in the checkpoint's order, how many); the first is -1 for padding.
+# Columns from left to right: (first column in the checkpoint's order, count). The first is -1 for padding.
 Blocks = tuple[tuple[int, int], ...]
-Axes = tuple[str | None, ...]  # the mesh axis of every axis of a parameter
+Axes = tuple[str | None, ...]  # mesh axis of every axis of a parameter
 Dispatch = Literal["all_gather", "all_to_all"]  # how tokens reach their experts; see `expert_parallel`
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A mesh as the layers of a decoder ask about it; without one, everything is one shard.
+    """The mesh of a decoder. Without a mesh, everything is one shard.
 
     Raises:
-      ModelError: an axis that is none of `AXES`, or not of the type Auto.
+      ModelError: An axis is not one of `AXES`, or its type is not Auto.
     """
 
     mesh: Mesh | None = None
@@ -61,19 +61,19 @@ class Partition:
                 )
 
     def size(self, axis: str) -> int:
-        """Shards along an axis; 1 if the mesh lacks it."""
+        """Return the number of shards along an axis; 1 if the mesh lacks it."""
         return 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
 
     def sharding(self, *axes: str | None) -> NamedSharding | None:
-        """Of an array with these mesh axes; those that the mesh lacks are left out. None without a mesh."""
+        """Return the sharding of an array with these mesh axes, omitting those that the mesh lacks."""
         return None if self.mesh is None else NamedSharding(self.mesh, P(*self._present(axes)))
 
     def metadata(self, *axes: str | None) -> dict[str, Any]:
-        """What a variable with these axes says of itself, in Flax's words."""
+        """Return Flax's sharding metadata of a variable with these axes."""
         return {} if self.mesh is None else {"out_sharding": self._present(axes), "mesh": self.mesh}
 
     def dividing(self, size: int, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of the axes, first ones first, among whose shards `size` can be shared out evenly."""
+        """Return the axes over which `size` can be sharded evenly, taken greedily from the first on."""
         found: tuple[str, ...] = ()
         for axis in axes:
             if self.size(axis) > 1 and size % math.prod(map(self.size, (*found, axis))) == 0:
@@ -81,16 +81,16 @@ class Partition:
         return found
 
     def constrain(self, x: jax.Array, *axes: Sequence[str]) -> jax.Array:
-        """`x`, each of its axes over those mesh axes that divide it; axes that are not given are whole."""
+        """Shard each axis of `x` over those of its mesh axes that divide it; axes that are not given are whole."""
         if self.mesh is None:
             return x
         spec = (self.dividing(size, names) or None for size, names in zip(x.shape, axes, strict=False))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
     def draw(self, axes: Axes, blocks: Blocks | None = None) -> Callable[..., jax.Array]:
-        """An initializer of small random weights: the numbers that one device has, laid out.
+        """Return an initializer of small random weights, with the same values on any mesh.
 
-        `blocks` orders the axis that "tensor" shards.
+        `blocks` orders the columns of the axis that is sharded over "tensor".
         """
 
         def initialize(key: jax.Array, shape: Sequence[int], dtype: DType) -> jax.Array:
@@ -102,7 +102,7 @@ class Partition:
         return initialize
 
     def check(self, axis: str, **fields: int) -> None:
-        """Raises `ModelError` if the shards of an axis cannot have equal parts of a field."""
+        """Raise `ModelError` if a field is not divisible by the number of shards of an axis."""
         shards = self.size(axis)
         for name, value in fields.items():
             if value % shards:
@@ -119,11 +119,12 @@ ONE_DEVICE = Partition()
 
 
 def merged(slices: Sequence[tuple[int, int]], shards: int) -> Blocks | None:
-    """The columns of a merged projection, shard by shard; None if that is the checkpoint's order.
+    """Return the columns of a merged projection, shard by shard; None if that is the checkpoint's order.
 
     Args:
-      slices: (units, columns a unit) of each slice. Units are not divided: shards either share them out evenly, or
-        are a multiple of them and hold copies.
+      slices: (units, columns of a unit) of each slice. Units are not divided. Either each shard has an equal number of
+        units, or the number of shards is a multiple of the units and shards hold copies.
+      shards: Number of shards.
     """
     found: list[tuple[int, int]] = []
     starts = [0, *accumulate(units * width for units, width in slices)]
@@ -138,17 +139,17 @@ def merged(slices: Sequence[tuple[int, int]], shards: int) -> Blocks | None:
 
 
 def padded(size: int, shards: int) -> Blocks | None:
-    """The columns of a vocabulary, filled up to a multiple of the shards; None if it is one."""
+    """Return the columns of a vocabulary padded to a multiple of the shards; None if it needs no padding."""
     return ((0, size), (-1, -size % shards)) if size % shards else None
 
 
 def width(blocks: Blocks) -> int:
-    """Columns in all."""
+    """Return the total number of columns."""
     return sum(count for _, count in blocks)
 
 
 def runs(blocks: Blocks, start: int, stop: int) -> Blocks:
-    """Columns `start` to `stop` of those."""
+    """Return the columns from `start` to `stop` of these blocks."""
     found: list[tuple[int, int]] = []
     at = 0
     for first, count in blocks:
@@ -160,7 +161,7 @@ def runs(blocks: Blocks, start: int, stop: int) -> Blocks:
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    # The barrier keeps the compiler from multiplying constants with each other, which rounds otherwise.
+    # The barrier keeps the compiler from folding constants into one product, which rounds differently.
     return jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype)) * jnp.array(0.02, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What every family's layers are made of: root-mean-square norm, projections, the gated MLP."""
+"""Shared parts of all families: root-mean-square norm, projections and the gated MLP."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[jax.Array, "B L *F"]) -> Float[jax.Array, "B L *F"]:
+        """Normalise the last axis of `x`; returns the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale[...].astype(jnp.float32)
@@ -36,10 +37,10 @@ def linear(
     axes: Axes = (None, None),
     blocks: Blocks | None = None,
 ) -> nnx.Linear:
-    """A projection; with several output sizes a merged one, its outputs side by side.
+    """Create a projection; with several output sizes a merged one, with its outputs side by side.
 
-    `axes` are the mesh axes of its inputs and outputs. `blocks` are its columns where they are not those of the
-    checkpoint in order; the layer keeps them as `output_blocks`.
+    `axes` are the mesh axes of its inputs and outputs. `blocks` gives the order of its columns if it differs from the
+    checkpoint's; the layer keeps it as `output_blocks`.
     """
     layer = nnx.Linear(
         in_features,
@@ -62,7 +63,7 @@ def linear(
 
 
 class MLP(nnx.Module):
-    """Gated SiLU (arXiv:2002.05202)."""
+    """Gated MLP with SiLU (arXiv:2002.05202)."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[jax.Array, "*rows E"]) -> Float[jax.Array, "*rows E"]:
+        """Compute down_proj(silu(gate) * up), [.., E] -> [.., E]."""
         both = self.gate_up_proj(x)
         gate, up = jnp.split(both.reshape(*x.shape[:-1], self.shards, -1), 2, axis=-1)
         return self.down_proj((jax.nn.silu(gate) * up).reshape(*x.shape[:-1], -1))

@@ -1,5 +1,8 @@
-"""Rotary position embedding: RoFormer (arXiv:2104.09864), linear interpolation (arXiv:2306.15595), the frequency
-bands of Llama 3.1, and YaRN (arXiv:2309.00071). Frequencies are NumPy constants of the configuration."""
+"""Rotary position embedding.
+
+The variants are RoFormer (arXiv:2104.09864), linear interpolation (arXiv:2306.15595), the frequency bands of Llama 3.1,
+and YaRN (arXiv:2309.00071). Frequencies are NumPy constants derived from the configuration.
+"""
 
 import math
 
@@ -13,18 +16,18 @@ from jlora.models.json_file import ModelError
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "half"], float]:
-    """Angle per position of each pair of features, and the factor on cos and sin.
+    """Return the angle per position of each pair of features, and the factor of cos and sin.
 
     Returns:
       float32 [head_dim / 2] radians per position, and the attention factor (1.0 except for YaRN).
 
     Raises:
-      ModelError: the settings lead to infinite or undefined frequencies.
+      ModelError: The settings lead to infinite or undefined frequencies.
     """
     try:
         with np.errstate(all="ignore"):
             found, attention_factor = _frequencies(rope, head_dim)
-    except (ArithmeticError, ValueError) as error:  # theta = 1, or a number that is nearly 0 or infinity
+    except (ArithmeticError, ValueError) as error:  # theta = 1, or a number that is nearly 0 or infinite
         raise ModelError(f"the rotary embedding cannot be computed with {rope}: {error}") from error
     if not np.isfinite(found).all() or not math.isfinite(attention_factor):
         raise ModelError(f"the rotary embedding is not finite with {rope}")
@@ -40,7 +43,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "ha
     elif rope.rope_type == "linear":
         scaled = plain / rope.factor
     elif rope.rope_type == "llama3":
-        # Turns a pair makes over the original context: many -> keep, few -> divide, between -> blend.
+        # Turns of a pair over the original context: keep for many, divide for few, blend between.
         turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
         keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
         scaled = plain * (keep + (1.0 - keep) / rope.factor)
@@ -56,7 +59,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[np.ndarray, "ha
 
 
 def _yarn_pair(rope: RopeConfig, head_dim: int, turns: float) -> float:
-    """The (fractional) pair that makes `turns` turns over the original context."""
+    """Return the (fractional) index of the pair that makes `turns` turns over the original context."""
     wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
     return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -75,7 +78,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def rotations(
     config: DecoderConfig, positions: Int[jax.Array, "B L"]
 ) -> tuple[Float[jax.Array, "B L 1 half"], Float[jax.Array, "B L 1 half"]]:
-    """cos and sin of every position, float32 [B, L, 1, head_dim / 2]; the 1 is for the heads."""
+    """Compute cos and sin of every position, float32 [B, L, 1, head_dim / 2]; the 1 is for the heads."""
     per_position, attention_factor = frequencies(config.rope, config.head_dim)
     angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(per_position)[None, None, None, :]
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
@@ -84,6 +87,6 @@ def rotations(
 def rotate(
     x: Float[jax.Array, "B L H D"], cos: Float[jax.Array, "B L 1 half"], sin: Float[jax.Array, "B L 1 half"]
 ) -> Float[jax.Array, "B L H D"]:
-    """Rotates feature i with feature i + D/2 (the Hugging Face order), in float32; keeps the dtype of `x`."""
+    """Rotate feature i with feature i + D/2 (the Hugging Face order) in float32; returns the dtype of `x`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

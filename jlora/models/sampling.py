@@ -1,4 +1,4 @@
-"""How the next token of each sequence is chosen; one row never depends on the others.
+"""Choose the next token of each sequence, independently of the other rows.
 
 `jlora.models.generate` and `jlora.serve` share it.
 """
@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-COLDEST, HOTTEST = 1e-30, 1e30  # temperatures: far beyond them float32 division gives NaN
+COLDEST, HOTTEST = 1e-30, 1e30  # bounds of the temperature; far beyond them float32 division gives NaN
 
 
 class Sampling(NamedTuple):
-    """Settings of each sequence, traced, so that changing them compiles nothing.
+    """Sampling settings of each sequence. They are traced, so changing them compiles nothing new.
 
     Attributes:
-      temperature: float32; 0 takes the likeliest token.
-      top_k: int32; the vocabulary's size or more for no limit.
-      top_p: float32; infinity for no limit, where 1 could lose the tail to a rounded sum.
-      keys: of the random draws; the number of the token is folded in.
+      temperature: [B] float32. 0 takes the likeliest token.
+      top_k: [B] int32. The vocabulary size or more means no limit.
+      top_p: [B] float32. Infinity means no limit; 1 could lose the tail to a rounded sum.
+      keys: [B] random keys. The number of the token is folded in.
     """
 
     temperature: Float[Array, "B"]
@@ -29,20 +29,21 @@ class Sampling(NamedTuple):
 
 
 def likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """The likeliest token of each row, int32; of equals the first."""
+    """Return the likeliest token of each row, int32, the first one in a tie."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def choose(logits: Float[Array, "B V"], steps: Int[Array, "B"], sampling: Sampling, *, ranked: bool) -> Int[Array, "B"]:
-    """One token a row, int32.
+    """Choose one token per row, int32.
 
-    A draw depends on its row's key, step, settings and logits alone, and not on `ranked`, where the row has no limits.
+    A draw depends on its row's key, step, settings and logits only. For a row without limits it does not depend on
+    `ranked`.
 
     Args:
-      logits: float32.
-      steps: the number of the token, folded into the keys.
-      sampling: settings of each row.
-      ranked: static; whether `top_k` and `top_p` are looked at, which takes a sort of the vocabulary.
+      logits: [B, V] float32.
+      steps: [B] number of the token, folded into the keys.
+      sampling: Settings of each row.
+      ranked: Static. True applies `top_k` and `top_p`, which sorts the vocabulary.
     """
     keys = jax.vmap(jax.random.fold_in)(sampling.keys, steps)
     temperature = jnp.maximum(sampling.temperature, COLDEST)[:, None]
@@ -54,13 +55,13 @@ def choose(logits: Float[Array, "B V"], steps: Int[Array, "B"], sampling: Sampli
 
 
 def _kept(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]) -> Bool[Array, "B V"]:
-    """Which tokens may be drawn: the first of each row in falling order, of equals those with the smaller number."""
+    """Return True for tokens that may be drawn: a prefix of each row in falling order, lower indices first in a tie."""
     falling = -jnp.sort(-scores, axis=-1)
     falling = jnp.where(jnp.arange(scores.shape[-1])[None, :] < top_k[:, None], falling, -jnp.inf)
     chances = jax.nn.softmax(falling, axis=-1)
     before = jnp.cumsum(chances, axis=-1) - chances
     count = jnp.sum((before < top_p[:, None]) & (falling > -jnp.inf), axis=-1, keepdims=True)
-    count = jnp.maximum(count, 1)  # a `top_p` below the least float32 is 0 by now
+    count = jnp.maximum(count, 1)  # a `top_p` below the least float32 has become 0
     least = jnp.take_along_axis(falling, count - 1, axis=-1)
     above, equal = scores > least, scores == least
     room = count - jnp.sum(above, axis=-1, keepdims=True)

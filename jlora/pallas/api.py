@@ -1,13 +1,21 @@
-"""Grouped LoRA as plain functions: shapes and dtypes are checked here, then one backend runs.
+"""Grouped LoRA as plain functions: check shapes and dtypes, then run one backend.
 
-Rows of `x` belong to groups (an adapter's slot, say); `make_plan` sorts them once a step. Group g applies its own pair
-of factors, a[g] then b[g]. A merged projection (qkv, gate and up) is one matrix with n output slices side by side: each
-slice i has its own a[:, i], and its own columns of b.
+Each row of `x` belongs to a group, for example the slot of its adapter. Group g has its own pair of factors, a[g] and
+b[g]. For a row m of group g:
 
-What `ranks` promises, in every function and its gradients: with r = ranks[g, i], nothing of a[g, i] or of slice i's
-columns of b[g] at or past r, rounded up to a multiple of 16 (to R where that is less), ever reaches a result; with
-r = 0 nothing at all does. What lies there may be NaN: it is masked, never multiplied by zero. Whoever writes the
-factors only has to zero what is left of the last 16 ranks, from r on.
+    shrink   h[m] = a[g] @ x[m]               [K] -> [R]
+    expand   out[m] = base[m] + b[g]ᵀ @ h[m]  [R] -> [N]
+
+`make_plan` sorts the rows by group and cuts them into tiles once a step; every layer uses the same plan. A tile holds
+rows of one group, so a kernel computes each product of a tile with one matrix.
+
+A merged projection (qkv, or gate and up) is one matrix with n output slices side by side. Slice i has its own a[:, i]
+and its own columns of b.
+
+`ranks` has one meaning in all functions and their gradients. Let r = ranks[g, i]. The results do not depend on the
+entries of a[g, i], or of slice i's columns of b[g], from rank r rounded up to a multiple of 16 (at most R) on. With r =
+0 they depend on no entry at all. These entries may be NaN, because they are masked and never multiplied by zero. When
+factors of rank r are written, only the ranks from r up to that multiple of 16 have to be zeroed.
 """
 
 import functools
@@ -42,23 +50,23 @@ def shrink(
     x_rows: Int[jax.Array, "M"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "n M R"]:
-    """h[i, m] = a[group of m, i] @ x[m], in float32.
+    """Compute h[i, m] = a[group of m, i] @ x[m] in float32.
 
     Args:
-      x: [M, K] rows, in the order the plan was made for; or, with `x_rows`, [T, K].
-      a: [G, n, R, K] first factors, bfloat16, float16 or float32.
-      plan: from `make_plan` with num_groups = G, over M rows.
-      ranks: [G, n] integers from 0 to R: entries of h at or past the rank are zero, and the kernels skip their work.
-        What lies in a past the rank, rounded up to 16, is never used, NaN or not. None: all R.
-      x_rows: [M] integers: row m of the plan is x[x_rows[m]], from 0 to T - 1 wherever m has a group. A token's row
-        is then read once for all experts that it goes to. Within a group no row of x may occur twice.
-      backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
+      x: [M, K] rows in the order that the plan was made for, or [T, K] with `x_rows`.
+      a: [G, n, R, K] first factors in bfloat16, float16 or float32.
+      plan: Plan of M rows from `make_plan`, with num_groups = G.
+      ranks: [G, n] integers from 0 to R. Entries of h at and past the rank are zero, and the kernels skip their work.
+        Entries of a past the rank, rounded up to 16, are never used and may be NaN. None means R everywhere.
+      x_rows: [M] integers. Row m of the plan is x[x_rows[m]]; the index must be in [0, T) where m has a group. With it,
+        a token's row is stored once for all of its experts. A row of x may occur at most once in a group.
+      backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
 
     Returns:
-      [n, M, R] float32, rows in the order of x; zero for rows without a group.
+      [n, M, R] float32 in the order of x. Rows without a group are zero.
 
     Raises:
-      LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
+      LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
     """
     x_rows = _check_x("shrink", x, x_rows, plan)
     check_a("shrink", a, plan, x.shape[1])
@@ -81,23 +89,23 @@ def expand(
     ranks: Int[jax.Array, "G n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """delta[m, columns of i] = h[i, m] @ b[group of m, :, columns of i], summed in float32.
+    """Compute delta[m, columns of i] = h[i, m] @ b[group of m, :, columns of i], summed in float32.
 
     Args:
-      h: [n, M, R] float32, from `shrink`. At and past a row's rank it may hold anything.
-      b: [G, R, N] second factors with scaling folded in; all n slices side by side.
-      plan: the plan of `shrink`.
-      slice_sizes: the n column counts, summing to N.
-      base: [M, N] to add to. The sum is made in float32 and rounded once to base.dtype.
-      ranks: as for `shrink`; what lies in b past the rank, rounded up to 16, is never used either.
-      backend: as for `shrink`.
+      h: [n, M, R] float32 from `shrink`. Entries at and past a row's rank are ignored.
+      b: [G, R, N] second factors with the scaling folded in, all n slices side by side.
+      plan: Plan that was given to `shrink`.
+      slice_sizes: The n column counts, which sum to N.
+      base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype.
+      ranks: [G, n] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used.
+      backend: As for `shrink`.
 
     Returns:
-      [M, N]: base + delta in base.dtype, where rows without a group, and slices of rank 0, are bitwise the base; or
-      without base, delta in b.dtype, zero there.
+      [M, N]. With `base`, base + delta in base.dtype; rows without a group and slices of rank 0 are bitwise the base.
+      Without `base`, delta in b.dtype; these rows and slices are zero.
 
     Raises:
-      LoRAError: as for `shrink`.
+      LoRAError: As for `shrink`.
     """
     sizes = check_b("expand", b, plan, slice_sizes)
     if h.ndim != 3 or h.shape != (len(sizes), plan.num_rows, b.shape[1]):
@@ -124,26 +132,29 @@ def add_lora(
     x_rows: Int[jax.Array, "M"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """base[m] + b[group of m]ᵀ (a[group of m] @ x[m]), slice by slice: what a layer calls.
+    """Compute base[m] + b[group of m]ᵀ (a[group of m] @ x[m]) for each slice.
+
+    LoRA layers call this function. It is `expand` of `shrink`, fused where the backend can.
 
     Args:
-      base: [M, N] output of the base layer; a backend may write the result in its place.
-      x: [M, K] input of the base layer; or, with `x_rows`, [T, K].
-      a: [G, n, R, K]; b: [G, R, N], scaling folded in.
-      plan: from `make_plan` with num_groups = G, over M rows.
-      slice_sizes: the n column counts, summing to N; None for one slice.
-      ranks: [G, n] true rank of each group and slice; 0 leaves the slice alone. What lies in a and b past the rank,
-        rounded up to 16, is never used, NaN or not. None: all R.
-      x_rows: [M], as for `shrink`.
-      backend: "auto" picks by platform; a named one is used, or raises with the reason it cannot be.
+      base: [M, N] output of the base layer. A backend may write the result in its place.
+      x: [M, K] input of the base layer, or [T, K] with `x_rows`.
+      a: [G, n, R, K] first factors.
+      b: [G, R, N] second factors with the scaling folded in.
+      plan: Plan of M rows from `make_plan`, with num_groups = G.
+      slice_sizes: The n column counts, which sum to N. None means one slice.
+      ranks: [G, n] true rank of each group and slice. A rank of 0 leaves the slice unchanged. Entries of a and b past
+        the rank, rounded up to 16, are never used and may be NaN. None means R everywhere.
+      x_rows: [M] as for `shrink`.
+      backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
 
     Returns:
-      [M, N] in base.dtype. Products are summed in float32. Where x, a and b are bfloat16, the kernels round a @ x to
-      bfloat16 before b, on a GPU in parts; base + delta is made in float32 and rounded once. Rows without a group, and
-      slices of rank 0, are bitwise the base.
+      [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round a @ x to
+      bfloat16 before the product with b; on a GPU they round each partial sum over K. base + delta is computed in
+      float32 and rounded once. Rows without a group and slices of rank 0 are bitwise the base.
 
     Raises:
-      LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
+      LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
     """
     x_rows = _check_x("add_lora", x, x_rows, plan)
     sizes = _check_pair("add_lora", a, b, plan, x.shape[1], slice_sizes)
@@ -168,22 +179,28 @@ def linear_lora(
     ranks: Int[jax.Array, "G n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """x[m] @ w + b[group of m]ᵀ (a[group of m] @ x[m]), slice by slice: a base layer and its LoRA.
+    """Compute x[m] @ w + b[group of m]ᵀ (a[group of m] @ x[m]) for each slice: a base layer with its LoRA.
 
-    They are made together where `product_tiles` has tiles for that, in two launches; else `add_lora` adds to x @ w.
+    Two fused launches compute both if `product_tiles` returns tiles for these operands. Otherwise `add_lora` adds the
+    delta to x @ w.
 
     Args:
       x: [M, K] rows.
-      w: [K, N], the base layer's kernel, of x's dtype.
-      a, b, plan, slice_sizes, ranks, backend: as for `add_lora`.
+      w: [K, N] kernel of the base layer, in the dtype of x.
+      a: [G, n, R, K] as for `add_lora`.
+      b: [G, R, N] as for `add_lora`.
+      plan: As for `add_lora`.
+      slice_sizes: As for `add_lora`.
+      ranks: As for `add_lora`.
+      backend: As for `add_lora`.
 
     Returns:
-      [M, N] in the dtype of x. Where they are made together, all is summed in float32 and the result is rounded once
-      where K is split, twice where it is not; rows without a group are x @ w as summed there: to rounding, not
-      bitwise, what `x @ w` gives. The same row has the same bits in any company of as many rows.
+      [M, N] in the dtype of x. The fused launches sum in float32 and round once if K is split, else twice. Their base
+      product equals `x @ w` to rounding, not bitwise, in rows without a group too. The bits of a row depend on the
+      number of rows M, but not on the other rows.
 
     Raises:
-      LoRAError: as for `add_lora`; w of another shape or dtype.
+      LoRAError: As for `add_lora`, or w has another shape or dtype.
     """
     if w.ndim != 2 or x.ndim != 2 or w.shape[0] != x.shape[1] or w.dtype != x.dtype:
         raise LoRAError(
@@ -201,7 +218,7 @@ def linear_lora(
     tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
     if tiles is None or plan.experts > 1:
         return apart(x, w, a, b, plan, ranks)
-    from jlora.pallas.triton import product  # slow, and needed on GPUs alone
+    from jlora.pallas.triton import product  # slow import, needed on GPUs only
 
     ranks = check_ranks("linear_lora", ranks, a.shape[:2])
     ranks = jnp.full(a.shape[:2], a.shape[2], jnp.int32) if ranks is None else ranks
@@ -213,17 +230,22 @@ def product_tiles(
     x: Shaped, w: Shaped, a: Shaped, b: Shaped, *, slice_sizes: Sequence[int], tile_m: int = 64,
     backend: Backend = "auto",
 ) -> ProductTiles | None:  # fmt: skip
-    """How `linear_lora` makes both together for operands of these shapes and dtypes, or None where it does not.
+    """Return the tiles with which `linear_lora` fuses base product and LoRA, or None if it does not fuse them.
 
-    It does for few rows, on a GPU that a tuned table has found faster so (`tables.product_tiles`), in bfloat16 or
-    float16 throughout.
+    It fuses them for few rows in bfloat16 or float16, on a GPU whose tuned table has an entry for these sizes
+    (`tables.product_tiles`).
 
     Args:
-      x, w, a, b, slice_sizes, backend: as for `linear_lora`.
-      tile_m: of the plan; the default is the most that `make_plan` chooses for so few rows.
+      x: [M, K], an array or a `jax.ShapeDtypeStruct`, as are all operands.
+      w: [K, N].
+      a: [G, n, R, K].
+      b: [G, R, N].
+      slice_sizes: The n column counts, which sum to N.
+      tile_m: Rows of the plan's tiles. The default is the most that `make_plan` chooses for so few rows.
+      backend: As for `linear_lora`.
 
     Raises:
-      LoRAError: a table is malformed.
+      LoRAError: A tuned table is malformed.
     """
     if (_own() if backend == "auto" else backend) != "triton":
         return None
@@ -240,7 +262,7 @@ def product_tiles(
 
 
 def _unless_mapped(run: Callable[..., jax.Array], apart: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`run`; under `jax.vmap` `apart`, whose base product then has the rows of all that is mapped over."""
+    """Return `run` with a batching rule: `jax.vmap` calls `apart`, whose base product then has all mapped rows."""
     chosen = jax.custom_batching.custom_vmap(run)
 
     @chosen.def_vmap
@@ -255,18 +277,21 @@ def _unless_mapped(run: Callable[..., jax.Array], apart: Callable[..., jax.Array
 def unsupported_reason(
     backend: Backend, base: Shaped, x: Shaped, a: Shaped, b: Shaped, *, slice_sizes: Sequence[int]
 ) -> str | None:
-    """Why `backend` cannot run `add_lora` on operands of these shapes and dtypes (arrays or `jax.ShapeDtypeStruct`s).
+    """Return why `backend` cannot run `add_lora` on operands of these shapes and dtypes, or None if it can.
 
-    None if it can. It compiles nothing. For "triton" the answer is that of one kind of GPU: the one that the caller
-    lowers for (`jax.sharding.use_abstract_mesh`), else the default device, else an H200. "auto" can always run: it
-    takes the platform's kernels if they can, else "xla".
+    The operands are arrays or `jax.ShapeDtypeStruct`s, and nothing is compiled. For "triton" the result holds for one
+    kind of GPU: that of the abstract mesh set by the caller (`jax.sharding.use_abstract_mesh`), else the default
+    device, else an H200. "auto" always returns None, because it uses "xla" where the platform's kernels cannot run.
     """
     kernels = _kernels(backend)
     return None if kernels is None else kernels.unsupported_reason(base, x, a, b, slice_sizes=tuple(slice_sizes))
 
 
 def _kernels(backend: Backend) -> ModuleType | None:
-    """The kernels of a named backend; imported on use, for either import is slow and needs only its own platform."""
+    """Import and return the kernels of a named backend; None for "auto" and "xla".
+
+    The imports are slow, and each is needed on its own platform only.
+    """
     if backend == "triton":
         from jlora.pallas.triton import lora
 
@@ -281,22 +306,22 @@ def _kernels(backend: Backend) -> ModuleType | None:
 
 
 def load(backend: Backend) -> None:
-    """Import the kernels of a backend, before anything is traced that may use them.
+    """Import the kernels of a backend before a function that may use them is traced.
 
-    From JAX 0.11 on, this import adds settings that each trace depends on: a function that imported it while it was
-    traced would be traced and compiled once more at its second call.
+    From JAX 0.11 on, this import adds settings that belong to the key of each trace. A function that imports the
+    kernels while it is traced is therefore traced and compiled again at its second call.
     """
     _kernels(_own() if backend == "auto" else backend)
 
 
 def _own() -> Backend:
-    """What "auto" takes on this platform, if its kernels can run."""
+    """Return the backend that "auto" prefers on this platform."""
     where = platform()
     return "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
 
 
 def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
-    """The kernels to run, or None for XLA."""
+    """Return the kernels to run, or None for XLA."""
     if backend == "auto":
         name = _own()
         reason = unsupported_reason(name, base, x, a, b, slice_sizes=sizes)
@@ -312,7 +337,7 @@ def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> 
 
 @functools.cache
 def _tell_once(message: str) -> None:
-    """Logs what runs slower than it might. The message names the reason and the shapes, so each pair is told once."""
+    """Log a warning about a slower path, once for each message (the reason and the shapes)."""
     logging.getLogger("jlora").warning(message)
 
 
@@ -359,7 +384,7 @@ def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ..
 
 
 def _check_pair(op: str, a, b, plan: Plan, features: int, slice_sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The slice sizes of both factors."""
+    """Check both factors and return the slice sizes."""
     check_a(op, a, plan, features)
     sizes = check_b(op, b, plan, (b.shape[-1],) if slice_sizes is None else slice_sizes)
     if a.shape[1] != len(sizes) or a.shape[2] != b.shape[1]:

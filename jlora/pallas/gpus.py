@@ -1,4 +1,4 @@
-"""Which GPU a program is for, and what of it the choice of tiles depends on."""
+"""The GPU that a program is compiled for, and its properties that the choice of tiles depends on."""
 
 import re
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class GPU:
     """A kind of GPU.
 
     Attributes:
-      kind: `jax.Device.device_kind`, normalised: "nvidia_h200". Names the tuned table.
-      shared_memory: bytes that one program of a kernel may use.
-      capability: compute capability, 90 for 9.0; 0 for a GPU that is not NVIDIA's; None if it is not known.
+      kind: `jax.Device.device_kind`, normalised, for example "nvidia_h200". It is the name of the tuned table.
+      shared_memory: Bytes of shared memory that one program of a kernel may use.
+      capability: Compute capability, 90 for 9.0. 0 for a GPU of another vendor than NVIDIA, None if unknown.
     """
 
     kind: str
@@ -23,15 +23,15 @@ class GPU:
     capability: int | None = None
 
 
-MIN_CAPABILITY = 80  # of Triton's compiler
+MIN_CAPABILITY = 80  # required by Triton's compiler
 H200 = GPU("nvidia_h200", 227 << 10, 90)
 
-# Compute capability -> KiB of shared memory a block may ask for (CUDA programming guide, "Compute Capabilities").
+# Compute capability -> KiB of shared memory of a block (CUDA programming guide, "Compute Capabilities").
 _SHARED_KIB = {
     70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
 }  # fmt: skip
-_LEAST_SHARED = 99 << 10  # of all parts since Ampere
-# For programs that are lowered where there is no such device to ask. "nvidia_a100" covers "nvidia_a100_sxm4_40gb".
+_LEAST_SHARED = 99 << 10  # least shared memory of all NVIDIA GPUs since Ampere
+# For programs that are lowered on a machine without such a device. "nvidia_a100" covers "nvidia_a100_sxm4_40gb".
 _CAPABILITY = {
     "nvidia_a100": 80, "nvidia_a30": 80, "nvidia_a10": 86, "nvidia_a10g": 86, "nvidia_a40": 86, "nvidia_a16": 86,
     "nvidia_l4": 89, "nvidia_l40": 89, "nvidia_l40s": 89, "nvidia_geforce_rtx_4090": 89, "nvidia_h100": 90,
@@ -42,7 +42,7 @@ _CAPABILITY = {
 
 
 def platform() -> str:
-    """The platform that unplaced computations run on: "cpu", "gpu" or "tpu"."""
+    """Return the platform of uncommitted computations: "cpu", "gpu" or "tpu"."""
     device = default_device()
     if device is None:
         return jax.default_backend()
@@ -50,21 +50,24 @@ def platform() -> str:
 
 
 def device_kind(name: str) -> str:
-    """`jax.Device.device_kind` as the name of a table: "NVIDIA H200" -> "nvidia_h200"."""
+    """Return `jax.Device.device_kind` as the name of a table: "NVIDIA H200" -> "nvidia_h200"."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def shorter_kinds(kind: str) -> list[str]:
-    """The kind, then without its last words one after the other: a form of a chip is tuned as the chip is."""
+    """Return the kind and its prefixes, longest first, because variants of a chip share its tuned table.
+
+    "nvidia_h200_nvl" -> ["nvidia_h200_nvl", "nvidia_h200", "nvidia"].
+    """
     words = kind.split("_")
     return ["_".join(words[:end]) for end in range(len(words), 0, -1)]
 
 
 def current_gpu() -> GPU:
-    """The GPU that a program traced now is for.
+    """Return the GPU that a program traced now is compiled for.
 
-    The abstract device's that the caller lowers for (`jax.sharding.use_abstract_mesh`), else the default device; where
-    neither is a GPU, an H200, which is what the packaged table was made for.
+    It is the abstract device set by the caller (`jax.sharding.use_abstract_mesh`), else the default device. If neither
+    is a GPU, it is an H200, the GPU of the packaged table.
     """
     local = _local_gpu()
     target = abstract_device()
@@ -90,7 +93,7 @@ def _local_gpu() -> GPU | None:
 
 
 def _described(kind: str, where: str) -> GPU:
-    """What is known of a kind by its name."""
+    """Return the GPU that is known by the name of its kind."""
     if where == "rocm" or kind.startswith(("gfx", "amd")):
         return GPU(kind, 64 << 10, 0)
     capability = next((_CAPABILITY[name] for name in shorter_kinds(kind) if name in _CAPABILITY), None)

@@ -1,8 +1,11 @@
-"""Derivatives of the kernels. Forward runs a kernel; backward is plain jnp in tile space, without atomics.
+"""Derivatives of the kernels: forward runs a kernel, backward is plain jnp in tile space, without atomics.
 
-With h = x aᵀ and out = base + h b, slice by slice: dh = dout bᵀ, db = hᵀ dout, dx = dh a, da = dhᵀ x, dbase = dout.
-The sums over a group's rows run tile after tile in the plan's order, so they come out the same every time, and a NaN
-in one group's rows stays out of the others' gradients.
+With h = x aᵀ and out = base + h b for each slice:
+
+    dh = dout bᵀ    db = hᵀ dout    dx = dh a    da = dhᵀ x    dbase = dout
+
+The sums over a group's rows run tile by tile in the plan's order. They are therefore deterministic, and a NaN in the
+rows of one group does not reach the gradients of another.
 """
 
 from functools import partial
@@ -16,32 +19,32 @@ from jlora.pallas.plan import Plan
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def shrink(run, x, a, plan: Plan, ranks, x_rows=None):
-    """`run(x, a, plan, ...)`, differentiable in x and a."""
+    """Run `run(x, a, plan, ...)`, differentiable in x and a."""
     return run(x, a, plan, ranks=ranks, x_rows=x_rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
-    """`run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
+    """Run `run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
     return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None):
-    """`run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
+    """Run `run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks):
-    """`run(x, w, a, b, plan, ranks)`, differentiable in x, w, a and b."""
+    """Run `run(x, w, a, b, plan, ranks)`, differentiable in x, w, a and b."""
     return run(x, w, a, b, plan, ranks)
 
 
 @jax.custom_vjp
 def combine_lora(base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """`triton.moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
-    from jlora.pallas.triton import moe  # slow, and needed on GPUs alone
+    """Run `triton.moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
+    from jlora.pallas.triton import moe  # slow import, needed on GPUs only
 
     pairs = {"rows": rows, "experts": experts, "weights": weights, "ranks": ranks}
     return moe.combine_lora(base, x, a, b, plan, token_plan, **pairs)
@@ -130,9 +133,10 @@ def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
 
 
 def _sum_by_source(tiles, x_rows, plan: Plan, sources: int):
-    """[T, tile_m, K] -> [sources, K]: row m's part goes to row x_rows[m], one tile after the other.
+    """Add the row of each m to row x_rows[m], one tile after the other: [T, tile_m, K] -> float32 [sources, K].
 
-    A tile holds rows of one group, and no row of x is in a group twice, so that no sum is made in an order of chance.
+    A tile holds rows of one group, and a row of x occurs at most once in a group. No two rows of a tile are thus added
+    to the same place, and the order of the sum is fixed.
     """
     rows = jnp.where(plan.tile_rows < plan.num_rows, x_rows[jnp.minimum(plan.tile_rows, plan.num_rows - 1)], sources)
 
@@ -145,7 +149,7 @@ def _sum_by_source(tiles, x_rows, plan: Plan, sources: int):
 
 
 def _sum_by_group(per_tile, shape, plan: Plan, *tiles):
-    """The sum of per_tile(tile of each) over the tiles of every group, one tile after the other -> float32 [G, ...]."""
+    """Sum per_tile(tile of each operand) over the tiles of every group, one tile after the other: float32 [G, ...]."""
 
     def step(total, tile):
         group, used, *operands = tile

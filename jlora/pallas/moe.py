@@ -1,9 +1,12 @@
-"""LoRA of a mixture of experts, after its rows were summed: see `add_lora` for products whose rows stand apart.
+"""LoRA for a mixture of experts.
 
-An expert product has rows for pairs of a token and one of its k experts. Their group is slot * E + expert, so that the
-plan of M = T * k pairs and [S * E, ...] factors serve `add_lora` as any other groups do: w1 and w3 with `x_rows`, the
-token of each row; w2 into the pairs' own rows. Where only the sum over a token's experts is wanted, `combine_lora`
-adds to that, and saves the traffic of k times as many rows.
+The rows of an expert product are pairs of a token and one of its k experts, M = T * k of them. The group of a pair is
+slot * E + expert. With a plan of the M pairs and S * E groups of factors, `add_lora` therefore serves experts as it
+serves slots. The products w1 and w3 read the token's row by `x_rows`. The product w2 has a row of its own for each
+pair.
+
+`combine_lora` adds the delta of w2 to the weighted sum over each token's experts. It is for layers that have only this
+sum, and writes k times fewer rows than `add_lora` on the pairs.
 """
 
 import dataclasses
@@ -21,7 +24,15 @@ from jlora.pallas.tiles import plan_tile_m
 
 
 def expert_order(experts: Int[jax.Array, "M"], *, num_experts: int, backend: Backend = "auto") -> Int[jax.Array, "M"]:
-    """Stable argsort of expert ids in [0, num_experts): the order of rows that grouped products want.
+    """Return the stable argsort of expert ids, the row order that grouped products take.
+
+    Args:
+      experts: [M] integers in [0, num_experts).
+      num_experts: Number of experts.
+      backend: Backend whose sort is used; all backends return the same order.
+
+    Returns:
+      [M] int32: sorted position -> row.
 
     Raises:
       LoRAError: experts is not a vector of integers.
@@ -44,23 +55,26 @@ def plan_experts(
     max_active: int | None = None,
     backend: Backend = "auto",
 ) -> Plan:
-    """The plan of rows that are pairs of a token and an expert: group = slot * num_experts + expert.
+    """Make the plan of rows that are pairs of a token and an expert: group = slot * num_experts + expert.
 
-    Its cost and size follow the M rows and not the groups, on an NVIDIA GPU in few launches of its own.
+    Its cost and size depend on the number of rows M and not on the number of groups. On an NVIDIA GPU it runs in a few
+    launches of its own.
 
     Args:
-      slot_ids: [T] slot of each token; outside [0, num_slots) is none.
-      tokens: [M] which token a row is a copy of; outside [0, T) is none.
-      experts: [M] which expert a row goes to; outside [0, num_experts) is none.
-      num_slots, num_experts: S and E; the plan's num_groups is S * E.
-      tile_m, max_active: as for `make_plan`; distinct pairs of slot and expert.
-      backend: whose preferred `tile_m` to take, and who makes the plan; any plan serves every backend.
+      slot_ids: [T] slot of each token. An id outside [0, num_slots) means no adapter.
+      tokens: [M] token of each row. An index outside [0, T) means no adapter.
+      experts: [M] expert of each row. An id outside [0, num_experts) means no adapter.
+      num_slots: Number of slots S.
+      num_experts: Number of experts E. The plan's num_groups is S * E.
+      tile_m: As for `make_plan`.
+      max_active: As for `make_plan`: bound on the number of distinct pairs of slot and expert.
+      backend: Backend whose preferred `tile_m` is used and that makes the plan. Any plan serves every backend.
 
     Returns:
-      A `Plan` of M rows; rows without a group are dropped. For few rows it may be one that is not sorted.
+      A `Plan` of M rows; rows without a group are dropped. For few rows the plan may be unsorted, with one tile a row.
 
     Raises:
-      LoRAError: arrays of other shapes or dtypes, sizes that are not positive.
+      LoRAError: Arrays have other shapes or dtypes, or sizes are not positive.
     """
     _check_ids("plan_experts", "slot_ids", slot_ids, None)
     _check_ids("plan_experts", "tokens", tokens, None)
@@ -75,22 +89,22 @@ def plan_experts(
     inside &= (experts >= 0) & (experts < num_experts)
     ids = jnp.where(inside, slot * num_experts + experts, groups).astype(jnp.int32)
     kernels = _plan_kernels(backend, rows)
-    given = [1, *(size for size in (tile_m, max_active) if size is not None)]  # make_plan refuses the others
+    given = [1, *(size for size in (tile_m, max_active) if size is not None)]  # make_plan raises for sizes below 1
     if kernels is None or min(given) < 1:
         plan = make_plan(ids, num_groups=groups, tile_m=tile_m, max_active=max_active, backend=backend)
         return dataclasses.replace(plan, experts=num_experts)
     bound = min(rows, groups) if max_active is None else min(max_active, rows, groups)
     tile_m = plan_tile_m(rows, bound, backend) if tile_m is None else tile_m
-    if rows <= min(kernels.ROW_TILES, num_experts):  # rows of one group are rare then
+    if rows <= min(kernels.ROW_TILES, num_experts):  # so few rows seldom share a group
         return kernels.row_tiles(ids, num_experts, groups, tile_m)
     return kernels.plan(ids, num_experts, groups, tile_m, bound)
 
 
 def _plan_kernels(backend: Backend, rows: int):
-    """The kernels that sort and plan, or None for XLA. Both give the same, so that nobody need know which ran."""
+    """Return the kernels that sort and plan, or None for XLA; both give equal results."""
     if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
         return None
-    from jlora.pallas.triton import plan as triton_plan  # slow, and needed on GPUs alone
+    from jlora.pallas.triton import plan as triton_plan  # slow import, needed on GPUs only
 
     capability = current_gpu().capability
     old = capability is not None and capability < MIN_CAPABILITY
@@ -117,27 +131,28 @@ def combine_lora(
     ranks: Int[jax.Array, "G 1"] | None = None,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "T N"]:
-    """base[t] + sum over j of weights[t, j] * b[group of m]ᵀ (a[group of m] @ x[m]), where m = rows[t, j].
+    """Compute base[t] + sum over j of weights[t, j] * b[group of m]ᵀ (a[group of m] @ x[m]), where m = rows[t, j].
 
     Args:
-      base: [T, N] weighted sums of the experts' outputs; a backend may write the result in its place.
-      x: [M, K] input of the second product, a row for every pair of a token and one of its experts.
-      a: [G, 1, R, K]; b: [G, R, N], scaling folded in; G = S * E, group = slot * E + expert.
-      plan: from `plan_experts` over the M pairs.
-      token_plan: from `make_plan` over the T tokens with num_groups = S, of the same slots.
-      rows: [T, k] integers, the k rows of x that are a token's; outside [0, M) is none.
-      experts: [T, k] integers, what expert each of them goes to; a token's are different.
-      weights: [T, k] routing weights; None: all 1.
-      ranks: [G, 1], as for `add_lora`.
-      backend: as for `add_lora`, which on a TPU makes the pairs' rows, that are then summed.
+      base: [T, N] weighted sums of the experts' outputs. A backend may write the result in its place.
+      x: [M, K] input of the second product, one row for each pair of a token and one of its experts.
+      a: [G, 1, R, K] first factors, G = S * E, group = slot * E + expert.
+      b: [G, R, N] second factors with the scaling folded in.
+      plan: Plan of the M pairs from `plan_experts`.
+      token_plan: Plan of the T tokens from `make_plan`, with num_groups = S and the same slots.
+      rows: [T, k] integers, the k rows of x of each token. An index outside [0, M) means none.
+      experts: [T, k] integers, the expert of each of these rows. The experts of a token are distinct.
+      weights: [T, k] routing weights. None means 1 everywhere.
+      ranks: [G, 1] as for `add_lora`.
+      backend: As for `add_lora`. On a TPU, `add_lora` computes the rows of the pairs, which are then summed.
 
     Returns:
-      [T, N] in base.dtype, summed in float32 and rounded once, in an order that neither other tokens nor their slots
-      decide; weighted hidden values are rounded as `add_lora` rounds them. Tokens without a pair that has a rank above
-      0 are bitwise the base.
+      [T, N] in base.dtype, summed in float32 and rounded once. The order of the sum does not depend on other tokens or
+      on the slots. Weighted hidden values are rounded as `add_lora` rounds them. A token whose pairs all have rank 0,
+      or that has no pair, is bitwise the base.
 
     Raises:
-      LoRAError: shapes or dtypes that do not fit, or a backend that cannot run them.
+      LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
     """
     op = "combine_lora"
     if plan.num_groups != token_plan.num_groups * plan.experts:

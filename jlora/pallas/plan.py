@@ -1,4 +1,7 @@
-"""The plan: which rows use which weights, as a static number of tiles. Made once a step, shared by every layer."""
+"""The plan: the rows that use each group's weights, as a static number of tiles.
+
+It is made once a step and shared by every layer.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,23 +20,27 @@ from jlora.pallas.tiles import max_tiles, plan_tile_m
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows sorted by group and cut into tiles of at most `tile_m` rows; a tile never spans two groups.
+    """Rows sorted by group and cut into tiles of at most `tile_m` rows; all rows of a tile have the same group.
 
         sorted rows   | g0 g0 g0 | g2 g2 g2 g2 | drop drop |      tile_m = 2
         tiles         | t0   |t1 | t2   | t3   |             t4: empty
 
-    Rows without a group ("dropped") come last and belong to no tile, so no kernel touches them. Of few rows
-    `plan_experts` sorts none: each then has a tile of its own, in the rows' order, that of a dropped row empty.
+    A tile is the unit of work of the kernels: it reads one group's weights for up to `tile_m` rows. Rows without a
+    group ("dropped") come last and belong to no tile, so no kernel touches them. The number of tiles T is a static
+    bound, so that different mixes of adapters run the same compiled program; tiles beyond those needed are empty.
+
+    For few rows, `plan_experts` makes an unsorted plan instead. Each row has a tile of its own, in the order of the
+    rows, and the tile of a dropped row is empty.
 
     Attributes:
       row_order: [M] sorted position -> row. A permutation; rows of one group keep their order.
-      row_slot: [M] row -> its place in the [P] rows of all tiles; P for a dropped row.
-      tile_rows: [P], P = T * tile_m, the rows of every tile; M where a tile has no row.
-      tile_group: [T] the group of a tile; 0 for an empty tile. Non-empty tiles come first, in rising group order.
-      tile_start, tile_end: [T] a tile's sorted positions are start <= p < end; an empty tile has start == end == M.
-      tiles_used: [1] how many tiles to look at: those that are not empty.
-      num_groups, tile_m: static.
-      experts: how many groups share a slot, static: group = slot * experts + expert. 1 where there are no experts.
+      row_slot: [M] row -> its place among the P places of all tiles. P for a dropped row.
+      tile_rows: [P] row at each place of each tile, P = T * tile_m. M where a place is empty.
+      tile_group: [T] group of each tile, 0 for an empty tile. Non-empty tiles come first, in rising order of groups.
+      tile_start, tile_end: [T] the sorted positions of a tile, start <= p < end. An empty tile has start == end == M.
+      tiles_used: [1] number of tiles to process, from the first on. All non-empty tiles are among them.
+      num_groups, tile_m: Static sizes.
+      experts: Static number of groups that share a slot, group = slot * experts + expert. 1 without experts.
     """
 
     row_order: Int[jax.Array, "M"]
@@ -49,14 +56,16 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows M, dropped ones included."""
         return self.row_order.shape[0]
 
     @property
     def num_tiles(self) -> int:
+        """Number of tiles T, empty ones included."""
         return self.tile_group.shape[0]
 
 
-_COMPARED_AT_ONCE = 1 << 22  # pairs of a search: every dense plan, of 8192 rows and 512 tiles, say
+_COMPARED_AT_ONCE = 1 << 22  # comparisons of a search: covers every dense plan, for example 8192 rows and 512 tiles
 _LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
 
 
@@ -73,7 +82,7 @@ def _flatten_with_keys(plan: Plan) -> tuple[list[tuple[Any, Any]], tuple[int, ..
 
 
 def _unflatten(static: tuple[int, ...], leaves: Iterable[Any]) -> Plan:
-    """Past `__init__`, to whose types JAX does not keep: it unflattens shapes, shardings, batched leaves, anything."""
+    """Build a plan without `__init__`, because JAX also unflattens shapes, shardings and batched leaves."""
     plan = object.__new__(Plan)
     for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
         object.__setattr__(plan, name, value)
@@ -93,27 +102,27 @@ def make_plan(
     num_rows: int | None = None,
     backend: Backend = "auto",
 ) -> Plan:
-    """Sorts rows by group and cuts them into tiles. Pure jnp with static sizes: use it inside or outside jit.
+    """Sort rows by group and cut them into tiles. Pure jnp with static sizes, for use inside or outside jit.
 
     Args:
-      group_ids: [B] integer group of each row, or of each run of rows (see `repeats`). Any id outside
-        [0, num_groups) means "no adapter": its rows are dropped.
-      num_groups: how many groups the weights hold (G, the slots).
-      tile_m: most rows a tile has; None lets `tiles.plan_tile_m` choose from the static sizes.
-      max_active: static bound on the number of distinct groups present. Fewer tiles, so less work for the XLA path.
-        The default, min(B, num_groups), always holds. If the bound is given and does not hold, rows beyond the last
-        tile come out as dropped: pass a true bound.
-      repeats: rows that each id stands for, as in `jnp.repeat`: tokens a sequence, an int or [B] integers. Ids of
+      group_ids: [B] integer group of each row, or of each run of rows (see `repeats`). An id outside [0, num_groups)
+        means no adapter, and its rows are dropped.
+      num_groups: Number of groups G of the weights (the slots).
+      tile_m: Most rows of a tile. None chooses by `tiles.plan_tile_m` from the static sizes.
+      max_active: Static bound on the number of distinct groups present. Fewer tiles mean less work for the XLA path.
+        The default, min(B, num_groups), always holds. If a given bound does not hold, rows beyond the last tile are
+        dropped, so pass a true bound.
+      repeats: Number of rows of each id, as in `jnp.repeat`: the tokens of a sequence, an int or [B] integers. Ids of
         sequences are cheaper to sort than ids of rows.
-      num_rows: M, the static number of rows; needed when `repeats` is an array. Rows past the sum of `repeats` are
-        dropped (padding); the sum must not exceed it.
-      backend: whose preferred `tile_m` to take; any plan serves every backend.
+      num_rows: Static number of rows M, required if `repeats` is an array. The sum of `repeats` must not exceed it.
+        Rows past that sum are padding and are dropped.
+      backend: Backend whose preferred `tile_m` is used. Any plan serves every backend.
 
     Returns:
       A `Plan` of M rows.
 
     Raises:
-      LoRAError: group_ids not a vector of integers, sizes that are not positive, `repeats` of another shape.
+      LoRAError: group_ids is not a vector of integers, sizes are not positive, or `repeats` has another shape.
     """
     group_ids = jnp.asarray(group_ids)
     if group_ids.ndim != 1 or not jnp.issubdtype(group_ids.dtype, jnp.integer):
@@ -146,21 +155,21 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     if not num_rows:
         empty, one = jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32)
         return Plan(empty, empty, jnp.zeros(tile_m, jnp.int32), one, one, one, one, num_groups, tile_m)
-    if not len(ids):  # one run of no rows, so that nothing below indexes an empty array
+    if not len(ids):  # one run of no rows, so that no array below is empty
         ids, counts, single = jnp.full(1, num_groups, jnp.int32), jnp.zeros(1, jnp.int32), False
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [B] runs by group
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [B] runs sorted by group
     group, count = ids[order], counts[order]
     run_end = jnp.cumsum(count)  # sorted positions
     run_start = run_end - count
 
-    # 1. Tiles of each group are counted at the first run ("leader") of the group.
+    # 1. Count the tiles of each group at the first run ("leader") of the group.
     edge, new_group = jnp.ones(1, bool), group[1:] != group[:-1]
     leader, last = jnp.concatenate([edge, new_group]), jnp.concatenate([new_group, edge])
     group_end = jax.lax.cummin(jnp.where(last, run_end, num_rows), reverse=True)
     tiles = jnp.where(leader & (group < num_groups), -(-(group_end - run_start) // tile_m), 0)
     tiles_end = jnp.cumsum(tiles)
 
-    # 2. Tile t belongs to the first leader whose tiles end past t.
+    # 2. Assign tile t to the first leader whose tiles end past t.
     t = jnp.arange(max_tiles(num_rows, tile_m, max_active), dtype=jnp.int32)
     run, used = _interval(tiles_end, t)
     start = run_start[run] + (t - (tiles_end[run] - tiles[run])) * tile_m
@@ -168,7 +177,7 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     tile_end = jnp.where(used, jnp.minimum(start + tile_m, group_end[run]), num_rows)
     tile_group = jnp.where(used, group[run], 0)
 
-    # 3. Sorted position -> row: the rows of a run are consecutive; rows past the last run stay where they are.
+    # 3. Sorted position -> row. The rows of a run are consecutive; rows past the last run keep their place.
     p = jnp.arange(num_rows, dtype=jnp.int32)
     if single:
         row_order = order
@@ -177,7 +186,7 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
         first_row = (jnp.cumsum(counts) - counts)[order]
         row_order = jnp.where(used, first_row[run] + p - run_start[run], p)
 
-    # 4. Non-empty tiles cover the sorted rows without gaps, so a tile holds p if it is the first to end past p.
+    # 4. Non-empty tiles cover the sorted rows without gaps, so p belongs to the first tile that ends past p.
     tile, _ = _interval(tile_end, p)
     inside = (tile_start[tile] <= p) & (p < tile_end[tile])
     slot = jnp.where(inside, tile * tile_m + p - tile_start[tile], len(t) * tile_m)
@@ -189,9 +198,9 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
 
 
 def _interval(ends, values):
-    """Index of the interval that holds each value, given the intervals' rising ends, and whether there is one.
+    """Return the index of the interval that contains each value, and whether there is one; `ends` must rise.
 
-    Where all pairs are few they are compared at once, which is one pass; a binary search is a chain of gathers.
+    For few pairs, comparing all of them is one pass. A binary search is a chain of gathers.
     """
     method = "compare_all" if len(ends) * len(values) <= _COMPARED_AT_ONCE else "scan_unrolled"
     index = jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""The choice of tiles on a GPU: explicit > tuned table > rule of thumb.
+"""Choose tiles on a GPU: from a tuned table, else by a rule of thumb.
 
-Tables are `<device kind>.json` in the folder that JLORA_TUNED_DIR names, then in the package.
+Tables are files `<device kind>.json`, looked up in the folder named by JLORA_TUNED_DIR and then in the package.
 """
 
 import functools
@@ -26,13 +26,19 @@ from jlora.pallas.tiles import (
 )
 
 VARIABLE = "JLORA_TUNED_DIR"
-# Kinds with the chip of another and less memory: on them its tiles keep their share of the bandwidth.
+# GPUs with the chip of another kind and less memory. The other's tiles reach the same share of their bandwidth.
 _SAME_CHIP = {"nvidia_h100": "nvidia_h200", "nvidia_gh200": "nvidia_h200"}
 
 
 class Key(NamedTuple):
-    """What tiles are looked up by. op: "add_lora", "add_lora_experts" where the plan is of experts, or "linear_lora";
-    rows: as `rows_bucket` rounds them; k, n, rank: of a and b."""
+    """The key of an entry of a table.
+
+    Attributes:
+      op: "add_lora", "add_lora_experts" for a plan of experts, or "linear_lora".
+      dtype: Name of x's dtype.
+      rows: Number of rows, rounded by `rows_bucket`.
+      k, n, rank: K, N and R of the factors.
+    """
 
     op: str
     dtype: str
@@ -48,16 +54,16 @@ _OPS = ("add_lora", "add_lora_experts", "linear_lora")
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
-    """Tiles of `add_lora`: a tuned table's for this rank or the next that was tuned, else the rule's.
+    """Return the tiles of `add_lora`: from a tuned table, for this rank or the next larger one in it, else by the rule.
 
-    What needs more shared memory than the GPU has is cut down.
+    Tiles that need more shared memory than the GPU has are cut down.
 
     Args:
-      p: the sizes.
-      gpu: what to compile for; None for `current_gpu()`.
+      p: Static sizes of the call.
+      gpu: GPU to compile for. None means `current_gpu()`.
 
     Raises:
-      LoRAError: a table is malformed, or no tiles of this plan's rows fit into shared memory.
+      LoRAError: A table is malformed, or no tiles of this plan's `tile_m` fit into shared memory.
     """
     gpu = current_gpu() if gpu is None else gpu
     chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu) or rule_of_thumb(p)
@@ -71,16 +77,17 @@ def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
 
 
 def too_large(p: GPUProblem, gpu: GPU | None = None) -> str | None:
-    """Why no tiles fit on the GPU if `make_plan` chooses as many rows a tile as it may, or None if some do."""
+    """Return why no tiles fit on the GPU, or None if some do, for the largest `tile_m` that `make_plan` may choose."""
     gpu = current_gpu() if gpu is None else gpu
     p = replace(p, tile_m=plan_tile_m(p.rows, 1, "triton"))
     return None if _ample(p, gpu) or fitted(rule_of_thumb(p), p, gpu.shared_memory) else _too_much(p, gpu)
 
 
 def _ample(p: GPUProblem, gpu: GPU) -> bool:
-    """Whether rule and tables fit as they are: they were made on such parts, where all that they choose compiles.
+    """Return True if tiles of the rule and the tables need no check of shared memory.
 
-    `fitted` would cut float16's at ranks above 256, for the compiler takes less for them than it reckons with.
+    They were made on GPUs with this much, where all of them compile. `fitted` would cut those of float16 at ranks above
+    256, because it overestimates the shared memory that the compiler takes for them.
     """
     return gpu.shared_memory >= H200.shared_memory and p.tile_m <= 64
 
@@ -93,18 +100,18 @@ def _too_much(p: GPUProblem, gpu: GPU) -> str:
 
 
 def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
-    """Tiles of `linear_lora`, or None where base product and LoRA are better made apart.
+    """Return the tiles of `linear_lora`, or None if base product and LoRA are better computed apart.
 
-    They come from a tuned table alone, and it holds a shape only where the two together were measured to be faster:
-    whether they are depends on how well the compiler's own product runs, which no rule foretells. None too where its
-    tiles need more shared memory than the GPU has with as many rows in the plan's.
+    Tiles come from a tuned table only, which holds the shapes that were measured to be faster fused. That depends on
+    the quality of XLA's own product, which no rule predicts. None is also returned if the tiles need more shared memory
+    than the GPU has for this plan's `tile_m`.
 
     Args:
-      p: the sizes.
-      gpu: as for `gpu_tiles`.
+      p: Static sizes of the call.
+      gpu: As for `gpu_tiles`.
 
     Raises:
-      LoRAError: a table is malformed.
+      LoRAError: A table is malformed.
     """
     gpu = current_gpu() if gpu is None else gpu
     found = _tuned("linear_lora", p, gpu)
@@ -115,24 +122,24 @@ def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
 
 
 def _tuned(op: str, p: GPUProblem, gpu: GPU) -> Tiles | None:
-    """The first table's that has them."""
+    """Return the tiles of the first table with an entry for these sizes."""
     return next((tiles for table in tuned_tables(gpu.kind) if (tiles := _look_up(table, op, p))), None)
 
 
 def _look_up(table: Table, op: str, p: GPUProblem) -> Tiles | None:
-    """What was tuned for a larger rank fits with a smaller one too, but not the other way round."""
+    """Return the entry with the smallest rank that is at least p's; tiles tuned for a smaller rank may not fit."""
     shape = Key(op, p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
     ranks = [key.rank for key in table if key._replace(rank=0) == shape and key.rank >= p.rank]
     return table[shape._replace(rank=min(ranks))] if ranks else None
 
 
 def tuned_tables(kind: str) -> Iterator[Table]:
-    """The tables for a kind of device, the one to be preferred first.
+    """Yield the tables for a kind of device, in order of preference.
 
-    In each folder it is the first of "nvidia_h200_nvl.json", "nvidia_h200.json", ... that is there.
+    Each folder gives at most one table, the first that exists of "nvidia_h200_nvl.json", "nvidia_h200.json", ...
 
     Raises:
-      LoRAError: JLORA_TUNED_DIR is no folder, or a table is malformed: with the file and the entry.
+      LoRAError: JLORA_TUNED_DIR is not a folder, or a table is malformed. The message names the file and the entry.
     """
     given = os.environ.get(VARIABLE)
     folders = [Path(str(resources.files("jlora.pallas"))) / "tuned"]
@@ -150,10 +157,10 @@ def tuned_tables(kind: str) -> Iterator[Table]:
 
 @functools.lru_cache(maxsize=16)
 def read_table(path: Path, modified: int = 0) -> Table:
-    """Reads a table; once for every state of the file that `modified` tells apart.
+    """Read a table. Results are cached by path and `modified`, the file's modification time in nanoseconds.
 
     Raises:
-      LoRAError: the file is no JSON list of entries as `entry_of` makes them.
+      LoRAError: The file is not a JSON list of entries as `entry_of` makes them.
     """
     del modified
     try:
@@ -175,7 +182,7 @@ def read_table(path: Path, modified: int = 0) -> Table:
 
 
 def entry_of(key: Key, tiles: Tiles) -> dict[str, str | int]:
-    """{op, dtype, rows, k, n, rank, and the fields of `GPUTiles`; those of `ProductTiles` before them}."""
+    """Return an entry as JSON: {op, dtype, rows, k, n, rank, [fields of `ProductTiles`,] fields of `GPUTiles`}."""
     values = asdict(tiles)
     lora = values.pop("lora", {})
     return {**key._asdict(), **values, **lora}

@@ -1,4 +1,7 @@
-"""Sizes of tiles, from static sizes only: no result depends on a batch's mix. `tables` chooses among them."""
+"""Tile sizes, derived from static sizes only, so that no result depends on the mix of a batch.
+
+`tables` chooses among them.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -10,19 +13,19 @@ from jlora.pallas.gpus import platform
 
 @dataclass(frozen=True)
 class GPUTiles:
-    """How the GPU kernels cut one projection: the shrink's launch, then the expand's.
+    """Tile sizes of the GPU kernels for one projection: the shrink's launch, then the expand's.
 
-    Only block_k and split_k change the order of additions; the others change nothing but speed.
+    Only block_k and split_k change the order of additions. The other fields change the speed only.
 
     Attributes:
-      block_k: columns of x and A that a step of the shrink reads.
-      split_k: parts of K that are summed apart, then together in order.
-      block_r: ranks that a unit of the shrink computes, those of all slices counted one after the other.
-      shrink_warps, shrink_stages, shrink_programs: warps a program, blocks of A and x in flight, size of the grid.
-      block_n: columns of B and the output that a step of the expand handles.
-      chunks: units of work that the expand aims at, over all tiles in use.
-      ahead: blocks of the base output that are read ahead.
-      warps, stages, programs: as for the shrink; stages counts blocks of B.
+      block_k: Columns of x and a that one step of the shrink reads.
+      split_k: Parts of K that are summed separately, then added in order.
+      block_r: Ranks that one unit of the shrink computes; the ranks of all slices are numbered consecutively.
+      shrink_warps, shrink_stages, shrink_programs: Warps of a program, blocks of a and x in flight, size of the grid.
+      block_n: Columns of b and of the output in one step of the expand.
+      chunks: Target number of the expand's units of work over all used tiles.
+      ahead: Blocks of the base output that are read ahead.
+      warps, stages, programs: As for the shrink; `stages` counts blocks of b.
     """
 
     block_k: int = 128
@@ -44,17 +47,17 @@ class GPUTiles:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How the GPU kernels cut a base product and its LoRA, made together: `linear_lora`'s two launches.
+    """Tile sizes of the GPU kernels for a base product fused with its LoRA: the two launches of `linear_lora`.
 
-    The first makes the parts of the product in some programs, and the shrink in others; the second adds both up. Only
-    product_block_k, product_split_k, and the fields of the same names in `lora`, change the order of additions.
+    In the first launch some programs compute parts of the product and the others the shrink. The second launch adds
+    both up. Only product_block_k and product_split_k, and block_k and split_k of `lora`, change the order of additions.
 
     Attributes:
-      product_block_n, product_block_k: columns of a program, and how many inputs it reads in a step.
-      product_split_k: parts of K that are summed apart, then together in order. With 1 the product is the result
-        already, and the second launch is the expand of `add_lora`.
-      product_warps, product_stages: of the first launch, for the shrink too.
-      lora: the shrink's blocks, parts and programs, and the second launch.
+      product_block_n, product_block_k: Columns of a program, and in-features that it reads in one step.
+      product_split_k: Parts of K that are summed separately, then added in order. With 1 the product is complete after
+        the first launch, and the second launch is the expand of `add_lora`.
+      product_warps, product_stages: Warps and stages of the first launch, its shrink included.
+      lora: Tiles of the shrink and of the second launch.
     """
 
     product_block_n: int
@@ -82,22 +85,22 @@ def _check_tiles(tiles: GPUTiles | ProductTiles, *, blocks: tuple[str, ...], war
 
 
 def max_tiles(num_rows: int, tile_m: int, max_active: int) -> int:
-    """The most tiles that `num_rows` rows in at most `max_active` groups can need.
+    """Return the largest number of tiles that `num_rows` rows in at most `max_active` groups can need.
 
-    A group of c >= 1 rows takes ceil(c / t) <= (c + t - 1) / t tiles; the sum over groups is largest
-    when all are present.
+    A group of c >= 1 rows takes ceil(c / t) <= (c + t - 1) / t tiles. The sum over groups is largest when all of them
+    are present.
     """
     active = min(num_rows, max_active)
     return max(1, min(num_rows, (num_rows + active * (tile_m - 1)) // tile_m))
 
 
 def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> int:
-    """Rows a tile for `num_rows` rows that may hold up to `max_active` groups.
+    """Return the rows of a tile for `num_rows` rows of up to `max_active` groups.
 
-    A tile costs one fetch of its group's weights plus work in proportion to its rows, occupied or not. The XLA path
-    fetches by copying, at about the cost of computing 16 rows, and may use tiles of one row. The kernels' matrix units
-    work on at least 16 rows, so fewer would only mean more tiles. The GPU kernels skip empty tiles, and read ahead best
-    with 64 rows if groups have half as many.
+    A tile costs one fetch of its group's weights, plus work in proportion to its rows, occupied or not. The XLA path
+    fetches by copying, which costs about as much as computing 16 rows; its tiles may have a single row. The matrix
+    units of the kernels work on at least 16 rows, so smaller tiles would only be more tiles. The GPU kernels skip empty
+    tiles, and read ahead best with 64 rows if groups have half as many.
     """
     where = platform() if backend == "auto" else {"triton": "gpu", "mosaic_tpu": "tpu", "xla": "cpu"}[backend]
     if where in ("gpu", "cuda"):
@@ -108,12 +111,12 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
 
 
 def rows_bucket(num_rows: int) -> int:
-    """Rows rounded up to a power of two: the granularity of the tuned table."""
+    """Return `num_rows` rounded up to a power of two, the granularity of the tuned tables."""
     return 1 << max(0, num_rows - 1).bit_length()
 
 
 class ItemSizes(NamedTuple):
-    """Bytes of an element of every operand; h: on its way into the expand's matrix unit."""
+    """Bytes of an element of every operand; `h` as it enters the expand's product."""
 
     x: int
     a: int
@@ -123,14 +126,14 @@ class ItemSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class GPUProblem:
-    """The static sizes of an `add_lora` that its tiles on a GPU depend on.
+    """Static sizes of a call of `add_lora`, from which its tiles on a GPU are chosen.
 
     Attributes:
-      dtype: x's; b's for an expand alone.
-      rows, k, n, slices, rank: M, K, N, the number of slices and R.
-      tile_m: rows a tile of the plan.
-      itemsizes: bytes of their elements.
-      experts: whether the rows are pairs of tokens and experts: many groups, and few rows in each.
+      dtype: Name of x's dtype, or of b's for `expand` alone.
+      rows, k, n, slices, rank: M, K, N, the number of slices n, and R.
+      tile_m: Rows of the plan's tiles.
+      itemsizes: Bytes of an element of each operand.
+      experts: True if the rows are pairs of tokens and experts, which means many groups with few rows each.
     """
 
     dtype: str
@@ -145,40 +148,41 @@ class GPUProblem:
 
     @property
     def padded_rank(self) -> int:
-        """Ranks in the blocks that the expand multiplies at a time."""
+        """Number of ranks, rounded up to whole blocks of the expand."""
         block = rank_block(self.rank)
         return -(-self.rank // block) * block
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile in the kernels."""
+        """Number of rows of a tile in the kernels."""
         return matrix_rows(self.tile_m)
 
 
 def matrix_rows(rows: int) -> int:
-    """Rows in the block that holds `rows` of them: a power of two, at least the 16 that a matrix unit takes."""
+    """Return the block size for `rows` rows: a power of two, at least 16 for the matrix units."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def rank_block(rank: int) -> int:
-    """Ranks that one dot of the expand handles, at most 64."""
+    """Return the number of ranks in one dot of the expand, at most 64."""
     return min(64, matrix_rows(rank))
 
 
 def shrink_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
-    """Shared memory of the shrink: blocks of x and a, `shrink_stages` of them in flight.
+    """Return the bytes of shared memory of the shrink: blocks of x and a, `shrink_stages` of them in flight.
 
-    That is what the compiler takes for Hopper's matrix unit; for any other it holds a stage less.
+    The compiler takes this much for Hopper's matrix unit, and one stage less for others.
     """
     block_r = min(tiles.block_r, -(-p.slices * p.rank // 16) * 16)
     return tiles.shrink_stages * tiles.block_k * (p.tile_rows * p.itemsizes.x + block_r * p.itemsizes.a)
 
 
 def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
-    """Shared memory of the expand: blocks of b in flight, h of all ranks, and a block of the output being rearranged.
+    """Return the bytes of shared memory of the expand: blocks of b in flight, h of all ranks, and one output block.
 
-    The most that the compiler was seen to take. Hopper's matrix unit keeps all stages, but little more than half of a
-    float16 model's h, which is float32; any other holds a stage less, as does full float32 precision everywhere.
+    This is the most that the compiler was observed to take. For Hopper's matrix unit it keeps all stages, but little
+    more than half of the float32 h of a float16 model. For others, and with full float32 precision everywhere, it keeps
+    one stage less.
     """
     stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
     b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b
@@ -187,10 +191,10 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
 
 
 def product_shared_bytes(tiles: ProductTiles, p: GPUProblem) -> int:
-    """Shared memory of the two launches of `linear_lora`, whichever needs more.
+    """Return the bytes of shared memory of the larger of `linear_lora`'s two launches.
 
-    The product's programs hold blocks of x and w, the others those of the shrink, with as many in flight. As far as a
-    plan's tiles count, the sum of a product's parts holds what the expand does.
+    In the first, programs of the product hold blocks of x and w, and the others hold the shrink's blocks, with as many
+    stages. The second holds as much as the expand.
     """
     held = matrix_rows(p.rows) + tiles.product_block_n
     product = tiles.product_stages * tiles.product_block_k * held * p.itemsizes.x
@@ -199,9 +203,9 @@ def product_shared_bytes(tiles: ProductTiles, p: GPUProblem) -> int:
 
 
 def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | None:
-    """The tiles, each kernel's cut down until it fits into `shared_memory` bytes, or None if that cannot be.
+    """Return the tiles cut down until each kernel fits into `shared_memory` bytes, or None if that is impossible.
 
-    First what is read ahead goes, down to two stages, then the blocks shrink, last the second stage goes.
+    Stages are reduced to two first, then the blocks shrink, and the second stage goes last.
     """
     while shrink_shared_bytes(tiles, p) > shared_memory:
         if tiles.shrink_stages > 2:
@@ -229,7 +233,7 @@ def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | Non
 
 
 def rule_of_thumb(p: GPUProblem) -> GPUTiles:
-    """What the search chose most often: many short programs for few rows, deep read-ahead for many."""
+    """Return the tiles that the search chose most often: many short programs for few rows, deep read-ahead for many."""
     rows, k, rank = p.rows, p.k, p.rank
     wide = rank > 64 or p.tile_m > 64
     few = p.tile_m <= 16 if p.experts else rows <= 512

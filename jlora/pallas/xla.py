@@ -1,7 +1,8 @@
-"""The XLA backend: plain jnp in tile space. Any platform, any shape; the values the kernels are checked against.
+"""The XLA backend: plain jnp in tile space, for any platform and shape. The kernels are tested against it.
 
-A tile copies its group's weights once, so cost follows the number of tiles (rows and active groups), not of slots.
-Every function is differentiable by JAX itself and runs under vmap, scan and remat.
+In tile space rows are [T, tile_m, ...], gathered by the plan. A tile copies its group's weights once, so the cost grows
+with the number of tiles (rows and active groups), not of slots. JAX differentiates every function, and all run under
+vmap, scan and remat.
 """
 
 import jax
@@ -19,7 +20,7 @@ def shrink(
     ranks: Int[jax.Array, "G n"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "n M R"]:
-    """See `jlora.ops.shrink`."""
+    """Implement `jlora.ops.shrink`."""
     h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
     return jnp.moveaxis(to_rows(jnp.moveaxis(h, 1, 2), plan), 1, 0)
 
@@ -33,7 +34,7 @@ def expand(
     base: Float[jax.Array, "M N"] | None,
     ranks: Int[jax.Array, "G n"] | None,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.expand`."""
+    """Implement `jlora.ops.expand`."""
     delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
     return delta.astype(b.dtype) if base is None else _add(base, delta, plan, slice_sizes, ranks)
 
@@ -49,7 +50,7 @@ def add_lora(
     ranks: Int[jax.Array, "G n"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.add_lora`. The rank-R intermediate never leaves tile space."""
+    """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space."""
     h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
     delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
     return _add(base, delta, plan, slice_sizes, ranks)
@@ -66,7 +67,7 @@ def combine_lora(
     weights: Float[jax.Array, "T k"] | None,
     ranks: Int[jax.Array, "G 1"] | None,
 ) -> Float[jax.Array, "T N"]:
-    """See `jlora.ops.combine_lora`."""
+    """Implement `jlora.ops.combine_lora`."""
     h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
     delta = to_rows(_expand_tiles(h, b, plan, (b.shape[2],), ranks), plan)
     return add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
@@ -81,7 +82,10 @@ def add_pairs(
     weights: Float[jax.Array, "T k"] | None,
     ranks: Int[jax.Array, "G 1"] | None,
 ) -> Float[jax.Array, "T N"]:
-    """The end of `jlora.ops.combine_lora`: sums the float32 deltas of a token's pairs, in the order of `rows`."""
+    """Add the float32 deltas of each token's pairs to `base`, in the order of `rows`.
+
+    This is the last part of `combine_lora`.
+    """
     present = _present(plan, ranks, 1)[:, 0]
     total, touched = jnp.zeros(base.shape, jnp.float32), jnp.zeros(len(base), bool)
     for j in range(rows.shape[1]):
@@ -93,9 +97,9 @@ def add_pairs(
 
 
 def to_tiles(rows, plan: Plan, sources=None):
-    """[M, ...] -> [T, tile_m, ...]; places that no row fills are zero, so that a NaN elsewhere cannot reach them.
+    """Gather rows into tiles: [M, ...] -> [T, tile_m, ...].
 
-    Where `sources` [M] is given, row m is rows[sources[m]].
+    Empty places are zero, so a NaN of another row cannot reach them. With `sources` [M], row m is rows[sources[m]].
     """
     filled = plan.tile_rows < plan.num_rows
     taken = jnp.minimum(plan.tile_rows, plan.num_rows - 1)
@@ -105,12 +109,12 @@ def to_tiles(rows, plan: Plan, sources=None):
 
 
 def to_slice_tiles(h, plan: Plan):
-    """[n, M, R] -> [T, n, tile_m, R] float32."""
+    """Gather h into tiles: [n, M, R] -> [T, n, tile_m, R] float32."""
     return jnp.moveaxis(to_tiles(jnp.moveaxis(h.astype(jnp.float32), 0, 1), plan), 2, 1)
 
 
 def to_rows(tiles, plan: Plan):
-    """[T, tile_m, ...] -> [M, ...] in the rows' own order; dropped rows are zero."""
+    """Return tiles to rows: [T, tile_m, ...] -> [M, ...] in the original order; dropped rows are zero."""
     flat = tiles.reshape(-1, *tiles.shape[2:])
     taken = flat[jnp.minimum(plan.row_slot, flat.shape[0] - 1)]
     return jnp.where(_has_group(plan).reshape(-1, *(1,) * (taken.ndim - 1)), taken, 0)
@@ -121,7 +125,7 @@ def _has_group(plan: Plan):
 
 
 def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
-    """[T, t, K] x [G, n, R, K] -> [T, n, t, R] float32."""
+    """Multiply [T, t, K] x [G, n, R, K] -> [T, n, t, R] float32."""
     a_tiles = take_a(a, plan, ranks)
     dtype = jnp.promote_types(x_tiles.dtype, a.dtype)
     h = jnp.einsum(
@@ -135,13 +139,13 @@ def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
 
 
 def take_a(a, plan: Plan, ranks):
-    """[G, n, R, K] -> [T, n, R, K], zero at and past each tile's true rank: what lies there may not be finite."""
+    """Gather [G, n, R, K] -> [T, n, R, K], zero from each tile's true rank on, where a may not be finite."""
     tiles = a[plan.tile_group]
     return tiles if ranks is None else jnp.where(_below_rank(a.shape[2], plan, ranks)[..., None], tiles, 0)
 
 
 def take_b(b, plan: Plan, slice_sizes, ranks):
-    """[G, R, N] -> float32 [T, R, columns of the slice] for every slice, zero as `take_a` is."""
+    """Gather [G, R, N] -> float32 [T, R, columns of the slice] for every slice, zero from each tile's true rank on."""
     tiles, parts, start = b[plan.tile_group].astype(jnp.float32), [], 0
     below = None if ranks is None else _below_rank(b.shape[1], plan, ranks)
     for i, size in enumerate(slice_sizes):
@@ -152,17 +156,17 @@ def take_b(b, plan: Plan, slice_sizes, ranks):
 
 
 def mask_ranks(h, plan: Plan, ranks):
-    """Zeroes [T, n, tile_m, R] at and past each tile's true rank."""
+    """Zero [T, n, tile_m, R] from each tile's true rank on."""
     return h if ranks is None else jnp.where(_below_rank(h.shape[-1], plan, ranks)[:, :, None, :], h, 0)
 
 
 def _below_rank(rank: int, plan: Plan, ranks):
-    """[T, n, R]: which ranks a tile's group has."""
+    """Return [T, n, R]: True for ranks below the true rank of the tile's group."""
     return jnp.arange(rank, dtype=jnp.int32)[None, None, :] < ranks[plan.tile_group][:, :, None]
 
 
 def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
-    """[T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
+    """Multiply [T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
     h_tiles = mask_ranks(h_tiles, plan, ranks)
     parts = [
         jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
@@ -172,7 +176,7 @@ def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
 
 
 def _add(base, delta, plan: Plan, slice_sizes, ranks):
-    """Adds in float32 and rounds once. Untouched values are selected, not added to: -0.0 + 0.0 is +0.0."""
+    """Add in float32 and round once. Unchanged values are selected and not added to, since -0.0 + 0.0 is +0.0."""
     total = (base.astype(jnp.float32) + delta).astype(base.dtype)
     present = _present(plan, ranks, len(slice_sizes))
     columns = [jnp.broadcast_to(present[:, i, None], (len(base), size)) for i, size in enumerate(slice_sizes)]
@@ -180,7 +184,7 @@ def _add(base, delta, plan: Plan, slice_sizes, ranks):
 
 
 def _present(plan: Plan, ranks, slices: int):
-    """[M, n]: whether a row has a group, and that a rank above 0 in the slice."""
+    """Return [M, n]: True if a row has a group whose rank in the slice is above 0."""
     grouped = jnp.broadcast_to(_has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped

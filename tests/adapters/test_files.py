@@ -1,6 +1,7 @@
 """Files that change while they are read, and what tells one content from another."""
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -152,23 +153,39 @@ def test_no_descriptor_is_left_open(folder_of, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# ---- content
+# ---- fingerprint
 
 
-def test_content_is_the_same_until_a_file_changes(folder_of):
+def test_the_fingerprint_is_that_of_the_bytes(folder_of):
+    """Not of times, inodes or names, nor of the dtype that they are converted to."""
     folder = folder_of()
-    first = Adapter.from_pretrained(folder).content
-    assert isinstance(first, str)
-    assert first.isprintable()
-    assert Adapter.from_pretrained(folder, name="other").content == first
-    assert Adapter.from_pretrained(folder, dtype="bfloat16").content == first
-    seen = {first}
-    for change in (touch, overwrite, replace):
-        for name in (CONFIG, WEIGHTS):
-            if (name, change) != (CONFIG, overwrite):
-                change(folder / name)
-                seen.add(content_key([folder / CONFIG, folder / WEIGHTS]))
-    assert len(seen) == 6
+    first = Adapter.from_pretrained(folder).fingerprint
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert Adapter.from_pretrained(folder, name="other").fingerprint == first
+    assert Adapter.from_pretrained(folder, dtype="bfloat16").fingerprint == first
+    for name in (CONFIG, WEIGHTS):
+        touch(folder / name)
+        replace(folder / name)
+    assert Adapter.from_pretrained(folder).fingerprint == first
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_every_byte_is_in_the_fingerprint(folder_of, name):
+    folder = folder_of()
+    seen = {Adapter.from_pretrained(folder).fingerprint}
+    if name == CONFIG:
+        (folder / name).write_text((folder / name).read_text() + " ")
+        seen.add(Adapter.from_pretrained(folder).fingerprint)
+    else:
+        data = (folder / name).read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for at in range(begin, len(data), 4):  # the low byte of a float32 each
+            changed = bytearray(data)
+            changed[at] ^= 1
+            (folder / name).write_bytes(changed)
+            seen.add(Adapter.from_pretrained(folder).fingerprint)
+        assert len(seen) == 1 + (len(data) - begin) // 4
+    assert len(seen) > 1
 
 
 def test_two_changes_within_one_tick_of_the_clock_differ(folder_of):
@@ -194,8 +211,8 @@ def test_an_old_file_is_not_waited_for(folder_of):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_content_of_arrays_is_not_known():
-    assert Adapter.from_arrays("a", {Q: (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1).content is None
+def test_arrays_have_no_fingerprint():
+    assert Adapter.from_arrays("a", {Q: (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1).fingerprint is None
 
 
 def snapshot(folder, cache, etags):
@@ -210,25 +227,14 @@ def snapshot(folder, cache, etags):
 
 
 @pytest.mark.parametrize("of_the_hub", [False, True])
-def test_content_of_a_file_rewritten_with_its_time_restored_differs(folder_of, tmp_path, of_the_hub):
+def test_the_fingerprint_of_a_file_rewritten_with_its_time_restored_differs(folder_of, tmp_path, of_the_hub):
     """Also where the file is a blob of Hugging Face's cache, which is named by what it held."""
     folder = folder_of()
     if of_the_hub:
         folder = snapshot(folder, tmp_path / "cache", ["ab" * 20, "cd" * 32])
-    before = (folder / WEIGHTS).stat()
-    seen = {Adapter.from_pretrained(folder).content}
-    for change in (lambda file: file.write_bytes(file.read_bytes()), copied_back):
-        change((folder / WEIGHTS).resolve())
-        os.utime(folder / WEIGHTS, ns=(before.st_atime_ns, before.st_mtime_ns))
-        seen.add(Adapter.from_pretrained(folder).content)
-    assert len(seen) == 3
-
-
-def copied_back(file):
-    """What `cp -p` of an archive does: the new file often gets the inode that was just freed."""
-    data = file.read_bytes()
-    file.unlink()
-    file.write_bytes(data)
+    first = Adapter.from_pretrained(folder).fingerprint
+    overwrite_and_restore_the_time((folder / WEIGHTS).resolve())
+    assert Adapter.from_pretrained(folder, allow_nonfinite=True).fingerprint != first
 
 
 @pytest.mark.parametrize("change", [cut, overwrite])

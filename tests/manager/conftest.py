@@ -1,11 +1,23 @@
 """One compiled world for all tests that only use it: two slots, four adapters on the host."""
 
+import signal
+from collections.abc import Iterator
+
 # Users have one backend, which their manager imports; here tests of several share a process. JAX 0.11 and 0.12 trace
 # anew what was traced before this import, and a test that counts traces would fail for an import in another.
 import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 
 from tests.manager.tiny import World, make_world
+
+
+@pytest.fixture
+def python_handles_sigint() -> Iterator[None]:
+    """Python's own handler; a shell starts background processes with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

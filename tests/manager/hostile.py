@@ -1,15 +1,11 @@
-"""What the tests of interrupts, threads and long runs share: an injector of exceptions, and a check of everything."""
+"""What the tests of interrupts, threads and long runs share: a check of everything."""
 
-import contextlib
 import faulthandler
 import functools
 import gc
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,10 +13,6 @@ import numpy as np
 import jlora
 from tests.manager.tiny import World, expected, make_adapter
 
-JLORA = str(Path(jlora.__file__).parent)
-# Code of the standard library that runs between two lines of ours, with our locks held. (Not `threading`: at lines
-# where no signal can come, a trace function would leave the one lock taken that threads need to start and to end.)
-BORROWED = (contextlib.__file__,)
 PATIENCE = 20.0  # seconds until what does not answer is said to hang; it takes milliseconds
 
 
@@ -35,71 +27,6 @@ class Harm(AssertionError):
     def __init__(self, kind: str, what: str):
         super().__init__(f"{kind}: {what}")
         self.kind = kind
-
-
-class Injector:
-    """Counts the lines that run inside jlora, or in one function of it, and raises at one of them.
-
-    Attributes:
-      lines: lines seen so far.
-      fired: "file:line" where it raised; None before that.
-    """
-
-    def __init__(self, at: int | None, error: type[BaseException] = KeyboardInterrupt, function: str | None = None):
-        self.at = at
-        self.function = function
-        self.error = error
-        self.lines = 0
-        self.fired: str | None = None
-        self._counting = threading.Lock()
-
-    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        """A trace function, for `sys.settrace` and `threading.settrace`."""
-        name = frame.f_code.co_filename
-        if frame.f_code.co_name == "__del__":
-            return None  # Python lets nothing out of a finalizer
-        if self.function not in (None, frame.f_code.co_name):
-            return None
-        if name.startswith(JLORA):
-            return self._local
-        back = frame.f_back
-        if name in BORROWED and back is not None and back.f_code.co_filename.startswith(JLORA):
-            return self._local
-        return None
-
-    def _local(self, frame: FrameType, event: str, arg: object) -> Any:
-        # Raised at the `return` out of a handler, it would leave what was handled, and all frames on its way, in the
-        # thread's state (CPython 3.11). No signal comes there.
-        handling = frame.f_code.co_filename in BORROWED and sys.exc_info()[0] is not None
-        if event == "line" and not handling:
-            with self._counting:
-                self.lines += 1
-                fire = self.lines == self.at and self.fired is None
-                if fire:
-                    self.fired = f"{frame.f_code.co_filename.removeprefix(JLORA)}:{frame.f_lineno}"
-            if fire:
-                raise self.error
-        return self._local
-
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """In the thread that calls."""
-        before = sys.gettrace()
-        sys.settrace(self.trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    @contextlib.contextmanager
-    def in_new_threads(self) -> Iterator[None]:
-        """In the threads that start meanwhile: the loading ones."""
-        before = threading.gettrace()
-        threading.settrace(self.trace)
-        try:
-            yield
-        finally:
-            threading.settrace(before)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -164,7 +91,7 @@ class Judge:
     def _check(self, versions: Callable[[str], list[jlora.Adapter]]) -> None:
         m = self.world.manager
         for thread in threading.enumerate():  # a load that nobody waits for may still evict others
-            # An interrupt inside `Thread.start` leaves one that never runs in Python's list.
+            # A KeyboardInterrupt inside `Thread.start` may leave one that never runs in Python's list.
             if thread.name.startswith("jlora-") and thread.ident is not None:
                 thread.join(PATIENCE / 2)
                 self.must(not thread.is_alive(), "hung", f"the thread {thread.name}")

@@ -414,6 +414,7 @@ def test_slots_are_given_in_order_of_arrival():
     assert not queue
 
 
+@pytest.mark.usefixtures("python_handles_sigint")
 def test_an_interrupted_wait_leaves_the_queue():
     world = make_world(max_loras=1, max_cpu_loras=2)
     for name in "ab":
@@ -636,20 +637,25 @@ def hang(called, names):
     return asked
 
 
-@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+@pytest.mark.parametrize("how", ["cancelled", "timed out", "timed out in prepare"])
 def test_callbacks_that_hang_and_are_given_up_delay_no_other_load(called, how):
-    names = [f"hung{i}" for i in range(5)]
+    names = [f"hung{i}" for i in range(8 if how == "timed out in prepare" else 5)]
     requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
     asked = hang(called, names)
     if how == "cancelled":
         futures = [called.manager.prefetch(request) for request in requests]
         until(lambda: len(asked) == 4)  # the fifth waits for its turn
         assert all(future.cancel() for future in futures)
-    else:
+    elif how == "timed out":
         for request in requests:
             with pytest.raises(jlora.LoadTimeoutError):
                 called.manager.add_adapter(request, timeout=0.3)
         assert len(asked) == 5
+    else:
+        for two in zip(requests[::2], requests[1::2], strict=True):
+            with pytest.raises(jlora.LoadTimeoutError):
+                called.manager.prepare(two, timeout=0.3)
+        assert len(asked) == 8
     assert called.manager.add_adapter(called.store.request("b"), timeout=10)
     names.clear()  # a load that was given up is not joined
     assert called.manager.add_adapter(requests[0], timeout=10)

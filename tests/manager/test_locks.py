@@ -3,20 +3,13 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jlora.manager.locks import Bell, StateLock
 
-
-@pytest.fixture(autouse=True)
-def pythons_own_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("python_handles_sigint")
 
 
 def test_sigint_is_raised_when_the_lock_is_free_again():

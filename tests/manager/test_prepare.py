@@ -1,6 +1,7 @@
 """`prepare`: what it refuses, what the batch holds, and that an unchanged batch costs no transfer."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -256,7 +257,13 @@ def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
     with pytest.raises(jlora.NoFreeSlotError, match="host cache of 1 adapters is full"):
         in_time(lambda: m.prepare([b, None, None]))
     taken.pop().close()
-    threading.Timer(0.2, lambda: taken[0].close()).start()
+
+    def close_it_later() -> None:
+        until(lambda: len(taken) == 1)
+        time.sleep(0.2)
+        taken[0].close()
+
+    threading.Thread(target=close_it_later, daemon=True).start()
     with in_time(lambda: m.prepare([b, None, None], timeout=20)) as batch:
         world.check(world.logits(batch), [make_adapter("b"), None, None])
     assert len(taken) == 1

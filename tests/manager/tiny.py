@@ -1,5 +1,6 @@
 """A tiny model, adapters for it, and its logits in plain NumPy: what the manager's tests serve and compare with."""
 
+import dataclasses
 import zlib
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -161,6 +162,27 @@ def make_world(*, max_loras=2, max_cpu_loras=4, dtype=jnp.float32, seed=0, **con
     )
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (SEQUENCES, LENGTH))
     return World(model, manager, jnp.asarray(tokens, jnp.int32))
+
+
+def request(folder, name: str, version: int = 0) -> jlora.LoRARequest:
+    """What loads such an adapter from a folder of its own, which is made."""
+    path = folder / f"{name}-{version}"
+    if not path.exists():
+        make_adapter(name, version).save_pretrained(path)
+    return jlora.LoRARequest(name, str(path))
+
+
+def as_new(world: World) -> World:
+    """The same manager as one that never had an adapter: a new one compiles for a second."""
+    world.manager.remove_all_adapters()
+    world.manager._cache.clear()
+    return world
+
+
+def infos(world: World) -> list:
+    """What is to come back; which slot it is in may differ."""
+    listed = world.manager.list_adapters().values()
+    return [dataclasses.replace(info, slot=None if info.slot is None else 0) for info in listed]
 
 
 def same(before: tuple, after: tuple) -> bool:

@@ -127,15 +127,7 @@ class WrappedModel:
             raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 
     def unwrap(self) -> None:
-        """Give the model back as it was: classes restored, slot arrays gone. An interrupt is raised when it is done."""
-        try:
-            self._restore()
-        except BaseException:
-            self._restore()  # a model that is wrapped in part is of no use to anybody
-            raise
-
-    def _restore(self) -> None:
-        """Can be called again where it was cut short."""
+        """Give the model back as it was: classes restored, slot arrays gone."""
         for site, layer in self.modules.items():
             take_off(layer, site, self.classes[id(layer)])
         self.modules = {}

@@ -1,4 +1,4 @@
-"""The Mosaic kernel behind `lora`: brings the weights of visited bundles from HBM, shrinks, expands."""
+"""The Mosaic kernel of `lora`: copy the weights of visited bundles from HBM, shrink, expand."""
 
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -11,21 +11,24 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 LANES = 128
-NOBODY = -1  # the group of a row without adapter
-VACANT = -2  # a place in a bundle that no group takes; differs from every row's group
-_VMEM_LIMIT = 58 << 20  # what the compiler may use, with its own temporaries, of the 64 MiB of tpu7x
+NOBODY = -1  # group of a row without an adapter
+VACANT = -2  # group of an empty place in a bundle; differs from every row's group
+_VMEM_LIMIT = 58 << 20  # limit for the compiler, its own temporaries included; tpu7x has 64 MiB
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Static sizes of a call.
 
-    rows (M), k (K), n (N), rank (R), groups (G), slices (the n output sizes) are the operands'.
-    bundle: groups taken at once. step: ranks that one copy brings.
-    tile_m, tile_k, tile_n: rows, in-features and out-features of a grid step.
-    chunk: row tiles whose intermediate is in VMEM at once.
-    by_group: rows must be given sorted by group, because visits in any other order might not fit in SMEM, or groups
-      are many.
+    Attributes:
+      rows, k, n, rank, groups: M, K, N, R and G of the operands.
+      slices: Column counts of the n output slices.
+      bundle: Number of groups that are processed together.
+      step: Ranks of one copy.
+      tile_m, tile_k, tile_n: Rows, in-features and out-features of a grid step.
+      chunk: Row tiles whose intermediate h is in VMEM at the same time.
+      by_group: True if rows must be sorted by group, because the visits in any other order might not fit into SMEM or
+        because there are many groups.
     """
 
     rows: int
@@ -44,52 +47,62 @@ class Sizes:
 
     @property
     def width(self) -> int:
+        """Ranks of a bundle."""
         return self.bundle * self.rank
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Columns where slices start and end."""
+        """Columns at which slices start and end."""
         return (0, *accumulate(self.slices))
 
     @property
     def k_tiles(self) -> int:
+        """Number of tiles of the in-features."""
         return self.k // self.tile_k
 
     @property
     def n_tiles(self) -> int:
+        """Number of tiles of the out-features."""
         return -(-self.n // self.tile_n)
 
     @property
     def row_tiles(self) -> int:
+        """Number of tiles of the rows."""
         return -(-self.rows // self.tile_m)
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of row tiles."""
         return -(-self.row_tiles // self.chunk)
 
     @property
     def max_visits(self) -> int:
-        """Bound on the visits of a chunk, in any order of rows."""
+        """Bound on the visits of a chunk, for any order of rows."""
         return min(-(-self.groups // self.bundle), self.tile_m) * self.chunk
 
     @property
     def listed(self) -> int:
-        """Length of the list of visits: `max_visits` for every chunk, or of sorted rows all that the chunks can have.
+        """Length of the list of visits.
 
-        Those have at most `min(groups, rows) + row_tiles - 1` pairs of a tile and a group, and a spare visit a chunk.
+        For rows in any order it is `max_visits` for each chunk. Sorted rows have at most `min(groups, rows) + row_tiles
+        - 1` pairs of a tile and a group, plus a spare visit for each chunk.
         """
         if not self.by_group:
             return self.chunks * self.max_visits
         return min(self.groups, self.rows) + self.row_tiles - 1 + self.chunks
 
     def visit(self, c, v, first=None):
-        """Where visit v of chunk c is listed. With `first`, all past a chunk's last are its spare one."""
+        """Return the index of visit v of chunk c in the list of visits.
+
+        With `first`, a visit past the chunk's last one gives the index of the chunk's spare visit.
+        """
         if first is None:
             return c * self.max_visits + v
         return first[c] + jnp.minimum(v, first[c + 1] - first[c] - 1)
 
 
 def overlaps(slices, i, tile, tile_n):
+    """Return True if slice i has columns in the given N tile."""
     start = sum(slices[:i])
     return (start < (tile + 1) * tile_n) & (tile * tile_n < start + slices[i])
 
@@ -107,30 +120,33 @@ def call(
     *,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[jax.Array, "M N"]:
-    """base + (x a[group]ᵀ) b[group], in place of base. `visits` is of `visits`; group < 0: no adapter."""
+    """Compute base + (x a[group]ᵀ) b[group], written over base.
+
+    `visits` is the result of `schedule.visits`. A row with group < 0 has no adapter.
+    """
     count, *schedule = visits
     scalars = (*schedule[:3], ranks.ravel(), *schedule[3:])
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     group = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY)[:, None]
-    loose = s.n % LANES if s.n_tiles > 1 else 0  # last columns, which no aligned copy can reach
+    loose = s.n % LANES if s.n_tiles > 1 else 0  # trailing columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
 
     def group_index(c, j, v, tile, _active, _fresh, _ranks, *first):
         return tile[s.visit(c, v, *first)], 0
 
-    def x_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # while expanding, stays at its last block
+    def x_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # stays at the last block during the expand
         v = jnp.where(j < s.k_tiles, v, pl.num_programs(2) - 1)
         return tile[s.visit(c, v, *first)], jnp.minimum(j, s.k_tiles - 1)
 
-    def base_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # while shrinking, waits at its first block
+    def base_index(c, j, v, tile, _active, _fresh, _ranks, *first):  # stays at the first block during the shrink
         v = jnp.where(j < s.k_tiles, 0, v)
         return tile[s.visit(c, v, *first)], jnp.maximum(j - s.k_tiles, 0)
 
     base_spec = pl.BlockSpec((s.tile_m, s.tile_n), base_index)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    # Left to itself, XLA may move the weights of all slots into VMEM before the kernel starts.
+    # Without the constraint, XLA may move the weights of all slots into VMEM before the kernel starts.
     weights = [pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in (a, b, b_loose)]
-    if interpret:  # the interpreter wants operands that alias to fill their last blocks; the hardware does not
+    if interpret:  # the interpreter requires aliased operands to fill their last blocks
         rest = s.row_tiles * s.tile_m - s.rows, s.n_tiles * s.tile_n - s.n
         base = jnp.pad(base, ((0, rest[0]), (0, rest[1])), constant_values=jnp.nan)
     total = pl.pallas_call(
@@ -165,16 +181,21 @@ def call(
 
 
 def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
-    """A grid step: one K tile of the shrink, or one N tile of the expand, for one visit.
+    """Run one grid step: one K tile of the shrink or one N tile of the expand, for one visit.
 
-        grid (chunk c, phase j, visit v), v fastest; chunks know nothing of each other
+        grid (chunk c, phase j, visit v), v fastest; chunks are independent
 
                     v0    v1    v2
             j  k0 |  h  |  h  |  h  |    h[tile] = own group's (x[tile, k] @ a[bundle, :, k]ᵀ), summed over k
                n0 | out | out | out |    out[tile, n] = base[tile, n] + h[tile] @ b[bundle, n]
-               n1 | out | out | out |    visits of a tile are neighbours, so that a block of out is left only when done
+               n1 | out | out | out |
 
-    `state`: the weight buffer in use (0 or 1); whether b's holds a value that is not finite.
+    The shrink is complete for all visits of the chunk before the expand starts, so h of a whole chunk is kept in VMEM.
+    The visits of a tile are consecutive, so a block of `out` stays in VMEM until it is complete. The weights of the
+    next step are copied while the current one computes.
+
+    `state` holds the index of the weight buffer in use (0 or 1), and 1 if the buffer of b holds a non-finite value,
+    else 0.
     """
     first, refs = (refs[:1], refs[1:]) if s.by_group else ((), refs)
     group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
@@ -185,7 +206,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
     @pl.when((j == 0) & (v == 0))
     def _():
         state[0] = 1
-        b_buf[...] = jnp.zeros_like(b_buf)  # where nothing is copied, stray NaN would cost us the fast path below
+        b_buf[...] = jnp.zeros_like(b_buf)  # a stray NaN in an uncopied part would disable the fast expand below
 
     new = (v == 0) | (fresh[visit] != 0)
     slot = jnp.where(new, 1 - state[0], state[0])
@@ -212,14 +233,17 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
 
 
 def _place(s: Sizes, active, ranks, visit, p, i):
-    """The group at place p of a visit's bundle and its rank in slice i; (VACANT, 0) if it has none."""
+    """Return the group at place p of a visit's bundle and its rank in slice i; (VACANT, 0) if the place is empty."""
     group = active[visit * s.bundle + p]
     rank = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0) * len(s.slices) + i])
     return jnp.where(rank > 0, group, VACANT), rank
 
 
 def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
-    """Waits for this step's weights, which the step before asked for, and asks for the next step's of this chunk."""
+    """Wait for the copies of this step's weights, and start those of the next step in this chunk.
+
+    The copies of this step were started by the previous one.
+    """
     active, ranks, fresh, *first = schedule
     c, j, v = (pl.program_id(i) for i in range(3))
     phases, visits = pl.num_programs(1), pl.num_programs(2)
@@ -242,7 +266,7 @@ def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
 
 
 def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
-    """Copies the group at place p: a[g, i, :rank, K tile j] for every slice i, or b[g, :rank, N tile j - k_tiles]."""
+    """Copy the group at place p: a[g, i, :rank, K tile j] for every slice i, or b[g, :rank, N tile j - k_tiles]."""
     (a, b, b_loose), (a_buf, b_buf) = weights, buffers
     copy = partial(_copy_ranks, s, sem.at[slot], verb, p)
     places = [place(p, i) for i in range(len(s.slices))]
@@ -276,7 +300,7 @@ def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
 
 
 def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
-    """Copies rows 0..rank of `source` to place p of `target`, in whole steps."""
+    """Copy rows 0..rank of `source` to place p of `target`, in whole steps."""
     if s.step == s.rank == s.width:
         pl.when(rank > 0)(getattr(pltpu.make_async_copy(source, target, sem), verb))
         return
@@ -289,7 +313,7 @@ def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
 
 
 def _shrink(s: Sizes, place, group, x, a, h, first):
-    """h[i] (+)= x @ a[i]ᵀ, kept only at the ranks of a row's own group; rows of other bundles keep theirs."""
+    """Add x @ a[i]ᵀ to h[i], masked to the ranks of each row's own group; rows of other bundles keep their h."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, s.width), 1)
     mine = reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle) for i in range(len(s.slices))])
     for i in range(len(s.slices)):
@@ -303,7 +327,7 @@ def _shrink(s: Sizes, place, group, x, a, h, first):
 
 
 def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
-    """out += h[i] @ b for the slices i that this N tile touches, in the rows whose group is in the bundle."""
+    """Add h[i] @ b to out for each slice i in this N tile, in the rows whose group is in the bundle."""
     column = n_tile * s.tile_n + jax.lax.broadcasted_iota(jnp.int32, (1, s.tile_n), 1)
     rank_row = jax.lax.broadcasted_iota(jnp.int32, (s.width, 1), 0)
 
@@ -318,7 +342,7 @@ def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
         def _():
             add(i, reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle)]), b[...])
 
-        @pl.when(tainted)  # NaN and infinities must not reach the bundle's other groups
+        @pl.when(tainted)  # NaN and infinities must not reach the other groups of the bundle
         def _():
             def alone(p, _):
                 g, rank = place(p, i)
@@ -332,9 +356,12 @@ def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
 
 
 def _has_nonfinite(ref):
-    """1 if a value of `ref` is NaN or infinite, else 0: adding one to an exponent of all ones carries out of it."""
+    """Return 1 if a value of `ref` is NaN or infinite, else 0.
+
+    Adding one to an exponent of all ones carries out of it.
+    """
     if ref.dtype == jnp.bfloat16 and ref.shape[0] % 16 == 0:
-        bits = pltpu.bitcast(ref[...], jnp.int32)  # pairs of rows
+        bits = pltpu.bitcast(ref[...], jnp.int32)  # each int32 holds a pair of rows
         exponent, one, carry = 0x7F807F80, 0x00800080, -0x7FFF8000
     else:
         bits = pltpu.bitcast(ref[...].astype(jnp.float32), jnp.int32)
@@ -346,9 +373,9 @@ def _has_nonfinite(ref):
 
 
 def _dot(left, right, transpose=False):
-    """float32 product; exact products of bfloat16, and float32 ones at full precision."""
+    """Return the float32 product: exact products of bfloat16, full precision for float32."""
     dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
-    if transpose and right.shape[0] == 1:  # no matrix: Mosaic multiplies and adds up, and in float32 alone
+    if transpose and right.shape[0] == 1:  # a vector, which Mosaic multiplies and sums in float32 only
         dtype = jnp.dtype(jnp.float32)
     return jax.lax.dot_general(
         left.astype(dtype),

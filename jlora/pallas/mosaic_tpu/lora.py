@@ -1,21 +1,24 @@
-"""The TPU backend: shrink and expand fused in one Mosaic kernel, the rank-R intermediate kept in VMEM.
+"""The TPU backend: shrink and expand fused in one Mosaic kernel, with the rank-R intermediate h in VMEM.
 
-Where groups are few, rows stay in their own order: sorting them would move the [M, N] base output through HBM three
-more times. Instead, the matrix unit, which handles 128 ranks at the price of one, takes up to 128 / R groups at once (a
-"bundle"), and a mask on the small intermediate leaves each row its own group. A group's place in its bundle is its id
-modulo the bundle's size, so that a row is computed alike whoever shares its batch.
+Bundles. If groups are few, rows stay in their own order, because sorting would move the [M, N] base output through HBM
+three more times. The matrix unit handles 128 ranks at the cost of one. The kernel therefore multiplies a tile of rows
+with up to 128 / R groups at once (a "bundle"), and masks h so that each row keeps the result of its own group. The
+place of a group in its bundle is its id modulo the bundle's size. A row is thus computed in the same way in every
+batch.
 
-A "visit" is a tile of rows together with a bundle that occurs in it. Only the groups of visited bundles are read from
-HBM, each only up to its true rank, and once for all neighbouring row tiles that need the same.
+Visits. A "visit" is a tile of rows with a bundle that occurs in it. Only the groups of visited bundles are read from
+HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle.
 
-The copies take the columns of a rank in order, as a [.., R, K] array has them. How an argument lies, XLA decides by its
-shape: innermost comes the axis that needs the least padding. Where the columns are no multiple of 128 and another axis
-is one (slots, experts or ranks), that is the other, and XLA turns the whole array around before every call: with 128
-slots, 128 experts or rank 128 of gpt-oss, whose hidden size is 2880. Results are the same, at the price of moving all
-slots. (127 or 129 slots lie in order. Experts cannot be one more, since they are divided among chips.)
+Layouts. The copies expect K, or N, as the innermost axis of the factors. XLA chooses the layout of an argument by its
+shape, with the axis that needs the least padding innermost. If K is not a multiple of 128 but another axis is (slots,
+experts or ranks), XLA makes the other axis the innermost one, and transposes the whole array before every call. This
+happens with 128 slots, 128 experts or rank 128 of gpt-oss, whose hidden size is 2880. The results are the same, but the
+factors of all slots are moved. With 127 or 129 slots the layout is the expected one. An expert cannot be added in this
+way, because experts are divided among chips.
 
-Rows of experts are taken sorted by group, which is a slot's expert, since a tile of rows in any other order would need
-the groups that the next needs too; and their schedule is sized by the rows, for nearly all groups have none.
+Experts. Rows of experts are sorted by group, which is a slot's expert. In any other order, neighbouring tiles of rows
+would need the same groups and read their weights again. The size of the schedule depends on the number of rows, because
+nearly all groups have none.
 """
 
 from dataclasses import replace
@@ -31,9 +34,9 @@ from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
 
-_VMEM_BYTES = 44 << 20  # what we plan for, of the 64 MiB of tpu7x; v5e, v5p and v6e have 128 MiB
-_SMEM_BYTES = 640 << 10  # of 1 MiB
-_MANY_GROUPS = 256  # more than this are those of experts, not an adapter's slots
+_VMEM_BYTES = 44 << 20  # budget of the tiles; tpu7x has 64 MiB, and v5e, v5p and v6e have 128 MiB
+_SMEM_BYTES = 640 << 10  # budget of the schedule; a core has 1 MiB
+_MANY_GROUPS = 256  # more groups than this come from experts, not from slots alone
 
 
 def add_lora(
@@ -48,12 +51,12 @@ def add_lora(
     x_rows: Int[jax.Array, "M"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.add_lora`. The result takes the place of `base` when `base` may be overwritten.
+    """Implement `jlora.ops.add_lora`. The result takes the place of `base` if `base` may be overwritten.
 
-    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as PEFT does.
+    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT.
 
     Raises:
-      LoRAError: with `unsupported_reason`.
+      LoRAError: `unsupported_reason` returns a reason.
     """
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes)
     if reason is not None:
@@ -62,7 +65,7 @@ def add_lora(
     assert s is not None
     if ranks is None:
         ranks = jnp.full((s.groups, len(s.slices)), s.rank, jnp.int32)
-    if plan.experts > 1:  # rows of an expert stand together, and its groups may all have the same place in a bundle
+    if plan.experts > 1:  # an expert's groups may all have the same place in a bundle, so sort rows
         s = replace(s, by_group=True)
     group = _row_groups(plan)
     if not s.by_group:
@@ -71,7 +74,7 @@ def add_lora(
     order = plan.row_order
     group, x = group[order], x[order if x_rows is None else x_rows[order]]
     total = call(s, base[order], x, a, b, group, ranks, visits(s, group), interpret=interpret)
-    # Rows are read back by the inverse, since XLA makes two passes over [M, N] of a scatter.
+    # Gather by the inverse permutation, because XLA makes two passes over [M, N] for a scatter.
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(s.rows, dtype=jnp.int32), unique_indices=True)
     return total[inverse]
 
@@ -85,7 +88,7 @@ def shrink(
     x_rows: Int[jax.Array, "M"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "n M R"]:
-    """See `jlora.ops.shrink`. The fused kernel, expanding by the identity, which is exact."""
+    """Implement `jlora.ops.shrink` by the fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
@@ -103,9 +106,9 @@ def expand(
     ranks: Int[jax.Array, "G n"] | None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.expand`. The fused kernel, shrinking by the identity, which is exact."""
+    """Implement `jlora.ops.expand` by the fused kernel, shrinking by the identity, which is exact."""
     n, rows, rank = h.shape
-    if ranks is not None:  # the identity would spread a NaN past a row's rank over all of it
+    if ranks is not None:  # the identity would spread a NaN past a row's rank over the whole row
         group = _row_groups(plan)
         row_ranks = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0)].T)  # [n, M]
         h = jnp.where(jnp.arange(rank, dtype=jnp.int32)[None, None, :] < row_ranks[..., None], h, 0)
@@ -116,7 +119,7 @@ def expand(
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
-    """Why this backend cannot run `add_lora` on operands of these shapes and dtypes, or None if it can."""
+    """Return why this backend cannot run `add_lora` on operands of these shapes and dtypes, or None if it can."""
     for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
         if array.dtype not in (jnp.bfloat16, jnp.float32):
             return f"takes bfloat16 and float32, but {name} is {array.dtype}; cast it, or use backend='xla'"
@@ -149,7 +152,7 @@ def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
     bundle = 1 if rank % 8 else max(1, min(LANES // rank, groups, 16))
     s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
     while s is not None and groups > _MANY_GROUPS and _smem_bytes(s) > _SMEM_BYTES and bundle > 1:
-        bundle //= 2  # a shorter list of groups for every visit
+        bundle //= 2  # shortens the list of groups of every visit
         s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
     return s
 
@@ -158,7 +161,7 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int) -> Sizes | 
     step = next((step for step in (16, 8) if rank % step == 0), rank)
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
     base_size, x_size, a_size, b_size = itemsizes
-    many = groups > _MANY_GROUPS  # few rows each: a bundle seldom has more in a tile than the matrix unit's 128
+    many = groups > _MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
     for tile_m in (128, 64, 32, 16) if many else (256, 128, 64, 32, 16):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
@@ -167,7 +170,7 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int) -> Sizes | 
         fixed += tile_n * (2 * width * b_size + tile_m * (4 * base_size + 8) + width * 4)
         per_tile = len(slices) * tile_m * lanes * 4
         row_tiles = -(-rows // tile_m)
-        even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks, for chips of two cores (v5p)
+        even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks for chips of two cores (v5p)
         chunk = min((_VMEM_BYTES - fixed) // per_tile, even)
         if chunk >= 1:
             s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=many)
@@ -176,14 +179,17 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int) -> Sizes | 
 
 
 def _tile_k(k: int, most: int) -> int:
-    """The largest divisor of K in lanes up to `most`; all of K if it is small or has none."""
+    """Return the largest divisor of K up to `most` that is a multiple of 128; K if it is small or has none."""
     if k <= most or k % LANES:
         return k
     return max(t for t in range(LANES, max(most, LANES) + 1, LANES) if k % t == 0)
 
 
 def _tile_n(slices: tuple[int, ...], most: int) -> int:
-    """Columns of a grid step: few steps, few tiles that straddle slices (those are multiplied once for each slice)."""
+    """Return the columns of a grid step.
+
+    Few steps are best, and few tiles that span several slices, because these are multiplied once for each slice.
+    """
     n = sum(slices)
 
     def cost(tile):

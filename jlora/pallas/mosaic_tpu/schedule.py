@@ -1,4 +1,4 @@
-"""The schedule of `kernel`: which bundles every row tile needs, as flat vectors for SMEM."""
+"""The schedule of `kernel`: the bundles that each row tile needs, as flat vectors for SMEM."""
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +8,37 @@ from jlora.pallas.mosaic_tpu.kernel import NOBODY, VACANT, Sizes
 
 
 def visits(s: Sizes, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:
-    """The visits of rows of these groups, below 0 where a row has none; sorted, with such rows last, if `s.by_group`.
+    """Return the visits of rows of these groups.
+
+    Args:
+      s: Static sizes of the call.
+      group: [M] group of each row, below 0 for none. If `s.by_group`, it is sorted, with rows without a group last.
 
     Returns:
-      count: [] visits of the fullest chunk, at least 1.
-      tile: [listed] row tile of a visit, rising within a chunk.
-      active: [listed * bundle] groups of a visit's bundle; `VACANT` where none.
-      fresh: [listed] 1 where the bundle differs from the visit before it in the chunk.
-      first: only if `s.by_group`: [chunks + 1] where a chunk's visits are listed, the last of them a spare one.
+      count: [] number of visits of the chunk that has most, at least 1.
+      tile: [listed] row tile of each visit, rising within a chunk.
+      active: [listed * bundle] groups of each visit's bundle, `VACANT` at empty places.
+      fresh: [listed] 1 if the bundle differs from that of the previous visit in the chunk.
+      first: [chunks + 1] index of each chunk's first visit, only if `s.by_group`. Its last visit is a spare one.
     """
     return _of_sorted_rows(s, group) if s.by_group else _of_any_order(s, group)
 
 
 def _of_any_order(s: Sizes, group):
-    """Compares all rows with all groups. Every chunk lists `max_visits`."""
+    """Compare all rows with all groups. Every chunk lists `max_visits`."""
     blocks = -(-s.groups // s.bundle)
     ids = jnp.arange(blocks * s.bundle, dtype=jnp.int32)
     rows = jnp.pad(group, (0, s.chunks * s.chunk * s.tile_m - s.rows), constant_values=NOBODY)
     present = jnp.any(rows.reshape(-1, s.tile_m, 1) == ids[None, None, :], axis=1)  # [chunks * chunk, ids]
     present = present.astype(jnp.int32).reshape(-1, blocks, s.bundle)
 
-    # 1. Groups of a tile that share a place go to consecutive visits.
+    # 1. Assign groups of a tile that share a place to consecutive visits.
     nth = jnp.where(present > 0, jnp.cumsum(present, axis=1) - 1, -1)
     used = jnp.max(jnp.sum(present, axis=1), axis=1).reshape(s.chunks, s.chunk)
     end = jnp.cumsum(used, axis=1)
 
-    # 2. Visit v belongs to the first tile whose visits end past v; spare visits are without groups, at the last tile.
+    # 2. Visit v belongs to the first tile whose visits end past v. Spare visits have no groups, and the chunk's last
+    # tile.
     v = jnp.arange(s.max_visits, dtype=jnp.int32)
     tile = jnp.sum(v[None, :, None] >= end[:, None, :], axis=2, dtype=jnp.int32)
     tile = jnp.minimum(tile, s.chunk - 1) + s.chunk * jnp.arange(s.chunks, dtype=jnp.int32)[:, None]
@@ -47,27 +52,29 @@ def _of_any_order(s: Sizes, group):
 
 
 def _of_sorted_rows(s: Sizes, group):
-    """Looks at no group that no row has, so that the cost and the list follow the rows, however many groups there are.
+    """Compute the same visits as `_of_any_order` from the groups that rows have.
 
-    The visits are those that `_of_any_order` would make.
+    The cost and the length of the list depend on the number of rows, not of groups.
     """
     rows = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY).reshape(-1, s.tile_m)
     places = jnp.arange(s.bundle, dtype=jnp.int32)[None, :, None]
     nth_visit = jnp.arange(s.tile_m, dtype=jnp.int32)[None, None, :]
 
-    # 1. Groups of a tile that share a place go to consecutive visits; each is looked at in its first row of the tile.
+    # 1. Assign groups of a tile that share a place to consecutive visits. A group is counted at its first row in the
+    # tile.
     before = jnp.pad(rows[:, :-1], ((0, 0), (1, 0)), constant_values=VACANT)
     leads = ((rows >= 0) & (rows != before))[:, None] & (rows[:, None] % s.bundle == places)  # [row_tiles, bundle, m]
     nth = jnp.cumsum(leads, axis=2, dtype=jnp.int32) - 1
     used = jnp.max(nth[:, :, -1], axis=1) + 1
     own_nth = jnp.max(jnp.where(leads, nth, -1), axis=1)
-    # A product that picks, exact for ids below 2^24, since comparing for every place costs the vector unit far more.
+    # Select by a matrix product, exact for ids below 2^24, because comparing for every place costs the vector unit far
+    # more.
     ids = jnp.where(leads, rows[:, None] - VACANT, 0).astype(jnp.float32)
     picks = (own_nth[:, :, None] == nth_visit).astype(jnp.float32)  # [row_tiles, m, nth_visit]
     table = jnp.einsum("ipm,imv->ivp", ids, picks, precision="highest").astype(jnp.int32) + VACANT
     table = table.reshape(-1, s.bundle)  # [row_tiles * tile_m, bundle]
 
-    # 2. Visit v belongs to the first tile whose visits end past v. The last tile of a chunk has a spare one.
+    # 2. Visit v belongs to the first tile whose visits end past v. The last tile of a chunk has a spare visit.
     t = jnp.arange(s.row_tiles, dtype=jnp.int32)
     spare = (t % s.chunk == s.chunk - 1) | (t == s.row_tiles - 1)
     listed = used + spare.astype(jnp.int32)

@@ -1,9 +1,10 @@
-"""`add_lora` of experts in one launch on NVIDIA, for a handful of rows; see `lora`, whose rules hold here too.
+"""`add_lora` of experts in one launch on NVIDIA GPUs, for a handful of rows.
 
-With few rows a launch costs as much as its work: each waits for the one before, then for where its tile lies, then for
-the data. Here every program computes h anew for its block of columns, and has A and B on their way at once. For Qwen3's
-experts at rank 16 that takes 3.9 us instead of 5.5 for one token, 4.4 instead of 7.1 for eight (H200, w1 and w3; w2).
-What it costs is reading A as often as there are blocks, from the cache, so that `suits` sets a limit to it.
+The rules of `lora` hold here too. With few rows a launch costs as much as its work, because each launch waits for the
+previous one, then for the position of its tile, then for the data. Here every program computes h again for its own
+block of columns, and has A and B in flight at the same time. For Qwen3's experts at rank 16 that takes 3.9 us instead
+of 5.5 for one token, and 4.4 us instead of 7.1 for eight (H200, w1 and w3 plus w2). The price is that A is read from
+the cache once for each block of columns, which `suits` limits.
 """
 
 from functools import partial
@@ -16,15 +17,18 @@ from jlora.pallas.plan import Plan
 from jlora.pallas.triton.parts import compiler_params, find_chunk, load, scalar, share_out, store, tiles_used
 
 MAX_RANK = 16
-MOST_A = 128 << 10  # bytes of one slice's A: as much is on its way into the registers of a program
+MOST_A = 128 << 10  # bytes of one slice's A, all of which a program loads into registers at once
 MOST_READ = 10_000_000  # bytes of A that all programs read together
 BLOCK_K = 512
 WARPS = 8
-_PROGRAMS = 132  # above, blocks of columns are wider
+_PROGRAMS = 132  # above this number, blocks of columns are wider
 
 
 def suits(plan: Plan, a, slice_sizes: tuple[int, ...]) -> bool:
-    """Whether one launch is less work than two: by sizes alone, so that no row's result depends on its batch."""
+    """Return True if one launch is less work than two.
+
+    It depends on sizes only, so the result of a row does not depend on its batch.
+    """
     rank, k = a.shape[2:]
     slice_bytes = rank * k * jnp.dtype(a.dtype).itemsize
     read = plan.num_rows * _blocks(slice_sizes, _block_n(plan, slice_sizes)) * slice_bytes
@@ -35,7 +39,7 @@ def add_lora(
     base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, block_n: int | None = None,
     block_k: int = BLOCK_K, interpret: bool = False,
 ):  # fmt: skip
-    """See `jlora.ops.add_lora`; R is at most `MAX_RANK`."""
+    """Implement `jlora.ops.add_lora` for R up to `MAX_RANK`."""
     groups, n, rank, k = a.shape
     block_n = block_n or _block_n(plan, slice_sizes)
     indexed = () if x_rows is None else (x_rows,)
@@ -66,16 +70,17 @@ def _kernel(
     used_ref, group_ref, rows_ref, start_ref, end_ref, ranks_ref, x_ref, a_ref, b_ref, *refs, rank: int, tile_m: int,
     slice_sizes, block_n: int, block_k: int,
 ):  # fmt: skip
-    """out[row, block of columns] = base + (x[row] @ a[group, slice]ᵀ) @ b[group], row after row of a tile
+    """Compute base[row] + (x[row] @ a[group, slice]ᵀ) @ b[group] for a block of columns, row by row of a tile.
 
-    units: tiles in use x blocks of columns, each within one slice; base and out are the same memory. refs: those two,
-    or before them an index, by which row m of the plan is x[index[m]]. All in float32, on no matrix unit.
+    The units of work are the used tiles times the blocks of columns, each of which is within one slice. `base_ref` and
+    `out_ref` are the same memory. `refs` holds these two, optionally after an index by which row m of the plan is
+    x[index[m]]. All products are float32 and use no matrix unit.
     """
     *index_refs, base_ref, out_ref = refs
     k_size = a_ref.shape[2]
     per_slice = [pl.cdiv(size, block_n) for size in slice_sizes]
     r = jnp.arange(MAX_RANK, dtype=jnp.int32)
-    read = r < rank  # to wait for the true rank takes longer than it saves; past it a and b may be NaN
+    read = r < rank  # waiting for the true rank takes longer than it saves; past it a and b may be NaN
 
     def unit(u, carry):
         tile = u // sum(per_slice)
@@ -100,7 +105,7 @@ def _kernel(
                 return total + some[None, :] * mine.astype(jnp.float32)
 
             total = jnp.zeros((MAX_RANK, block_k), jnp.float32)
-            for s in range(pl.cdiv(k_size, block_k)):  # unrolled, so that all loads are under way at once
+            for s in range(pl.cdiv(k_size, block_k)):  # unrolled, so that all loads are in flight at once
                 total = step(s, total)
             h = jnp.where(r < true_rank, jnp.sum(total, axis=1), 0)
             delta = jnp.sum(jnp.where((r < true_rank)[:, None], h[:, None] * factors.astype(jnp.float32), 0), axis=0)

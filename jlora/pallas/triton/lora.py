@@ -1,8 +1,13 @@
 """NVIDIA kernels through Pallas' Triton lowering.
 
-Two kernels. Their grids are fixed numbers of programs that share out what the plan says is there, so work follows the
-tiles in use, while every sum is made in an order that only static sizes decide: which program computes a value, and
-what else is in the batch, never changes it. There are no atomics.
+There are two kernels, the shrink and the expand. The grid of each is a fixed number of programs, which share out the
+units of work that the plan defines:
+
+    shrink   tiles x blocks of ranks x parts of K    -> h [split_k, M, n * R], one partial sum for each part of K
+    expand   tiles x chunks of columns               -> out [M, N] = base + (sum of the parts of h) @ b
+
+The work follows the used tiles. The order of every sum depends on static sizes only. A value therefore does not depend
+on the program that computes it, nor on the other rows of the batch. There are no atomics.
 """
 
 from functools import partial, reduce
@@ -38,7 +43,7 @@ MAX_RANK = 512
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
-    """Why the kernels cannot run `add_lora` on operands of these shapes and dtypes, on `current_gpu()`, or None."""
+    """Return why `current_gpu()` cannot run `add_lora` on operands of these shapes and dtypes, or None if it can."""
     gpu = current_gpu()
     if gpu.capability is not None and gpu.capability < MIN_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, which {gpu.kind} is not; use backend='xla'"
@@ -56,7 +61,7 @@ def _problem(plan: Plan, x, a, b, slices: int) -> GPUProblem:
 
 
 def sizes_of(rows: int, x, a, b, slices: int, tile_m: int = 16, experts: bool = False) -> GPUProblem:
-    """The sizes of an `add_lora`."""
+    """Return the sizes of an `add_lora` from its operands."""
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h_dtype(x, a, b))))
     k, (_, rank, n) = x.shape[1], b.shape
     return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes, experts)
@@ -73,9 +78,9 @@ def shrink(
     gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "n M R"]:
-    """See `jlora.ops.shrink`."""
+    """Implement `jlora.ops.shrink`."""
     groups, n, rank, k = a.shape
-    b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # as if it led back to K columns
+    b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # a stand-in with N = K, which only chooses the tiles
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
@@ -97,11 +102,11 @@ def expand(
     gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.expand`."""
+    """Implement `jlora.ops.expand`."""
     ranks = all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
     if base is None:
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
-    x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # as if h came of N columns
+    x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # a stand-in with K = N, which only chooses the tiles
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
@@ -122,7 +127,10 @@ def add_lora(
     gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.add_lora`. Two launches, whatever the number of slices; one for a handful of experts' rows."""
+    """Implement `jlora.ops.add_lora` in two launches for any number of slices.
+
+    A handful of experts' rows take one launch (`fused`).
+    """
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     if tiles is None and fused.suits(plan, a, slice_sizes):
@@ -135,21 +143,27 @@ def add_lora(
 
 
 def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
-    """Partial sums [split_k, M, n * R] for `expand_parts`; rows without a group and entries past the rank: anything."""
+    """Compute partial sums [split_k, M, n * R] for `expand_parts`.
+
+    Rows without a group and entries past the rank are undefined.
+    """
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, a.shape[1]))
     return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype(x, a, b), interpret)
 
 
 def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
-    """base + the delta of `shrink_parts`, in its place."""
+    """Add the delta of `shrink_parts` to base, in its place."""
     tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)))
     return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
 
 
-# Traced and lowered once for all layers of a model whose operands are alike: a kernel takes half a second.
+# Jitted so that layers with equal shapes share one trace and lowering. A kernel takes half a second.
 @partial(jax.jit, static_argnames=("tiles", "dtype", "interpret"))
 def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: bool):
-    """Partial sums [split_k, M, n * R]; rows without a group and entries past the rank may be left unwritten."""
+    """Compute partial sums [split_k, M, n * R].
+
+    Rows without a group and entries past the rank may be left unwritten.
+    """
     groups, n, rank, k = a.shape
     indexed = () if x_rows is None else (x_rows,)
     return pl.pallas_call(
@@ -164,8 +178,8 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "interpret"))
 def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
-    """base + the delta of h [split_k, M, n * R], written over base."""
-    units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # at most
+    """Add the delta of h [split_k, M, n * R] to base, in its place."""
+    units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # an upper bound
     return pl.pallas_call(
         partial(_expand_kernel, tile_m=plan.tile_m, slice_sizes=slice_sizes, tiles=tiles, dtype=dtype),
         grid=(min(tiles.programs, units),),
@@ -178,23 +192,24 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
 
 
 def shrink_programs(plan: Plan, width: int, tiles: GPUTiles) -> int:
-    """How many programs share out a shrink of `width` ranks; more than it can have units would only start."""
+    """Return the number of programs for a shrink of `width` ranks, at most its largest number of units."""
     return min(tiles.shrink_programs, plan.num_tiles * pl.cdiv(width, tiles.block_r) * tiles.split_k)
 
 
 def shrink_kernel(
     used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles, among=None
 ):
-    """h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ
+    """Compute h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ.
 
-    The ranks of all slices stand side by side, and a block may span slices, so that x is read once for all of them.
-    refs: h alone, or before it an index, by which row m of the plan is x[index[m]]. `among`: (p, programs) where
-    not all programs take part.
+    The ranks of all slices are numbered consecutively. A block may span slices, so x is read once for all of them.
+    `refs` holds h, optionally after an index by which row m of the plan is x[index[m]]. `among` is (p, programs) if not
+    all programs of the grid take part.
 
-    units (one an iteration; program p takes p, p + programs, ...), innermost last:
-    tiles in use x blocks of ranks x parts of K
-             K part 0   K part 1
-    tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, added in order by whoever reads h
+    The units of work are the used tiles times the blocks of ranks times the parts of K, parts innermost. Program p
+    takes the units p, p + programs, ...
+
+                 K part 0   K part 1
+        tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, which the reader of h adds in order
     """
     *index_refs, h_ref = refs
     program, programs = among or (pl.program_id(0), pl.num_programs(0))
@@ -253,15 +268,17 @@ def _expand_kernel(
     tiles: GPUTiles,
     dtype,
 ):
-    """out[rows of a tile, chunk of columns] = base + h @ b[group], column block by column block
+    """Compute out[rows of a tile, chunk of columns] = base + h @ b[group], block by block of columns.
 
-        units: tiles in use x chunks of columns. A chunk lies within one slice; the fewer tiles are in use, the shorter
-        the chunks, so that all programs have work. Chunks of a slice interleave their column blocks.
+    The units of work are the used tiles times the chunks of columns. A chunk is within one slice. With fewer used tiles
+    the chunks are shorter, so that all programs have work. The chunks of a slice interleave their blocks of columns:
+
                   slice 0             | slice 1
         tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
         tile 1   ...
 
-    base and out are the same memory. Base is read some blocks ahead of its use; Triton does so for b.
+    `base_ref` and `out_ref` are the same memory. Base is read a few blocks ahead of its use. For b, Triton's pipeline
+    does so.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
@@ -302,7 +319,7 @@ def _expand_kernel(
 
         if tile_m > 16:
             pl.when(read > 0)(all_blocks)
-        else:  # few rows: to wait for the rank takes longer than to read what the store's mask then drops
+        else:  # few rows: waiting for the rank takes longer than reading values that the store's mask drops
             all_blocks()
         return carry
 
@@ -310,7 +327,7 @@ def _expand_kernel(
 
 
 def _dots(width: int) -> list[tuple[int, int]]:
-    """Cuts a number of ranks into (first, size) that a dot takes: powers of two from 16 on, the largest first."""
+    """Cut a number of ranks into (first, size) of dots: powers of two from 16 on, the largest first."""
     cuts, first, left = [], 0, pl.cdiv(width, 16) * 16
     while left:
         size = 1 << (left.bit_length() - 1)
@@ -320,7 +337,7 @@ def _dots(width: int) -> list[tuple[int, int]]:
 
 
 def _columns(ranks_ref, group, first, size: int, rank: int):
-    """`size` ranks from `first` on (of all slices side by side), which of them to read, and whether there is one."""
+    """Return `size` ranks from `first` on, numbered over all slices, a mask of those to read, and whether any is."""
     n = ranks_ref.shape[1]
     r = first + jnp.arange(size, dtype=jnp.int32)
     if rank <= WAIT_FOR_RANK:
@@ -333,9 +350,10 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
 
 
 def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
-    """The partial sums of h, added in order -> [tile_m, block_r] float32, zero from the true rank on.
+    """Add the partial sums of h in order -> [tile_m, block_r] float32, zero from the true rank on.
 
-    What lies there was never written. It is dropped after the load: a mask on the load would forbid wide loads.
+    Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
+    prevent wide loads.
     """
     mask = live & (r < rank)[None, :] if rank % len(r) else live
     columns = (first + r)[None, :]
@@ -347,7 +365,7 @@ def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
 
 
 def column_chunks(slice_sizes, block_n: int, used, units: int):
-    """How many chunks each slice has: of nearly equal length, about `units` over all tiles in use."""
+    """Return the number of chunks of each slice, of nearly equal length, about `units` over all used tiles."""
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
     length = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
     return [(count + length - 1) // length for count in blocks]

@@ -1,8 +1,9 @@
-"""`combine_lora` on NVIDIA; see `lora`, whose rules hold here too.
+"""`combine_lora` on NVIDIA GPUs. The rules of `lora` hold here too.
 
-Where many pairs share a group, the hidden values of a token's experts go side by side into one row of E * R, zeros for
-experts that it did not choose, and the matrix unit sums over them all: k times fewer rows are written. Where that would
-multiply mostly zeros, or read mostly factors that no token needs, each pair is expanded and the rows are added.
+If many pairs share a group, the hidden values of a token's experts are placed side by side in one row of E * R, with
+zeros for the experts that the token did not choose. The matrix unit then sums over all experts, and k times fewer rows
+are written. This is wasteful if most of the product is zeros, or most of the factors read are used by no token. In that
+case each pair is expanded and the rows are added.
 """
 
 from functools import partial
@@ -30,15 +31,17 @@ COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
 
 
 def side_by_side(plan: Plan, token_plan: Plan, rank: int, k: int) -> bool:
-    """Whether to multiply by all experts of a slot: up to 200 ranks for each row of traffic saved cost less (H200)."""
+    """Return True if the product over all experts of a slot is faster.
+
+    It is while it multiplies up to 200 ranks for each row of traffic saved (measured on an H200).
+    """
     return plan.tile_m > 16 and plan.num_groups // token_plan.num_groups * rank <= 200 * (k - 1)
 
 
 def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ranks, tiles=None, interpret=False):
-    """See `jlora.ops.combine_lora`.
+    """Implement `jlora.ops.combine_lora`.
 
-    Args:
-      tiles: of the shrink and expand of pairs, and of the sum; None chooses.
+    `tiles` is a pair: tiles of the shrink and expand of pairs, and of the sum. None chooses them.
     """
     groups, _, rank, n = (*a.shape[:3], b.shape[2])
     per_slot = groups // token_plan.num_groups
@@ -78,7 +81,7 @@ def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ran
 
 
 def _true_ranks(plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """[T, k]: the rank of each of a token's pairs, 0 where it has none."""
+    """Return [T, k], the rank of each of a token's pairs, 0 for none."""
     tile = jnp.minimum(token_plan.row_slot // token_plan.tile_m, token_plan.num_tiles - 1)
     inside = (token_plan.row_slot < token_plan.num_tiles * token_plan.tile_m)[:, None]
     inside &= (rows >= 0) & (rows < plan.num_rows)
@@ -102,10 +105,10 @@ def _combine_kernel(
     tiles: GPUTiles,
     dtype,
 ):
-    """out[tokens of a tile, block of columns] = base + h[tokens] @ b[slot], over all ranks of all experts.
+    """Compute out[tokens of a tile, block of columns] = base + h[tokens] @ b[slot] over the ranks of all experts.
 
-    units: tiles in use x blocks of columns, innermost last; base and out are the same memory. Experts that a token
-    did not choose add zeros, and every token is summed in the order of experts.
+    The units of work are the used tiles times the blocks of columns, innermost last. `base_ref` and `out_ref` are the
+    same memory. Experts that a token did not choose add zeros. Every token is summed in the order of experts.
     """
     width, n = b_ref.shape[1:]
     block_k, block_n = tiles.block_k, tiles.block_n
@@ -121,7 +124,7 @@ def _combine_kernel(
         def step(j, total):
             r = j * block_k + jnp.arange(block_k, dtype=jnp.int32)
             within = r < width
-            below = within & (r % rank < load(ranks_ref, (slot, r // rank), within))  # past it b may be NaN
+            below = within & (r % rank < load(ranks_ref, (slot, r // rank), within))  # b may be NaN past the rank
             hidden = load(h_ref, (rows[:, None], r[None, :]), live & within[None, :])
             factors = load(b_ref, (slot, r[:, None], col[None, :]), below[:, None] & inside)
             return total + dot(hidden, factors, dtype, 0)

@@ -1,6 +1,6 @@
-"""What the Triton kernels share: their loads and stores, their dot, how they find and share out their work.
+"""Shared parts of the Triton kernels: loads and stores, dots, and the search for units of work.
 
-Nothing outside this file knows of Pallas' Triton.
+No other file imports Pallas' Triton module.
 """
 
 import jax
@@ -10,48 +10,63 @@ from jax.experimental.pallas import triton as plt
 
 from jlora.pallas.tiles import matrix_rows
 
-WAIT_FOR_RANK = 16  # up to this rank all of a and b is read: to wait for the true rank takes longer than it saves
+WAIT_FOR_RANK = 16  # up to this rank all of a and b is read, because waiting for the true rank takes longer
 
 
 def dot_dtype(x, a, b):
-    with jax.numpy_dtype_promotion("standard"):  # operands of two dtypes are served, whatever the caller's setting
+    """Return the dtype of a dot of x, a and b."""
+    with jax.numpy_dtype_promotion("standard"):  # operands of mixed dtypes work under any setting of the caller
         return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
 def h_dtype(x, a, b):
-    """What h is rounded to on its way to the expand, whose matrix unit takes bfloat16 anyway: then half the bytes are
-    read back sooner. float16 lacks the range that h may have."""
+    """Return the dtype to which partial sums of h are rounded between shrink and expand.
+
+    For bfloat16 it is bfloat16, which halves the bytes to read back; the matrix unit of the expand takes bfloat16
+    anyway. float16 lacks the range that h may have.
+    """
     return jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
 
 
 def all_ranks(groups: int, n: int, rank: int):
+    """Return [groups, n] ranks that are all `rank`."""
     return jnp.full((groups, n), rank, jnp.int32)
 
 
 def tiles_used(used_ref, group_ref):
-    """A single tile is taken as used without waiting to read that: masks keep it harmless if it is empty."""
+    """Return the number of used tiles.
+
+    A single tile counts as used without reading the number. If it is empty, masks keep it harmless.
+    """
     return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
 
 
 def share_out(units, run, carry, among=None):
-    """Runs unit p, p + programs, ... in program p, passing `carry` on. `among`: (p, programs) if not all take part."""
+    """Run the units p, p + programs, ... in program p, passing `carry` from one to the next.
+
+    `among` is (p, programs) if not all programs of the grid take part.
+    """
     p, programs = among or (pl.program_id(0), pl.num_programs(0))
     jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
 
 
 def find_tile(tile, group_ref, rows_ref, tile_m: int):
-    """The tile's group and its rows, as many as a dot takes: a power of two from 16 on. Past M where there is none."""
+    """Return a tile's group and the indices of its rows, padded to the size of a dot; padding is past M."""
     place = jnp.arange(matrix_rows(tile_m), dtype=jnp.int32)
     rows = load(rows_ref, (tile * tile_m + place,), place < tile_m, other=2**30)
     return scalar(group_ref, tile), rows
 
 
 def both(mask, other):
+    """Return the conjunction of two masks, the second of which may be None."""
     return mask if other is None else mask & other
 
 
 def find_chunk(chunk, counts, slice_sizes):
-    """Chunk number -> its slice, its first column block there, the step to the next, the columns [begin, end)."""
+    """Return a chunk's slice, its first block of columns in it, the stride between its blocks, and the slice's columns.
+
+    The columns are [begin, end).
+    """
     offsets = [sum(slice_sizes[:i]) for i in range(len(slice_sizes) + 1)]
     found = jnp.int32(0), chunk, counts[0], jnp.int32(0), jnp.int32(offsets[1])
     start = counts[0]
@@ -68,9 +83,10 @@ def find_chunk(chunk, counts, slice_sizes):
 
 
 def dot(lhs, rhs, dtype, contract: int):
-    """lhs @ rhs (contract 0) or rhsᵀ (1), summed in float32.
+    """Compute lhs @ rhs (contract 0) or lhs @ rhsᵀ (contract 1), summed in float32.
 
-    h may exceed float16's range, so a float16 dot of it runs in TF32: float32's range, and as many bits as float16 has.
+    h may exceed the range of float16. A float16 dot of h therefore runs in TF32, which has the range of float32 and as
+    many mantissa bits as float16.
     """
     if dtype == jnp.float16 and lhs.dtype == jnp.float32:
         dtype, precision = jnp.float32, jax.lax.Precision.HIGH
@@ -83,18 +99,21 @@ def dot(lhs, rhs, dtype, contract: int):
 
 
 def scalar(ref, *index):
+    """Load one element."""
     return plt.load(ref.at[index])
 
 
 def load(ref, index, mask, other=0):
-    """ref[index] where the mask allows, which is broadcast as the index is."""
+    """Load ref[index] where the mask, broadcast to the shape of the index, is True, and `other` elsewhere."""
     shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))
     return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=other)
 
 
 def store(ref, index, value, mask):
+    """Store `value`, cast to the dtype of `ref`, where the mask is True."""
     plt.store(ref.at[index], value.astype(ref.dtype), mask=jnp.broadcast_to(mask, value.shape))
 
 
 def compiler_params(warps: int, stages: int = 1) -> plt.CompilerParams:
+    """Return Triton's compiler parameters."""
     return plt.CompilerParams(num_warps=warps, num_stages=stages)

@@ -1,8 +1,10 @@
-"""Sorting by group and the plan, as few launches on an NVIDIA GPU: what XLA makes of `plan` takes dozens.
+"""Sort rows by group and make the plan in a few launches on an NVIDIA GPU; XLA takes dozens for `plan`.
 
-To `PAIRWISE` rows every row counts the rows that come before it: one launch sorts, one cuts tiles. Above, a stable
-counting sort takes some bits of the ids a pass, three launches each; three more cut tiles. Integers only, and no
-atomics: the same rows give the same plan.
+    up to `PAIRWISE` rows   rank: each row counts the rows before it  |  cut tiles
+    above                   count, begin, move for each digit         |  flag, start, cut tiles
+
+Above `PAIRWISE` rows, the sort is a stable counting sort of a few bits of the ids in each pass. All arithmetic is on
+integers and there are no atomics, so the same rows give the same plan.
 """
 
 from functools import partial
@@ -17,18 +19,18 @@ from jlora.pallas.tiles import max_tiles
 from jlora.pallas.triton.parts import compiler_params, load, store
 
 PAIRWISE = 2048  # rows up to which all pairs are compared
-ROW_TILES = 64  # rows up to which each may have a tile of its own: sorting takes longer than to read factors twice
-MOST_ROWS = 1 << 18  # beyond, each program's look at all blocks' counts would grow too long
-_BLOCK = 256  # rows a program sorts
-_BITS = 7  # of the ids, a pass
-_SAMPLES = 512  # that a search looks at first
-_TILES = 32  # that a program cuts
+ROW_TILES = 64  # rows up to which each may have its own tile; sorting takes longer than reading factors twice
+MOST_ROWS = 1 << 18  # above this, reading the counts of all blocks in each program takes too long
+_BLOCK = 256  # rows of a program of the sort
+_BITS = 7  # bits of the ids in one pass
+_SAMPLES = 512  # samples in the first step of a search
+_TILES = 32  # tiles of a program, or rows of one in the pairwise sort
 
 
 def order(
     ids: Int[jax.Array, "M"], num_groups: int, *, pairwise: int = PAIRWISE, interpret: bool = False
 ) -> Int[jax.Array, "M"]:
-    """Stable argsort of ids in [0, num_groups)."""
+    """Return the stable argsort of ids in [0, num_groups)."""
     return _sort(ids, num_groups - 1, pairwise, interpret)[0]
 
 
@@ -36,7 +38,7 @@ def plan(
     ids: Int[jax.Array, "M"], experts: int, num_groups: int, tile_m: int, max_active: int, *,
     pairwise: int = PAIRWISE, interpret: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of `make_plan` for M >= 1 rows with ids in [0, num_groups], where num_groups is none."""
+    """Return the plan of `make_plan` for M >= 1 rows with ids in [0, num_groups]; num_groups means no group."""
     rows, tiles = len(ids), max_tiles(len(ids), tile_m, max_active)
     row_order, sorted_ids, first = _sort(ids, num_groups, pairwise, interpret)
     one, vector = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (1, tiles))
@@ -59,12 +61,15 @@ def plan(
             row_order, sorted_ids, starts, used,
         )  # fmt: skip
     places = jnp.arange(tiles * tile_m, dtype=jnp.int32)
-    row_slot = jnp.full(rows, tiles * tile_m, jnp.int32).at[tile_rows].set(places, mode="drop")  # gone if unused
+    row_slot = jnp.full(rows, tiles * tile_m, jnp.int32).at[tile_rows].set(places, mode="drop")  # drops empty places
     return Plan(row_order, row_slot, tile_rows, group, start, end, used, num_groups, tile_m, experts)
 
 
 def row_tiles(ids: Int[jax.Array, "M"], experts: int, num_groups: int, tile_m: int) -> Plan:
-    """A plan without sorting: each row has a tile of its own, in the rows' order; those of dropped rows are empty."""
+    """Return a plan without sorting, in which each row has its own tile, in the order of rows.
+
+    The tiles of dropped rows are empty.
+    """
     row = jnp.arange(len(ids), dtype=jnp.int32)
     live, none = ids < num_groups, len(ids)
     first = jnp.arange(tile_m, dtype=jnp.int32)[None] == 0
@@ -86,7 +91,10 @@ def _call(kernel, programs: int, warps: int, outs, name: str, *args, interpret: 
 
 
 def _sort(ids, largest: int, pairwise: int, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Rows in order, their ids, and, if all pairs were compared, where each one's group begins."""
+    """Return rows in sorted order, their ids, and the start of each one's group.
+
+    The starts are None unless all pairs were compared.
+    """
     like = _like(ids)
     if len(ids) <= pairwise:
         programs = pl.cdiv(len(ids), _TILES)
@@ -116,7 +124,7 @@ def _sum(mask, axis: int):
 
 
 def _scatter(ref, index, value, mask):
-    """Writes to an index that is computed; where the mask forbids it, that of nobody, which the interpreter needs."""
+    """Store to computed indices. An index is out of range where the mask is False, as the interpreter requires."""
     store(ref, (jnp.where(mask, index, 2**30),), value, mask)
 
 
@@ -125,7 +133,10 @@ def _power(size: int) -> int:
 
 
 def _rank_kernel(ids_ref, row_ref, sorted_ref, first_ref):
-    """A row's place is the number of rows with a smaller id, or the same and an earlier row; a program: some rows."""
+    """Place each of `_TILES` rows at the number of rows that precede it in the sorted order.
+
+    A row precedes another if its id is smaller, or if the ids are equal and its index is smaller.
+    """
     rows = ids_ref.shape[0]
     i = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
     mine = load(ids_ref, (i,), i < rows)
@@ -145,7 +156,7 @@ def _rank_kernel(ids_ref, row_ref, sorted_ref, first_ref):
 
 
 def _count_kernel(ids_ref, counts_ref, *, digit):
-    """counts[block, bin]: how many of a block's ids have a digit."""
+    """Compute counts[block, bin], the number of ids in a block whose digit is the bin."""
     i = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
     mine = jnp.where(i < ids_ref.shape[0], digit(load(ids_ref, (i,), i < ids_ref.shape[0])), -1)
     bins = jnp.arange(counts_ref.shape[1], dtype=jnp.int32)
@@ -153,7 +164,11 @@ def _count_kernel(ids_ref, counts_ref, *, digit):
 
 
 def _begin_kernel(counts_ref, begin_ref):
-    """begin[block, bin]: how many ids have a smaller digit, or the same in an earlier block; a program: 16 bins."""
+    """Compute begin[block, bin], the sorted position of the first id in a block whose digit is the bin.
+
+    It is the number of ids with a smaller digit, plus those with the same digit in earlier blocks. A program computes
+    16 bins.
+    """
     blocks, width = counts_ref.shape
     bins, step = jnp.arange(width, dtype=jnp.int32), min(_power(blocks), (1 << 14) // width)
     mine = pl.program_id(0) * 16 + jnp.arange(16, dtype=jnp.int32)
@@ -177,7 +192,11 @@ def _begin_kernel(counts_ref, begin_ref):
 
 
 def _move_kernel(begin_ref, ids_ref, *refs, digit):
-    """A block's rows go to their places: after all of smaller digits, of earlier blocks, and earlier ones here."""
+    """Move the rows of a block to their sorted positions.
+
+    A row comes after all rows with a smaller digit, then after those with the same digit in earlier blocks and earlier
+    in this one.
+    """
     *rows_refs, row_ref, sorted_ref = refs
     rows, begin = ids_ref.shape[0], pl.program_id(0) * _BLOCK
     i = begin + jnp.arange(_BLOCK, dtype=jnp.int32)
@@ -194,12 +213,13 @@ def _move_kernel(begin_ref, ids_ref, *refs, digit):
 
 
 def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int):
-    """flags[p]: whether a tile starts at sorted position p; counts: how many do in a block."""
+    """Compute flags[p], 1 if a tile starts at sorted position p, and counts, the number of starts in each block."""
     rows, begin = sorted_ref.shape[0], pl.program_id(0) * _BLOCK
     p = begin + jnp.arange(_BLOCK, dtype=jnp.int32)
     mine = load(sorted_ref, (p,), p < rows, other=groups)
 
-    # 1. The group of the block's first row may start before: among every `stride`-th id, then in one stride.
+    # 1. Find the start of the group of the block's first row, which may be in an earlier block: among every `stride`-th
+    # id, then within one stride.
     stride = _power(pl.cdiv(rows, _SAMPLES))
     head = sorted_ref[begin]
     samples = jnp.arange(_SAMPLES, dtype=jnp.int32) * stride
@@ -208,7 +228,7 @@ def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int)
     head_start = jnp.maximum(smaller - 1, 0) * stride
     head_start += _sum(load(sorted_ref, (near,), near < begin, other=groups) < head, 0)
 
-    # 2. All others start in the block.
+    # 2. All other groups start in the block.
     first = jnp.where(mine == head, head_start, begin)
     for c in range(0, _BLOCK, 64):
         j = begin + c + jnp.arange(64, dtype=jnp.int32)
@@ -220,7 +240,7 @@ def _flag_kernel(sorted_ref, counts_ref, flags_ref, *, groups: int, tile_m: int)
 
 
 def _start_kernel(counts_ref, flags_ref, starts_ref, used_ref):
-    """starts[t]: the sorted position at which tile t starts; of unused tiles nothing is written."""
+    """Compute starts[t], the sorted position at which tile t starts. Entries of unused tiles are not written."""
     blocks, rows, here = counts_ref.shape[0], flags_ref.shape[0], pl.program_id(0)
     q = jnp.arange(_power(blocks), dtype=jnp.int32)
     counts = load(counts_ref, (q,), q < blocks)
@@ -236,7 +256,7 @@ def _start_kernel(counts_ref, flags_ref, starts_ref, used_ref):
 
 
 def _cut_pairwise_kernel(order_ref, sorted_ref, first_ref, *refs, cut):
-    """`_cut_kernel`, having counted which sorted positions start its tiles."""
+    """Count the sorted positions at which tiles start, then run `_cut_kernel`."""
     rows, tiles = order_ref.shape[0], refs[0].shape[0]
     tile = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
     width = min(512, _power(rows))
@@ -261,7 +281,7 @@ def _cut_pairwise_kernel(order_ref, sorted_ref, first_ref, *refs, cut):
 
 
 def _cut_many_kernel(order_ref, sorted_ref, starts_ref, used_ref, *refs, cut):
-    """`_cut_kernel`, with the tiles' starts read."""
+    """Read the sorted positions at which tiles start, then run `_cut_kernel`."""
     tile = pl.program_id(0) * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
     used = used_ref[0]
     start = load(starts_ref, (tile,), tile < used)
@@ -272,7 +292,10 @@ def _cut_kernel(
     order_ref, sorted_ref, group_ref, start_ref, end_ref, rows_ref, *, tile, start, used, groups: int, tile_m: int,
     tiles: int,
 ):  # fmt: skip
-    """What a plan says of `_TILES` tiles, given where they start: one row after the other, of the same group."""
+    """Write the plan's entries of `_TILES` tiles, given their starts.
+
+    A tile extends over consecutive sorted rows of the same group.
+    """
     del groups
     rows, here = order_ref.shape[0], tile < used
     group = load(sorted_ref, (start,), here)

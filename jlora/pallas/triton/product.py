@@ -1,12 +1,12 @@
-"""A base product of few rows and its LoRA, made together on NVIDIA; see `lora`, whose rules hold here too.
+"""A base product of few rows fused with its LoRA on NVIDIA GPUs. The rules of `lora` hold here too.
 
-A decode step's products are bound by reading the kernel, at 36 to 65% of the bandwidth in XLA's own; and beside them
-LoRA's launches are chains of loads that wait for each other. So the product is made here, and in programs beside it
-the shrinks, which need nothing of it. What is left of LoRA is the second launch: where K is split, it adds up the
-product's parts, and the delta with them.
+The products of a decode step are bound by reading the kernel w. XLA's own products read it at 36 to 65% of the
+bandwidth, and the separate launches of LoRA are chains of loads that wait for each other. Here the product and the
+shrinks, which are independent, run in different programs of one launch. The second launch is the rest of LoRA. If K is
+split, it also adds up the parts of the product.
 
     launch 1   | x @ w, columns 0.., part 0 | columns 0.., part 1 | ... | shrink units | shrink units | ...
-    launch 2   | out = part 0 + part 1 + ... + delta          or, of a product in one part, the expand of `add_lora`
+    launch 2   | out = part 0 + part 1 + ... + delta, or the expand of `add_lora` for a product in one part
 """
 
 from functools import partial, reduce
@@ -33,7 +33,7 @@ from jlora.pallas.triton.parts import (
     store,
 )
 
-MAX_ROWS = 128  # all of them are one block of a matrix unit, which holds their sums in registers
+MAX_ROWS = 128  # all rows are one block of a matrix unit, whose sums are in registers
 
 
 def linear_lora(
@@ -48,17 +48,17 @@ def linear_lora(
     tiles: ProductTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
-    """See `jlora.ops.linear_lora`; M is at most `MAX_ROWS`, and all operands are of one dtype, of two bytes."""
+    """Implement `jlora.ops.linear_lora` for up to `MAX_ROWS` rows and operands of one 16-bit dtype."""
     parts, h = _product(x, w, a, plan, ranks, tiles, h_dtype(x, a, b), interpret)
     if tiles.product_split_k == 1:
         return expand_parts(parts[0], x, a, h, b, plan, ranks, slice_sizes, tiles.lora, interpret=interpret)
     return _sum(parts, h, b, plan, ranks, slice_sizes, tiles.lora, interpret)
 
 
-# Traced and lowered once for all layers of a model whose operands are alike, as the kernels of `lora` are.
+# Jitted so that layers with equal shapes share one trace and lowering, as in `lora`.
 @partial(jax.jit, static_argnames=("tiles", "dtype", "interpret"))
 def _product(x, w, a, plan: Plan, ranks, tiles: ProductTiles, dtype, interpret: bool):
-    """Parts of x @ w [split_k, M, N], in float32 where there are several; partial sums of the shrink as `lora`'s."""
+    """Compute the parts of x @ w [split_k, M, N], float32 if there are several, and the shrink's partial sums."""
     groups, n, rank, k = a.shape
     lora, parts = tiles.lora, tiles.product_split_k
     count = pl.cdiv(w.shape[1], tiles.product_block_n) * parts
@@ -77,8 +77,8 @@ def _product(x, w, a, plan: Plan, ranks, tiles: ProductTiles, dtype, interpret: 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "interpret"))
 def _sum(parts, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, interpret: bool):
-    """The sum of the product's parts, and of the delta of h [split_k, M, n * R]."""
-    # Sorted, the rows without a group come last. How many others there are is found once for all layers.
+    """Add the parts of the product and the delta of h [split_k, M, n * R]."""
+    # Rows without a group come last in the sorted order. The number of the others is computed once for all layers.
     grouped = jnp.sum(plan.row_slot < plan.num_tiles * plan.tile_m, dtype=jnp.int32)
     filled = jnp.stack([plan.tiles_used[0], grouped])
     tiles_at_most = plan.num_tiles + pl.cdiv(plan.num_rows, plan.tile_m)
@@ -97,7 +97,10 @@ def _product_kernel(
     used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, w_ref, parts_ref, h_ref, *, rank: int, tile_m: int,
     tiles: ProductTiles, count: int,
 ):  # fmt: skip
-    """The first `count` programs make a block of columns of a part of the product each, all others the shrink."""
+    """Compute the product in the first `count` programs and the shrink in the others.
+
+    Each program of the product computes one block of columns of one part.
+    """
     program, others = pl.program_id(0), pl.num_programs(0) - count
 
     @pl.when(program < count)
@@ -111,7 +114,7 @@ def _product_kernel(
 
 
 def _block_of_product(program, x_ref, w_ref, parts_ref, tiles: ProductTiles):
-    """parts[part, all rows, block of columns] = x[:, part of K] @ w[part of K, block of columns]"""
+    """Compute parts[part, all rows, block of columns] = x[:, part of K] @ w[part of K, block of columns]."""
     (rows, k_size), n = x_ref.shape, w_ref.shape[1]
     block_n, block_k, parts = tiles.product_block_n, tiles.product_block_k, tiles.product_split_k
     blocks = pl.cdiv(n, block_n)
@@ -136,10 +139,10 @@ def _sum_kernel(
     filled_ref, group_ref, rows_ref, ranks_ref, order_ref, h_ref, b_ref, parts_ref, out_ref, *, tile_m: int,
     slice_sizes, tiles: GPUTiles,
 ):  # fmt: skip
-    """out[rows of a tile, chunk of columns] = sum of parts + h @ b[group], column block by column block
+    """Compute out[rows of a tile, chunk of columns] = sum of parts + h @ b[group], block by block of columns.
 
-    units: as of the expand; after the tiles in use, rows without a group make up more, which have no delta. filled: how
-    many tiles are in use, and how many rows they have.
+    The units of work are those of the expand. After the used tiles come tiles of the rows without a group, which have
+    no delta. `filled_ref` holds the number of used tiles and the number of their rows.
     """
     rank, block_n, all_rows = b_ref.shape[1], tiles.block_n, out_ref.shape[0]
     place = jnp.arange(matrix_rows(tile_m), dtype=jnp.int32)
@@ -182,8 +185,10 @@ def _sum_kernel(
 
 
 def _few_parts(parts_ref, first: int, rows, col, mask):
-    """The sum of up to four parts of the product from `first` on, in one step: else each is rearranged by itself, to
-    lie as a product of the matrix unit does."""
+    """Sum up to four parts of the product from `first` on, in one step.
+
+    Parts that are loaded separately would each be rearranged to the layout of a matrix unit's product.
+    """
     count = min(4, parts_ref.shape[0] - first)
     part = first + jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
     index = part[:, None, None], rows[None, :, None], col[None, None, :]

@@ -1,8 +1,8 @@
-"""Writes of slots on NVIDIA: what a block holds for the slot arrays of many layers, in one launch.
+"""Write slots on NVIDIA GPUs: copy a block's rows into the slot arrays of many layers, in one launch.
 
-XLA starts a copy for each array. The 256 of a Llama-3-8B are one CUDA graph, whose addresses change with every adapter:
-to tell it so and to launch it takes the host 2 of the 3 ms of a swap (H200). Here each program copies one piece of the
-block, and asks which array it is for.
+XLA starts a copy for each array. The 256 arrays of a Llama-3-8B are one CUDA graph, whose addresses change with every
+adapter. Updating and launching that graph takes the host 2 of the 3 ms of a swap (H200). Here each program copies one
+piece of the block, and selects its array by the piece's number.
 """
 
 import math
@@ -18,11 +18,11 @@ from jlora.pallas.triton.parts import compiler_params, load, store
 
 PIECE = 8192  # elements that one program copies
 WARPS = 8
-MOST_ARRAYS = 128  # a kernel takes 4 KiB of arguments, and each array is two
+MOST_ARRAYS = 128  # a kernel takes 4 KiB of arguments, and each array needs two
 
 
 def suits(shape: tuple[int, ...], count: int) -> bool:
-    """Whether the kernel can write so many arrays of a shape: its indices are 32 bits wide."""
+    """Return True if the kernel can write `count` arrays of a shape; its indices are 32 bits wide."""
     return count <= MOST_ARRAYS and math.prod(shape) < 2**31
 
 
@@ -34,12 +34,17 @@ def write_rows(
     *,
     interpret: bool = False,
 ) -> list[Float[Array, "S *mid R F"]]:
-    """`arrays[i]` with `[slot, .., start : start + step]` set to `block[i]`, in their own memory.
+    """Set `arrays[i][slot, .., start : start + step]` to `block[i]`, in place.
 
     Args:
-      arrays: slot arrays of one shape.
-      block: a row for each of them.
-      slot, start: in range; nothing is cut.
+      arrays: Slot arrays of one shape.
+      block: One row for each array.
+      slot: Slot to write, which must be in range.
+      start: First rank to write. start + step must be at most R; the block is not clipped.
+      interpret: Run in the Pallas interpreter, for tests.
+
+    Returns:
+      The arrays, in the same memory.
     """
     slots, *mid, ranks, features = arrays[0].shape
     step, slices = block.shape[-2], math.prod(mid)
@@ -59,10 +64,10 @@ def write_rows(
 
 
 def _kernel(where_ref, block_ref, *refs, slices: int, ranks: int, step: int, features: int):
-    """out_i[slot, slice, start + r, f] = block[i, slice, r, f]
+    """Compute out_i[slot, slice, start + r, f] = block[i, slice, r, f].
 
-    units: arrays x slices x pieces of step * F elements, which lie side by side in both. refs: the arrays, and then the
-    same memory once more, for what is written.
+    The units of work are the arrays times the slices times pieces of step * F elements, which are contiguous in both.
+    `refs` holds the arrays as inputs and then as outputs, in the same memory.
     """
     outs = refs[len(refs) // 2 :]
     length = step * features

@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jlora import LoRAManager
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from jlora.errors import LoRAError
 from jlora.serve.http.log import log
 
 
 class State:
     """What `LoRAManager.save` keeps of one server, in a folder that no other has while it runs.
-
-    Names, requests and pins are on the disk when `changed` returns; weights come after, on a thread.
 
     Args:
       folder: which; made if need be.
@@ -49,73 +47,35 @@ class State:
             raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
         except OSError as error:
             raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
-        self._saving = threading.Lock()  # one at a time: what failed, only a save that begins later makes good
-        self._work = threading.Condition()
-        self._dirty = self._closing = False
-        self._thread: threading.Thread | None = None
+        self._saving = threading.Lock()  # so that what is saved last is no older than what was saved before
 
     @property
     def saved(self) -> bool:
         """Whether a server before has left anything."""
-        return (self._folder / "names.json").exists()
+        return (self._folder / "adapters.json").exists()
 
     def restore(self, manager: LoRAManager) -> frozenset[str]:
         """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
 
-        Weights that do not fit any more (another dtype, another model) or are damaged are left, and adapters are loaded
-        anew when they are asked for.
-
         Raises:
-          LoRAError: names and requests cannot be read, or a pinned adapter cannot be loaded.
+          LoRAError: it cannot be restored; see `LoRAManager.restore`.
         """
         self._manager = manager
-        if not self.saved:
-            return frozenset()
-        try:
-            return manager.restore(self._folder)
-        except (AdapterFormatError, AdapterMismatchError) as error:
-            log.warning("--lora-state: adapters are loaded anew: %s", error)
-        return manager.restore(self._folder, weights=False)
+        return manager.restore(self._folder) if self.saved else frozenset()
 
     def changed(self) -> None:
-        """See that names, requests and pins are on the disk. Raises LoRAError."""
+        """Save the adapters. Raises LoRAError."""
         with self._saving:
             self.behind = True
-            self._manager.save(self._folder, weights=False, without=self.unloading)
+            self._manager.save(self._folder, without=self.unloading())
             self.behind = False
-        with self._work:
-            self._dirty = True
-            if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._save_weights, name="jlora-state", daemon=True)
-                self._thread.start()
-            self._work.notify()
 
     def close(self) -> None:
-        """Save all of it, for the last time."""
-        with self._work:
-            self._closing = self._dirty = True
-            self._work.notify()
-            thread = self._thread
-        if thread is None:
-            self._save()
-        else:
-            thread.join()
-
-    def _save_weights(self) -> None:
-        while True:
-            with self._work:
-                while not self._dirty:
-                    self._work.wait()
-                self._dirty, last = False, self._closing
-            self._save()
-            if last:
-                return
-
-    def _save(self) -> None:
+        """Save for the last time: orders of use have changed since."""
         try:
-            self._manager.save(self._folder, without=self.unloading)
-        except Exception:  # names are there, and the next change tries again
-            log.exception("--lora-state: weights of adapters could not be saved")
+            self.changed()
+        except LoRAError:
+            log.exception("--lora-state: adapters could not be saved")
 
 
 def _sync(folder: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 import jlora
 from jlora.errors import LoRAError
 from jlora.serve.http.state import State
-from tests.manager.test_saved import as_new, request
-from tests.manager.tiny import make_world
+from tests.manager.tiny import as_new, make_world, request
 from tests.serve.client import make_service, post
 from tests.serve.fake_engine import FakeEngine
 
@@ -57,38 +56,23 @@ def end(state):
 
 
 def names(folder):
-    return [one["name"] for one in json.loads((folder / "names.json").read_text())["saved"]["adapters"]]
+    return [one["name"] for one in json.loads((folder / "adapters.json").read_text())["saved"]["adapters"]]
 
 
-def test_names_are_there_before_anybody_hears_of_them(world, tmp_path, begin, monkeypatch):
-    """Also while the weights of others are being written, which takes its time."""
+def test_a_change_is_on_the_disk_when_the_call_returns(world, tmp_path, begin):
     state, known = begin(tmp_path / "state", world)
     assert known == frozenset()
-    writing, go_on = threading.Event(), threading.Event()
-    save = world.manager.save
-
-    def slow(folder, *, weights=True, without=frozenset):
-        if weights:
-            writing.set()
-            assert go_on.wait(60)
-        save(folder, weights=weights, without=without)
-
-    monkeypatch.setattr(world.manager, "save", slow)
-    world.manager.add_adapter(request(tmp_path, "a"))
-    state.changed()
-    assert writing.wait(60)
-    world.manager.add_adapter(request(tmp_path, "b"))
-    state.changed()
+    for name in "ab":
+        world.manager.add_adapter(request(tmp_path, name))
+        state.changed()
     assert names(tmp_path / "state") == ["a", "b"]
-    assert not (tmp_path / "state" / "contents").exists()
-    go_on.set()
+    world.manager.add_adapter(request(tmp_path, "a"))  # a use
     state.close()
-    assert len(list((tmp_path / "state" / "contents").iterdir())) == 2
-    assert not any(thread.name == "jlora-state" for thread in threading.enumerate())
+    assert names(tmp_path / "state") == ["b", "a"]
 
 
 def test_what_is_being_unloaded_does_not_come_back(world, tmp_path, begin):
-    """Nor where the thread saves that before it is gone."""
+    """Nor where it is saved again before it is gone."""
     state, _ = begin(tmp_path / "state", world)
     state.unloading = lambda: {"b"}
     for name in "ab":
@@ -126,41 +110,27 @@ def test_a_folder_that_cannot_be(tmp_path):
         State(tmp_path / "file")
 
 
-def test_weights_that_are_damaged_are_loaded_anew(world, tmp_path, begin, caplog):
-    state, _ = begin(tmp_path / "state", world)
-    world.manager.add_adapter(request(tmp_path, "a"))
-    world.manager.pin_adapter("a")
-    world.manager.add_adapter(request(tmp_path, "b"))
-    state.changed()
-    state.close()
-    end(state)
-    for folder in (tmp_path / "state" / "contents").iterdir():
-        (folder / "adapter" / "0").write_bytes(b"x")
-    with caplog.at_level(logging.WARNING, "jlora"):
-        _, known = begin(tmp_path / "state", as_new(world))
-    assert "loaded anew" in caplog.text
-    assert known == {"a", "b"}
-    assert {name: info.pinned for name, info in world.manager.list_adapters().items()} == {"a": True}
-    assert list(world.manager.list_evicted()) == ["b"]
-
-
-def test_names_that_are_damaged_are_refused(world, tmp_path, begin):
-    """Nobody knows what to serve: the server does not start as if there had been nothing."""
-    (tmp_path / "names.json").write_text("{")
-    with pytest.raises(jlora.AdapterFormatError, match=r"names\.json"):
+def test_damaged_names_are_refused(world, tmp_path, begin):
+    """The server does not start as if there had been nothing."""
+    (tmp_path / "adapters.json").write_text("{")
+    with pytest.raises(jlora.AdapterFormatError, match=r"adapters\.json"):
         begin(tmp_path, world)
 
 
-def test_weights_that_cannot_be_saved_are_told(world, tmp_path, begin, monkeypatch, caplog):
-    """The names are there, and the next change tries again."""
+def test_another_model_is_refused(world, tmp_path, begin):
+    state, _ = begin(tmp_path / "state", make_world(seed=1))
+    state.changed()
+    end(state)
+    with pytest.raises(jlora.AdapterMismatchError, match="another base model"):
+        begin(tmp_path / "state", world)
+
+
+def test_a_last_save_that_fails_is_logged(world, tmp_path, begin, caplog):
     state, _ = begin(tmp_path / "state", world)
-    (tmp_path / "state" / "contents").write_text("in the way")
-    world.manager.add_adapter(request(tmp_path, "a"))
+    (tmp_path / "state" / "weights").write_text("in the way")
     with caplog.at_level(logging.ERROR, "jlora"):
-        state.changed()
         state.close()
-    assert "weights of adapters could not be saved" in caplog.text
-    assert names(tmp_path / "state") == ["a"]
+    assert "could not be saved" in caplog.text
 
 
 class Full:
@@ -189,7 +159,7 @@ class Disk:
     def __init__(self, engine):
         self.engine, self.full, self.names = engine, False, set(engine.loras)
 
-    def save(self, folder, *, weights=True, without=frozenset):
+    def save(self, folder, *, without=()):
         if self.full:
             raise LoRAError("no space left")
         self.names = set(self.engine.loras)
@@ -261,7 +231,7 @@ class Server:
 
 @pytest.mark.slow
 def test_nothing_that_was_acknowledged_is_lost(tmp_path):
-    """Killed right after each answer; and after a drain it starts warm, without the adapters' folders."""
+    """Killed right after each answer. Adapters whose folders are gone are an error when they are used."""
     root, state = tmp_path / "root", tmp_path / "state"
     root.mkdir()
     for name in ("sort", "reverse", "shift", "swap"):
@@ -291,5 +261,8 @@ def test_nothing_that_was_acknowledged_is_lost(tmp_path):
     root.rename(tmp_path / "elsewhere")
     root.mkdir()
     server = Server(state, root, *cache)
+    assert server.names() == {"one", "three", "four"}
+    assert server.answer("four") == 404
+    (tmp_path / "elsewhere").rename(root)
     assert (server.answer("three"), server.answer("one"), server.answer("four")) == (*want, four)
     assert server.end(signal.SIGTERM) == 0

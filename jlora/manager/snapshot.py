@@ -1,0 +1,428 @@
+"""Save what a manager knows of its adapters to a folder, and restore it into a new manager.
+
+    adapters.json    names, requests, pins, orders of use, versions and fingerprints
+    weights/SHA-256  the packed factors of one adapter that no request loads again, named by the SHA-256 of the file
+    lock             held by `save`
+
+Files are replaced in one step and synced; weights are there before an adapters.json names them. Adapters with requests
+are read from their own files again. If their bytes have another fingerprint, they are another version.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from jlora._compat import asked_for
+from jlora.adapters import Adapter
+from jlora.adapters.checkpoint import all_finite
+from jlora.config import LoRARequest
+from jlora.errors import (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    LoRAError,
+    LoRAUsageError,
+    NoFreeSlotError,
+)
+from jlora.manager.blocks import Row, bits_of, pack, unpack
+from jlora.manager.fit import too_large_rank
+from jlora.manager.host import Host
+from jlora.manager.host_cache import HostCache
+from jlora.manager.locks import StateLock
+from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packing import rank_vector
+from jlora.manager.slot_table import SlotTable
+
+_log = logging.getLogger("jlora")
+
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 1
+_ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked")
+_PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling", "shift")
+_AT_ONCE = 4  # adapters that are read at the same time
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One adapter.
+
+    Attributes:
+      version, fingerprint: of its weights; the fingerprint is None if they were read from no file.
+      request: loads it again; None: `weights` names the file with its factors.
+      pinned, cached: whether it is pinned, and in the host cache, not evicted.
+    """
+
+    name: str
+    version: int
+    fingerprint: str | None
+    request: LoRARequest | None
+    weights: str | None
+    pinned: bool
+    cached: bool
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The contents of adapters.json.
+
+    Attributes:
+      base, layers: `base_digest` and `layers_digest`.
+      adapters: evicted ones, then those of the host cache, least recently used first.
+      slots: names of those in slots, least recently used first.
+      removed: last version of each name that was removed.
+    """
+
+    base: str
+    layers: str
+    adapters: tuple[_Entry, ...]
+    slots: tuple[str, ...]
+    removed: dict[str, int]
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: Path, slots: SlotTable, cache: HostCache, state_lock: StateLock, base: str, without: Collection[str]
+) -> None:
+    """See `LoRAManager.save`; `base` is the model's `base_digest`."""
+    weights = folder / _WEIGHTS
+    try:
+        made = [one for one in (weights, *weights.parents) if not one.exists()]
+        weights.mkdir(parents=True, exist_ok=True)
+        for one in made:
+            _sync(one.parent)
+        with open(folder / "lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the end of a process releases it
+            with state_lock:
+                taken, contents = _take(slots, cache, base, without)
+            files: dict[str, str] = {}
+            for content in contents:
+                data = _pack_file(content)
+                files[content.name] = hashlib.sha256(data).hexdigest()
+                _write(weights / files[content.name], data)
+            adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
+            saved = {**vars(taken), "adapters": adapters}
+            text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
+            _write(folder / _FILE, text.encode())
+            with suppress(OSError):  # the next save deletes what this one cannot
+                for file in list(weights.iterdir()):
+                    if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}(\.part)?", file.name):
+                        file.unlink()
+    except OSError as error:
+        raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
+
+
+def _take(
+    slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
+) -> tuple[_Snapshot, list[PackedAdapter]]:
+    """Return the state now, and the adapters in it that no request loads again. Called under the state lock."""
+    cached = {name: cache.contents[name] for name in cache.contents if name not in without}
+    known = {name: request for name, request in cache.known.items() if name not in without}
+    requests = {**known, **{name: content.request for name, content in cached.items()}}
+    entries: list[_Entry] = []
+    for name, request in requests.items():
+        version, key = cache.last[name]
+        pinned = cache.contents.pinned(name) or name in cache.pin_when_loaded
+        entries.append(_Entry(name, version, key, request, None, pinned, name in cached))
+    in_slots = (content.name for content in slots.by_use() if cached.get(content.name) is content)
+    removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
+    taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)
+    return taken, [content for content in cached.values() if content.request is None]
+
+
+def _pack_file(content: PackedAdapter) -> bytes:
+    """Return the factors of an adapter as a safetensors file, as they are in its slot but without padding."""
+    ranks = _ranks(content.placements)
+    factors = unpack(content.blocks, ranks.keys())
+    arrays: dict[str, np.ndarray] = {}
+    for i, (row, rank) in enumerate(ranks.items()):
+        a, b = factors[row]
+        arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
+    about = content.about or Adapter(name=content.name, modules={})
+    said = {
+        "about": {key: getattr(about, key) for key in _ABOUT},
+        "placements": [
+            [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
+            for p in content.placements
+        ],
+    }
+    try:
+        text = json.dumps(said, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
+    bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # safetensors reads no bfloat16
+    return safetensors.numpy.save({**bits, "said": np.frombuffer(text.encode(), np.uint8)})
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy's numbers, and mappings, as JSON has them."""
+    return value.item() if isinstance(value, np.generic) else dict(value)
+
+
+def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
+    """Return each row that an adapter brings, and the largest rank in it."""
+    ranks: dict[Row, int] = {}
+    for p in placements:
+        ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
+    return ranks
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
+    """Return a SHA-256 that tells base models apart.
+
+    It is over the path, shape, dtype and first two values of each parameter, and `said` (`SiteIndex.said`): the rules
+    for names of layers. Reading all values of a large model would take longer than a restart.
+
+    Raises:
+      LoRAError: a parameter was donated.
+    """
+    found = hashlib.sha256(json.dumps(said, default=repr).encode())
+    parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    for path, parameter in sorted(parameters):
+        array: Any = parameter.get_value()
+        if not isinstance(array, jax.Array):
+            continue
+        if array.is_deleted():
+            raise LoRAError(f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first")
+        found.update(f"{path} {array.shape} {array.dtype} ".encode())
+        first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
+        if first is not None and first.size:
+            with asked_for():
+                few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
+                found.update(np.asarray(few[:2]).tobytes())  # so few that every shard has them
+    return found.hexdigest()
+
+
+def layers_digest(slots: SlotTable) -> str:
+    """Return a SHA-256 that differs for managers that pack the same files differently."""
+    sites = [
+        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
+        for s in slots.pool.sites
+    ]
+    return hashlib.sha256(json.dumps(sites).encode()).hexdigest()
+
+
+# --- restoring --------------------------------------------------------------------------------------------------------
+
+
+def restore(
+    folder: Path,
+    host: Host,
+    slots: SlotTable,
+    cache: HostCache,
+    locks: tuple[AbstractContextManager[Any], StateLock],
+    base: str,
+) -> frozenset[str]:
+    """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
+    step_lock, state_lock = locks
+    with state_lock:
+        _check_new(cache)
+    saved = _read(folder)
+    if saved.base != base:
+        raise AdapterMismatchError(
+            f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
+            "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
+        )
+    same_layers = saved.layers == layers_digest(slots)
+    contents = _load(folder, saved, same_layers, host, slots, cache)
+    slots.pool.compile()
+    with step_lock, state_lock:
+        _check_new(cache)
+        try:
+            _fill_cache(saved, contents, host, cache, same_layers)
+            _fill_slots(saved, contents, slots)
+            for entry in saved.adapters:
+                if entry.name in contents:
+                    cache.contents.touch(entry.name)
+        except BaseException:
+            for content in contents.values():
+                slots.release(content)
+            cache.clear()
+            raise
+        return frozenset(cache.last)
+
+
+def _check_new(cache: HostCache) -> None:
+    if cache.last or cache.known:
+        raise LoRAUsageError("restore: this manager has had adapters already; restore into a new one")
+
+
+def _read(folder: Path) -> _Snapshot:
+    """Read adapters.json. Raises AdapterNotFoundError where there is none, AdapterFormatError if it was damaged."""
+    file = folder / _FILE
+    try:
+        found: Any = json.loads(file.read_bytes())
+        if found["format"] != _FORMAT:
+            raise AdapterFormatError(f"{file}: has format {found['format']!r:.40}; this release reads {_FORMAT}")
+        saved: Any = found["saved"]
+        if found["sha256"] != _digest(saved):
+            raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
+        entries: list[_Entry] = []
+        for one in saved["adapters"]:
+            request: Any = None if one["request"] is None else LoRARequest(**one["request"])
+            entries.append(_Entry(**{**one, "request": request}))
+        return _Snapshot(saved["base"], saved["layers"], tuple(entries), tuple(saved["slots"]), saved["removed"])
+    except (FileNotFoundError, NotADirectoryError):
+        raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
+    except OSError as error:
+        raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # UTF-8, too
+        raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
+
+
+def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:
+    """Read an adapter that no request loads again, in the blocks of this manager."""
+    file = folder / _WEIGHTS / str(entry.weights)
+    where = f"adapter {entry.name!r}: {file}"
+    if not same_layers:
+        raise AdapterMismatchError(
+            f"{where}: it came from memory into a manager with other layers or slot dtypes, and no request loads it "
+            "again; restore with the same LoRAConfig and packed_modules, or remove the adapter there and save again"
+        )
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise AdapterFormatError(f"{where}: cannot be read: {error}") from error
+    if hashlib.sha256(data).hexdigest() != entry.weights:
+        raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    arrays = safetensors.numpy.load(data)
+    said: Any = json.loads(arrays["said"].tobytes())
+    pool = slots.pool
+    sites = {(site.path, site.prefix): site for site in pool.sites}
+    placements = tuple(
+        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in said["placements"]
+    )
+    for p in placements:
+        if p.rank > p.site.spec.max_rank:
+            raise AdapterMismatchError(f"{where}: {too_large_rank({p.module: p.rank}, p.site.spec.max_rank)}")
+    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
+    for i, row in enumerate(_ranks(placements)):
+        a, b = (arrays[f"{i}.{half}"].view(row[0].spec.dtype) for half in "ab")
+        if not host.allow_nonfinite and not (all_finite(a) and all_finite(b)):
+            raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
+        factors[row] = a, b
+    about: Any = {**said["about"], "unchecked": tuple(said["about"]["unchecked"])}
+    return PackedAdapter(
+        name=entry.name,
+        version=entry.version,
+        placements=placements,
+        blocks=pack(pool.chunks, factors),
+        ranks=rank_vector(pool.sites, placements),
+        rank=max(p.rank for p in placements),
+        about=Adapter(name=entry.name, modules={}, **about),
+    )
+
+
+def _load(
+    folder: Path, saved: _Snapshot, same_layers: bool, host: Host, slots: SlotTable, cache: HostCache
+) -> dict[str, PackedAdapter]:
+    """Return adapters for the host cache: from memory, pinned, then the most recently used, until it is full.
+
+    One that its request does not load is left out, and raises when it is used.
+
+    Raises:
+      NoFreeSlotError: no room for one that is pinned or that no request loads again.
+    """
+
+    def read(entry: _Entry) -> PackedAdapter | None:
+        if entry.request is None:
+            return _read_weights(folder, entry, same_layers, slots, host)
+        try:
+            return host.read(entry.request)
+        except Exception as error:
+            _log.warning("restore: %r is loaded when it is used: %.500r", entry.name, error)
+            return None
+
+    wanted = [entry for entry in reversed(saved.adapters) if entry.cached or entry.pinned]
+    wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
+    contents: dict[str, PackedAdapter] = {}
+    nbytes = 0
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jlora-restore") as threads:
+        for start in range(0, len(wanted), _AT_ONCE):
+            some = wanted[start : start + _AT_ONCE]
+            for entry, content in zip(some, threads.map(read, some), strict=True):
+                if content is None:
+                    continue
+                nbytes += content.nbytes
+                if cache.has_room(len(contents) + 1, nbytes):
+                    content.blocks = host.pinned(content.blocks, contents.values())
+                    contents[entry.name] = content
+                elif entry.pinned or entry.request is None:
+                    raise NoFreeSlotError(
+                        f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
+                        "from memory; raise max_cpu_loras or max_cpu_bytes"
+                    )
+                else:
+                    return contents
+    return contents
+
+
+def _fill_cache(
+    saved: _Snapshot, contents: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
+) -> None:
+    """Make all names known, and the contents those of the host cache."""
+    # Versions that were served after the save, before a crash for example, are unknown; all lie below the clock.
+    cache.floor = time.time_ns() // 1000
+    cache.last.update({name: (version, None) for name, version in saved.removed.items()})
+    for entry in saved.adapters:
+        cache.last[entry.name] = (entry.version, entry.fingerprint if same_layers else None)
+        if entry.pinned:
+            cache.pin_when_loaded.add(entry.name)
+        content = contents.get(entry.name)
+        if content is not None:
+            host.put(content, (), entry.version if entry.request is None else cache.version(content))
+        elif entry.request is not None:
+            cache.known[entry.name] = entry.request
+
+
+def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
+    """Write all pinned adapters into slots, and of the others that were in slots as many as fit, in order of use."""
+    slots.activate([contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents])
+    slots.activate([contents[name] for name in reversed(saved.slots) if name in contents], partly=True)
+    for name in saved.slots:
+        if name in contents and contents[name] in slots.pool.table:
+            slots.touch(contents[name])
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _digest(saved: Any) -> str:
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Replace a file in one step: a process that is killed leaves the old or the new one."""
+    part = file.with_name(file.name + ".part")
+    with open(part, "wb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(part, file)
+    _sync(file.parent)
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

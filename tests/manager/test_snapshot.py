@@ -1,0 +1,780 @@
+"""`save` and `restore`: another manager goes on where the first one ended, with the same bits and versions."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.manager import snapshot
+from tests.layers.expert_models import Gathering, Ragged, Scanned, Seams
+from tests.layers.expert_models import Model as ExpertModel
+from tests.layers.merging import make_adapter as adapter_of
+from tests.layers.mesh_models import SMALL, SMALL_TARGETS, Small, mesh_of, placed
+from tests.manager.test_experts import each, stacked
+from tests.manager.test_shared_experts import shared
+from tests.manager.tiny import MAX_RANK, Model, as_new, infos, make_adapter, make_world, request
+
+pytestmark = pytest.mark.device
+
+ROOT = Path(__file__).parents[2]
+TENSOR = "base_model.model.layers.0.q_proj.lora_A.weight"
+
+
+def slot_bits(world):
+    """Name -> the bytes of its slot in each layer that it has weights for: the ranks, and A and B."""
+    layers = defaultdict(dict)
+    for path, array in world.slots():
+        layers[path[:-1]][path[-1]] = np.asarray(array)
+    return {
+        name: {
+            path: [arrays[key][slot].tobytes() for key in ("jlora_ranks", "jlora_a", "jlora_b")]
+            for path, arrays in layers.items()
+            if arrays["jlora_ranks"][slot].any()
+        }
+        for slot, name in enumerate(world.manager.slot_names)
+        if name is not None
+    }
+
+
+@pytest.fixture
+def served(world, tmp_path):
+    """a evicted, b on the host, c pinned, d in a slot; c from memory."""
+    as_new(world)  # versions of other tests' names would be saved, too
+    for name in "ab":
+        world.manager.add_adapter(request(tmp_path, name))
+    world.manager.add_adapter(make_adapter("c"))
+    world.manager.pin_adapter("c")
+    for name in "de":
+        world.manager.add_adapter(request(tmp_path, name))
+    world.serve(["e", "c", None])
+    world.serve(["d", "c", None])
+    assert list(world.manager.list_evicted()) == ["a"]
+    return world
+
+
+def gone(tmp_path, *names):
+    for name in names:
+        (tmp_path / f"{name}-0").rename(tmp_path / f"gone-{name}")
+
+
+def back(tmp_path, *names):
+    for name in names:
+        (tmp_path / f"gone-{name}").rename(tmp_path / f"{name}-0")
+
+
+def versions(world):
+    return {name: info.version for name, info in world.manager.list_adapters().items()}
+
+
+# --- the same bits, orders and versions -------------------------------------------------------------------------------
+
+
+def test_another_manager_goes_on(served, tmp_path):
+    requests = served.manager.list_evicted()
+    logits, bits = served.serve(["d", "c", None]), slot_bits(served)
+    served.manager.save(tmp_path / "saved")
+    before = infos(served)
+    other = make_world()
+    assert other.manager.restore(tmp_path / "saved") == set("abcde")
+    assert infos(other) == before
+    assert other.manager.list_evicted() == requests
+    assert slot_bits(other) == bits
+    assert set(bits) == {"c", "d"}
+    hits = other.manager.stats().slot_hits
+    np.testing.assert_array_equal(other.serve(["d", "c", None]), logits)
+    assert other.manager.stats().slot_hits == hits + 2
+    other.check(other.serve(["b", "c", None]), [make_adapter("b"), make_adapter("c"), None])
+    other.check(other.serve(["a", "c", None]), [make_adapter("a"), make_adapter("c"), None])  # loaded on demand
+    assert other.manager.list_adapters()["c"].pinned
+    assert versions(other) == dict.fromkeys("abcd", 0)
+
+
+def test_only_weights_from_memory_are_saved(served, tmp_path):
+    served.manager.save(tmp_path / "saved")
+    said = json.loads((tmp_path / "saved" / "adapters.json").read_text())["saved"]["adapters"]
+    assert [one["name"] for one in said] == ["a", *served.manager.list_adapters()]
+    (file,) = (tmp_path / "saved" / "weights").iterdir()
+    assert [one["name"] for one in said if one["weights"] == file.name] == ["c"]
+    served.manager.remove_adapter("c")
+    served.manager.save(tmp_path / "saved")
+    assert list((tmp_path / "saved" / "weights").iterdir()) == []
+
+
+def test_orders_of_use_go_on(world, tmp_path):
+    """The first to be evicted, from slots and from the host, are those that would have been."""
+    for name in "abcd":
+        world.manager.add_adapter(request(tmp_path, name))
+    for name in "dab":
+        world.serve([name, None, None])
+    world.manager.add_adapter(request(tmp_path, "c"))  # a use on the host alone
+    host = list(world.manager.list_adapters())
+    world.manager.save(tmp_path / "saved")
+    manager = as_new(world).manager
+    manager.restore(tmp_path / "saved")
+    assert list(manager.list_adapters()) == host
+    world.serve(["c", None, None])
+    assert set(manager.slot_names) == {"b", "c"}  # a was used before b
+    manager.add_adapter(request(tmp_path, "e"))
+    assert "d" not in manager.list_adapters()
+    small = make_world(max_loras=1).manager
+    small.restore(tmp_path / "saved")
+    assert small.slot_names == ("b",)  # of those in slots the last
+
+
+def test_a_name_and_a_version_mean_the_same_bytes(world, tmp_path):
+    """A content keeps its version; a new one has a larger one than any before, also where that was not saved."""
+    manager = as_new(world).manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.add_adapter(request(tmp_path, "b"))
+    manager.add_adapter(make_adapter("c"))
+    manager.add_adapter(make_adapter("gone"))
+    manager.remove_adapter("gone")
+    manager.remove_adapter("b")
+    manager.save(tmp_path / "saved")
+    first = versions(world)
+    for version in (1, 2, 3):  # after the save, and lost with this process
+        manager.add_adapter(make_adapter("c", version), load_inplace=True)
+        manager.add_adapter(make_adapter("new", version), load_inplace=True)
+    lost = versions(world)
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert versions(world) == first
+    manager.remove_adapter("c")
+    while manager.remove_oldest_adapter():
+        pass
+    manager.activate_adapter("a")
+    assert versions(world)["a"] == first["a"]  # recalled: the same bytes
+    manager.remove_adapter("a")
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.add_adapter(request(tmp_path, "b"))
+    for name in "ab":
+        assert versions(world)[name] > first.get(name, 0)
+    for name in ("c", "new", "gone"):
+        manager.add_adapter(make_adapter(name, 9), load_inplace=True)
+        assert versions(world)[name] > lost.get(name, 0)
+
+
+def test_a_name_that_was_saved_as_removed_comes_back_as_another_version(world, tmp_path):
+    manager = as_new(world).manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.add_adapter(request(tmp_path, "b"))
+    manager.save(tmp_path / "saved", without={"a"})
+    assert as_new(world).manager.restore(tmp_path / "saved") == {"a", "b"}
+    assert list(manager.list_adapters()) == ["b"]
+    manager.add_adapter(request(tmp_path, "a"))
+    assert versions(world)["a"] > 0
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_files_that_changed_are_another_version(world, tmp_path, evicted):
+    """By their bytes, not their times: of two rewritten files that keep their times, the one that changed."""
+    manager = as_new(world).manager
+    for name in "ab":
+        make_adapter(name, 0, rank=2, modules=["embed"]).save_pretrained(tmp_path / name)
+        manager.add_adapter(jlora.LoRARequest(name, tmp_path / name))
+    if evicted:
+        assert manager.remove_oldest_adapter()
+        assert manager.remove_oldest_adapter()
+    manager.save(tmp_path / "saved")
+    new = make_adapter("a", 1, rank=2, modules=["embed"])
+    new.save_pretrained(tmp_path / "new")
+    for name, source in (("a", tmp_path / "new"), ("b", tmp_path / "b")):
+        for file in (tmp_path / name).iterdir():
+            was, data = file.stat(), (source / file.name).read_bytes()
+            file.unlink()
+            file.write_bytes(data)
+            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    as_new(world).manager.restore(tmp_path / "saved")
+    world.check(world.serve(["a", "b", None]), [new, make_adapter("b", 0, rank=2, modules=["embed"]), None])
+    assert versions(world)["a"] > 0
+    assert versions(world)["b"] == 0
+
+
+def test_updated_weights_come_back(world, tmp_path):
+    """From host arrays and from device arrays: they are no longer what the request would load."""
+    manager = as_new(world).manager
+    make_adapter("b", rank=2, modules=["layers.0.q_proj", "layers.0.k_proj", "embed"]).save_pretrained(tmp_path / "b-0")
+    for name in "ab":
+        manager.add_adapter(request(tmp_path, name))
+    manager.activate_adapter("b")
+    new = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
+    manager.update_adapter("b", {TENSOR: new})
+    manager.update_adapter("b", {TENSOR: jnp.asarray(new + 1)})
+    manager.save(tmp_path / "saved")  # maybe before they are copied back
+    before, logits, bits = versions(world), world.serve(["b", None, "a"]), slot_bits(world)
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert versions(world) == before == {"a": 0, "b": 2}
+    np.testing.assert_array_equal(world.serve(["b", None, "a"]), logits)
+    assert slot_bits(world) == bits
+    manager.update_adapter("b", {TENSOR: new + 2})  # it is an adapter like any other
+    assert manager.export_adapter("b").modules["layers.0.q_proj"].a.shape == (2, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_bits_come_back_in_any_dtype(tmp_path, dtype):
+    """Of weights from memory, also with scalings that no dtype divides by without rounding."""
+    world = make_world(dtype=dtype)
+    adapter = make_adapter("a")
+    odd = {
+        name: dataclasses.replace(lora, scaling=1 / 3, alpha=lora.rank / 3) for name, lora in adapter.modules.items()
+    }
+    world.manager.add_adapter(dataclasses.replace(adapter, modules=odd))
+    world.manager.add_adapter(request(tmp_path, "b"))
+    for name in "ab":
+        world.manager.activate_adapter(name)
+    bits = slot_bits(world)
+    world.manager.save(tmp_path / "saved")
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert slot_bits(world) == bits
+
+
+def test_what_an_adapter_says_of_itself_comes_back(world, tmp_path):
+    adapter = make_adapter(
+        "a", base_model_name="base", task_type="CAUSAL_LM", use_rslora=True, peft_fields={"lora_dropout": 0.1, "x": [1]}
+    )
+    as_new(world).manager.add_adapter(adapter)
+    world.manager.activate_adapter("a")
+    before = world.manager.export_adapter("a")
+    world.manager.save(tmp_path)
+    as_new(world).manager.restore(tmp_path)
+    after = world.manager.export_adapter("a")
+    for field in ("base_model_name", "task_type", "use_rslora", "fan_in_fan_out", "unchecked"):
+        assert getattr(after, field) == getattr(before, field)
+    assert dict(after.peft_fields) == dict(before.peft_fields)
+    assert {n: (m.rank, m.alpha, m.scaling) for n, m in after.modules.items()} == {
+        n: (m.rank, m.alpha, m.scaling) for n, m in before.modules.items()
+    }
+
+
+def manager_of(model, *, max_loras=5, max_lora_rank=4, names=None, **config):
+    config = jlora.LoRAConfig(max_loras=max_loras, max_lora_rank=max_lora_rank, **config)
+    return jlora.LoRAManager(model, config, **(names or {}))
+
+
+def sharing(model, **config):
+    return manager_of(model, **{"max_expert_loras": 2, "max_shared_expert_loras": 2, **config})
+
+
+def seams():
+    return ExpertModel(Seams, nnx.Rngs(0))
+
+
+def on_mesh():
+    return placed(Small(), mesh_of(data=2, t=2), SMALL)
+
+
+# (the manager that saves, the one that restores, the adapter)
+LAYERS = {
+    "experts": (lambda: manager_of(seams()), None, lambda: each("x")),
+    "one expert": (lambda: manager_of(seams()), None, lambda: each("x", experts=[2])),
+    "all experts in one": (lambda: manager_of(seams()), None, lambda: stacked("x")),
+    "experts that share": (lambda: sharing(ExpertModel(Gathering, nnx.Rngs(0))), None, lambda: shared("x", gate=True)),
+    "blocks of other sizes": (
+        lambda: manager_of(Scanned(Ragged, nnx.Rngs(0))),
+        lambda: manager_of(Scanned(Ragged, nnx.Rngs(0)), max_staging_bytes=1024, max_loras=2, max_lora_rank=40),
+        lambda: each("x"),
+    ),
+    "onto a mesh": (
+        lambda: manager_of(Small()), lambda: manager_of(on_mesh()), lambda: adapter_of("x", SMALL_TARGETS, 3),
+    ),
+    "off a mesh": (
+        lambda: manager_of(on_mesh()), lambda: manager_of(Small()), lambda: adapter_of("x", SMALL_TARGETS, 3),
+    ),
+}  # fmt: skip
+QUICK = ("experts that share", "onto a mesh")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in LAYERS]
+)
+@pytest.mark.device(devices=4)
+def test_weights_of_layers_of_every_kind(tmp_path, what):
+    """From memory: what the other manager restores is what it would have packed of the same adapter."""
+    make, make_other, make_one = LAYERS[what]
+    one, want, restored = make(), (make_other or make)(), (make_other or make)()
+    one.add_adapter(make_one())
+    one.activate_adapter("x")
+    one.save(tmp_path)
+    want.add_adapter(make_one())
+    want.activate_adapter("x")
+    restored.restore(tmp_path)
+    known, found = (manager._cache.contents["x"] for manager in (want, restored))
+    np.testing.assert_array_equal(found.ranks, known.ranks)
+    assert [(p.module, p.site.path, p.row, p.rank) for p in found.placements] == [
+        (p.module, p.site.path, p.row, p.rank) for p in known.placements
+    ]
+    for array, other in zip(restored._pool.arrays(), want._pool.arrays(), strict=True):
+        if array.dtype != jnp.int32:  # stamps count writes
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+
+
+# --- files that are gone ----------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_path):
+    """And what else was known of it is still there when they are back: its version, and that it was pinned."""
+    manager = as_new(world).manager
+    for name in "ab":
+        manager.add_adapter(request(tmp_path, name))
+    manager.pin_adapter("a")
+    manager.activate_adapter("b")
+    manager.save(tmp_path / "saved")
+    gone(tmp_path, "a")
+    as_new(world).manager.restore(tmp_path / "saved")
+    world.check(world.serve(["b", None, None]), [make_adapter("b"), None, None])
+    with pytest.raises(jlora.AdapterNotFoundError, match="adapter 'a'"):
+        manager.prepare(["a", None, None])
+    manager.save(tmp_path / "saved")  # loses nothing either
+    back(tmp_path, "a")
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+    assert manager.list_adapters()["a"].pinned
+    assert versions(world)["a"] == 0
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert manager.list_adapters()["a"].pinned
+    assert "a" in manager.slot_names
+
+
+def test_a_pin_ends_with_its_name(world, tmp_path):
+    """Though the adapter could not be loaded."""
+    manager = as_new(world).manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.pin_adapter("a")
+    manager.save(tmp_path / "saved")
+    gone(tmp_path, "a")
+    as_new(world).manager.restore(tmp_path / "saved")
+    manager.remove_adapter("a")
+    manager.add_adapter(make_adapter("a"))
+    assert not manager.list_adapters()["a"].pinned
+
+
+# --- other sizes, models and layers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_manager_of_other_sizes(served, tmp_path):
+    """Fewer slots, a smaller cache, a larger rank: the pinned and the last used get the room, the rest is loaded."""
+    served.manager.save(tmp_path / "saved")
+    model = Model()
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_cpu_loras=2, max_lora_rank=MAX_RANK + 20))
+    manager.restore(tmp_path / "saved")
+    assert list(manager.list_adapters()) == ["c", "d"]  # in the order of use that they had
+    assert manager.slot_names == ("c",)
+    assert sorted(manager.list_evicted()) == ["a", "b", "e"]
+    manager.unpin_adapter("c")
+    other = dataclasses.replace(served, model=model, manager=manager, traces=[])
+    for name in "cebda":
+        other.check(other.serve([name] * 3), [make_adapter(name)] * 3)
+
+
+@pytest.mark.slow
+def test_no_room_for_what_must_be_there(world, tmp_path):
+    for name in "abc":
+        world.manager.add_adapter(make_adapter(name))
+    for name in "ab":
+        world.manager.pin_adapter(name)
+    world.manager.save(tmp_path)
+    small = make_world(max_loras=1, max_cpu_loras=1).manager
+    with pytest.raises(jlora.NoFreeSlotError, match=r"no room for adapter '.', which is pinned.*max_cpu_loras"):
+        small.restore(tmp_path)
+    small = make_world(max_loras=1, max_cpu_loras=3)
+    before = small.held()
+    with pytest.raises(jlora.NoFreeSlotError, match=r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"):
+        small.manager.restore(tmp_path)
+    assert small.held()[:2] == before[:2] == ((), (None,))
+    world.manager.unpin_adapter("b")
+    world.manager.save(tmp_path)
+    small.manager.restore(tmp_path)  # the one that was refused can still be restored into
+    assert small.manager.slot_names == ("a",)
+    tiny = make_world(max_loras=1, max_cpu_loras=2).manager
+    with pytest.raises(jlora.NoFreeSlotError, match=r"no room for adapter '.'.* or came from memory"):
+        tiny.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_world(seed=1).manager,
+        pytest.param(lambda: make_world(dtype=jnp.bfloat16).manager, marks=pytest.mark.slow),
+        lambda: manager_of(Model(), names={"name_map": {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}}),
+        lambda: manager_of(Model(), names={"skip": ["o_proj"]}),
+    ],
+)  # fmt: skip
+def test_another_base_is_refused(world, tmp_path, make):
+    """Nothing changes then."""
+    world.manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path / "saved")
+    other = make()
+    with pytest.raises(jlora.AdapterMismatchError, match=r"another base model.* or name_map or skip are others"):
+        other.restore(tmp_path / "saved")
+    assert other.list_adapters() == {} == other.list_evicted()
+    other.add_adapter(make_adapter("a", modules=["embed"]))
+    assert other.list_adapters()["a"].version == 0
+
+
+OTHER_LAYERS = [
+    {"dtype": "bfloat16"},
+    {"target_modules": ["o_proj"]},
+    {"names": {"packed_modules": {"qkv_proj": {"q_proj": 16, "v_proj": 8, "k_proj": 8}}}},
+]
+
+
+@pytest.mark.parametrize("options", OTHER_LAYERS)
+def test_other_layers_make_other_versions(world, tmp_path, options):
+    """The same files are packed differently; weights from memory were packed once and are refused."""
+    as_new(world)
+    make_adapter("a", modules=["layers.0.o_proj"]).save_pretrained(tmp_path / "a-0")
+    world.manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path / "saved")
+    other = manager_of(Model(), **options)
+    other.restore(tmp_path / "saved")
+    assert other.list_adapters()["a"].version > 0
+    world.manager.add_adapter(make_adapter("m"))
+    world.manager.save(tmp_path / "saved")
+    other = manager_of(Model(), **options)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"adapter 'm'.*other layers or slot dtypes"):
+        other.restore(tmp_path / "saved")
+    assert other.list_adapters() == {} == other.list_evicted()
+
+
+def test_a_rank_that_is_too_large_is_refused(world, tmp_path):
+    world.manager.add_adapter(make_adapter("a", rank=MAX_RANK))
+    world.manager.save(tmp_path)
+    other = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=1, max_lora_rank=MAX_RANK - 1))
+    with pytest.raises(jlora.AdapterMismatchError, match="rank 4 is above max_lora_rank=3"):
+        other.restore(tmp_path)
+
+
+def test_only_a_new_manager_is_restored_into(world, tmp_path):
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    with pytest.raises(jlora.LoRAUsageError, match="has had adapters"):
+        world.manager.restore(tmp_path)
+    world.manager.remove_all_adapters()
+    with pytest.raises(jlora.LoRAUsageError, match="has had adapters"):  # its versions would mean two things
+        world.manager.restore(tmp_path)
+
+
+# --- several at a time ------------------------------------------------------------------------------------------------
+
+
+def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkeypatch):
+    """The state of one moment is saved, whatever comes while it is written."""
+    manager, folder = served.manager, tmp_path / "saved"
+    writing, go_on = threading.Event(), threading.Event()
+    write = snapshot._write
+
+    def slow(*args):
+        writing.set()
+        assert go_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(snapshot, "_write", slow)
+    before = infos(served)
+    with ThreadPoolExecutor(1) as threads:
+        save = threads.submit(manager.save, folder)
+        assert writing.wait(60)
+        manager.add_adapter(make_adapter("c", 1), load_inplace=True)
+        manager.add_adapter(request(tmp_path, "f"))
+        manager.remove_adapter("e")
+        served.check(served.serve(["f", None, "c"]), [make_adapter("f"), None, make_adapter("c", 1)])
+        go_on.set()
+        save.result()
+    as_new(served).manager.restore(folder)
+    assert infos(served) == before
+    served.check(served.serve(["e", None, "c"]), [make_adapter("e"), None, make_adapter("c")])
+
+
+@pytest.mark.slow
+def test_two_managers_save_to_one_folder(world, tmp_path):
+    """At the same time too: it is never a mixture, and weights that one has named are never deleted by the other."""
+    other = make_world()
+    for one, names in ((world, "abc"), (other, "bcd")):
+        for version, name in enumerate(names):
+            one.manager.add_adapter(make_adapter(name, version))
+    with ThreadPoolExecutor(4) as threads:
+        for save in [threads.submit(one.manager.save, tmp_path) for one in (world, other) * 8]:
+            save.result()
+    known = infos(world), infos(other)
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) in known
+    for one in (other, world):
+        one.manager.save(tmp_path)
+    last = infos(world)
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) == last
+
+
+# --- disks that fail, and processes that are killed -------------------------------------------------------------------
+
+
+def refused(call, *args):
+    """The LoRAError that a call raises, if it does."""
+    try:
+        call(*args)
+    except jlora.LoRAError as error:
+        return error
+    return None
+
+
+def two_states(world, folder):
+    """Save one, and go on to another. What each of them shows."""
+    as_new(world).manager.add_adapter(make_adapter("a"))
+    world.manager.add_adapter(make_adapter("b"))
+    world.manager.save(folder)
+    before = infos(world)
+    world.manager.add_adapter(make_adapter("a", 1), load_inplace=True)
+    world.manager.add_adapter(make_adapter("c"))
+    world.manager.pin_adapter("c")
+    world.manager.remove_adapter("b")
+    return before, infos(world)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_is_full_at_the_nth_call(world, tmp_path, monkeypatch, call):
+    """For every n: an error, and the old state or the new one is there."""
+    before, after = two_states(world, tmp_path)
+    real, found = getattr(os, call), []
+    old = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for n in itertools.count(1):
+        with monkeypatch.context() as patched:
+            calls = itertools.count(1)
+
+            def full(*args, at=n, calls=calls, **kwargs):
+                if next(calls) == at:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return real(*args, **kwargs)
+
+            patched.setattr(os, call, full)
+            error = refused(world.manager.save, tmp_path)
+        if error is None:
+            break
+        assert "No space left on device" in str(error)
+        assert str(tmp_path) in str(error)
+        said = (tmp_path / "adapters.json").read_bytes()
+        if said == old[tmp_path / "adapters.json"]:
+            assert all(file.read_bytes() == data for file, data in old.items())
+        found.append(said == old[tmp_path / "adapters.json"])
+    assert len(found) == (6 if call == "fsync" else 3)
+    assert found == [True] * (len(found) - (call == "fsync")) + [False] * (call == "fsync")  # all but the last sync
+    assert len(list((tmp_path / "weights").iterdir())) == 2
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) == after != before
+
+
+@pytest.mark.device("cpu")  # drivers write files too
+@pytest.mark.parametrize("most", [0, 100, 600])
+def test_files_cannot_grow(world, tmp_path, most):
+    """Wherever the bytes end."""
+    before, _ = two_states(world, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(jlora.LoRAError, match="could not be saved"):
+            world.manager.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    as_new(world).manager.restore(tmp_path)
+    assert infos(world) == before
+
+
+@pytest.mark.device("cpu")  # it forks
+@pytest.mark.slow
+def test_killed_while_it_saves(tmp_path):
+    """At every call that opens, renames, makes, deletes or syncs something, and at many moments in between."""
+    command = [sys.executable, "-m", "tests.manager.save_process", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["points"] > 15
+    assert found["old"] > 10
+    assert found["new"] > 1
+    assert found["old"] + found["new"] == found["killed"]
+
+
+def test_new_folders_are_on_the_disk(world, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number))[1])
+    world.manager.save(tmp_path / "new" / "saved")
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "saved"):
+        assert folder.stat().st_ino in synced
+
+
+def test_a_write_that_fails_restores_nothing(world, tmp_path, monkeypatch):
+    """The second slot cannot be written: no name is there, and the slots mend themselves."""
+    as_new(world).manager.add_adapter(make_adapter("a"))
+    world.manager.add_adapter(request(tmp_path, "b"))
+    world.serve(["a", "b", None])
+    world.manager.save(tmp_path)
+    as_new(world)
+    pool = world.manager._pool
+    write, calls = pool.write, itertools.count()
+
+    def fails(*args, **kwargs):
+        if next(calls) == 1:
+            raise MemoryError("no room")
+        return write(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "write", fails)
+        with pytest.raises(MemoryError):
+            world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+    world.manager.restore(tmp_path)
+    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+def spoil_truncated(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def spoil_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def spoil_empty(file):
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("which", ["adapters.json", "weights"])
+@pytest.mark.parametrize("spoil", [spoil_truncated, spoil_bit, spoil_empty, os.remove])
+def test_damaged_files_are_refused(world, tmp_path, which, spoil):
+    """Nothing changes in the manager, and the next save replaces them."""
+    as_new(world).manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    file = tmp_path / which if which == "adapters.json" else next((tmp_path / which).iterdir())
+    spoil(file)
+    as_new(world)
+    nothing = which == "adapters.json" and spoil is os.remove
+    kind = jlora.AdapterNotFoundError if nothing else jlora.AdapterFormatError
+    with pytest.raises(kind, match="no manager has been saved there" if nothing else str(file)):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+    assert world.manager._cache.last == {}
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    as_new(world).manager.restore(tmp_path)
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+
+
+def test_an_edited_file_is_refused(world, tmp_path):
+    as_new(world).manager.add_adapter(request(tmp_path, "a"))
+    world.manager.save(tmp_path)
+    file = tmp_path / "adapters.json"
+    text = file.read_text()
+    file.write_text(text.replace('"version": 0', '"version": 1'))
+    assert file.read_text() != text
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match="its SHA-256 is not the one that it names"):
+        world.manager.restore(tmp_path)
+    assert world.manager._cache.last == {}
+
+
+def test_weights_of_another_name(world, tmp_path):
+    """A file in the place of another does not hold what its name says."""
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    world.manager.save(tmp_path)
+    one, other = (tmp_path / "weights").iterdir()
+    one.rename(tmp_path / "x")
+    other.rename(one)
+    (tmp_path / "x").rename(other)
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match="SHA-256 is not the one that it is named by"):
+        world.manager.restore(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format": 2}', '{"format": 1}', "[" * 5000, "\x00", "{}"])
+def test_a_file_of_another_kind(world, tmp_path, text):
+    (tmp_path / "adapters.json").write_text(text)
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match=r"adapters\.json"):
+        world.manager.restore(tmp_path)
+
+
+def test_nonfinite_weights_are_refused_where_they_are_not_allowed(tmp_path):
+    adapter = make_adapter("a", rank=1, modules=["embed"])
+    adapter.modules["embed"].a[0, 0] = np.nan
+    one = manager_of(Model(), allow_nonfinite=True)
+    one.add_adapter(adapter)
+    one.save(tmp_path)
+    with pytest.raises(jlora.AdapterFormatError, match="holds NaN or infinity"):
+        manager_of(Model()).restore(tmp_path)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_was_saved_there(world, tmp_path):
+    as_new(world)
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(jlora.AdapterNotFoundError, match="no manager has been saved there"):
+            world.manager.restore(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_a_path_is_a_path(world, path):
+    for call in (world.manager.save, world.manager.restore):
+        with pytest.raises(jlora.LoRAUsageError, match="takes the path of a folder"):
+            call(path)
+
+
+def test_a_file_is_no_folder(world, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(jlora.LoRAError, match="could not be saved"):
+        world.manager.save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_fields_that_are_no_json(world, tmp_path):
+    world.manager.add_adapter(make_adapter("a", peft_fields={"x": object()}))
+    with pytest.raises(jlora.LoRAError, match=r"adapter 'a' cannot be saved: its fields are not JSON"):
+        world.manager.save(tmp_path)
+    assert not (tmp_path / "adapters.json").exists()
+
+
+def test_nothing_else_in_the_folder_is_touched(world, tmp_path):
+    (tmp_path / "weights").mkdir()
+    for name in ("mine", "weights/mine"):
+        (tmp_path / name).write_text("x")
+    world.manager.save(tmp_path)
+    assert (tmp_path / "mine").exists()
+    assert (tmp_path / "weights/mine").exists()
+
+
+@pytest.mark.slow
+def test_an_unwrapped_manager_takes_nothing(tmp_path):
+    world = make_world()
+    world.manager.save(tmp_path)
+    world.manager.unwrap()
+    with pytest.raises(jlora.LoRAError, match="unwrap"):
+        world.manager.restore(tmp_path)
+
+
+@pytest.mark.device(devices=4)
+def test_base_models_are_told_apart_wherever_they_lie():
+    assert snapshot.base_digest(Small()) == snapshot.base_digest(on_mesh())
+    graph, state = nnx.split(Small())
+    first, *_ = nnx.to_flat_state(state)
+    first[1].set_value(first[1].get_value() + 1)
+    assert snapshot.base_digest(nnx.merge(graph, state)) != snapshot.base_digest(Small())

@@ -23,7 +23,7 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import batch_shape
-from jlora.layers.forward.scope import staged
+from jlora.layers.forward.context import staged
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules

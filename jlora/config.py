@@ -68,8 +68,8 @@ class LoRAConfig:
       data_axes: the axes of the mesh that sequences (or packed rows) are split over. Batches are laid out so, where
         they divide; kernels that are split over them too are gathered by the model, and split no slot array. Refused
         for a model that lies on no mesh.
-      process_timeout: seconds that a call waits for the other processes of the model's mesh to make the same call, if
-        there are any: a load may take one of them longer.
+      process_timeout: seconds that a call waits for the other processes of the model's mesh, if there are any, to make
+        the same call: a load may take one of them longer. After that no process goes on.
       bitwise_base: never let LoRA's kernels make the product of a layer itself, which they do where a tuned table of
         the device found that faster (few rows, on GPUs). Then rows without an adapter have the unwrapped model's bits;
         else they are equal to rounding, there.

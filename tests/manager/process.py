@@ -345,7 +345,7 @@ def versions(world: World) -> None:
 
 @scenario
 def versions_of_files(world: World) -> None:
-    """Explicit loads are new versions; so is a recall of files that one process alone finds rewritten."""
+    """Explicit loads are new versions; so is a recall of files that one process alone finds changed."""
     manager = world.start()
     folder = world.folder / f"own{world.me}"
     ONE.save_pretrained(folder)

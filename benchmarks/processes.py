@@ -70,7 +70,7 @@ def work(args: argparse.Namespace) -> None:
             out = step(leaves(), tokens, batch)[0]
             logits.append(multihost_utils.process_allgather(out.astype(jnp.float32), tiled=True))
             versions.append(batch.versions)
-            slots.append(manager.slot_names)
+            slots.append({name: info.slot for name, info in manager.list_adapters(level="slot").items()})
     compiled = manager.stats().compilations, step._cache_size()
     for i in range(6):
         manager.prepare([names[i]]).close()

@@ -108,7 +108,7 @@ class World:
 
     def state(self):
         arrays = [np.asarray(array).tobytes() for array in jax.tree.leaves(self.manager.slots)]
-        return self.manager.slot_names, list(self.manager.list_adapters().items()), self.manager.stats(), arrays
+        return list(self.manager.list_adapters().items()), self.manager.stats(), arrays
 
     @contextlib.contextmanager
     def added(self, request):

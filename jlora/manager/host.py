@@ -79,13 +79,13 @@ class Host:
         """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
         content = self._cache.contents.get(name)
         if content is None:
-            raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
+            raise AdapterNotFoundError(unknown_name(name, self._cache))
         return content
 
     def request_of(self, name: str) -> LoRARequest:
         """What a name is loaded from again that was evicted. Raises AdapterNotFoundError."""
         if (known := self._cache.known.get(name)) is None:
-            raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
+            raise AdapterNotFoundError(unknown_name(name, self._cache))
         return known
 
     def touch(self, name: str) -> bool:

@@ -39,7 +39,7 @@ from jlora.manager.multihost import coordinator_of
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches
-from jlora.manager.report import AdapterInfo, Stats, listed
+from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.snapshot import base_digest, restore, save
@@ -332,33 +332,26 @@ class LoRAManager:
         for load in loads:
             load.tell()
 
-    def list_adapters(self) -> dict[str, AdapterInfo]:
-        """The adapters of the host cache, least recently used first."""
-        with self._state_lock:
-            return listed(self._cache.contents, self._pool.table, self._leases.leased())
+    def list_adapters(
+        self, names: Collection[str] | None = None, *, level: Level | None = None
+    ) -> dict[str, AdapterInfo]:
+        """Return a record of each adapter that was added: name -> `AdapterInfo`.
 
-    def list_evicted(self) -> dict[str, LoRARequest]:
-        """The adapters that were evicted from the host cache, and what each is loaded from when it is asked for."""
-        with self._state_lock:
-            return dict(self._cache.known)
+        Evicted adapters come first, then those of the host cache, least recently used first.
 
-    def evicted(self, name: str) -> LoRARequest | None:
-        """What an adapter is loaded from that was evicted from the host cache; None for any other."""
-        with self._state_lock:
-            return self._cache.known.get(name)
+        Args:
+          names: return only these; unknown names are left out. Few names cost little, however many adapters there are.
+          level: return only adapters at this level. With "slot" the cost depends on the slots alone.
 
-    def level(self, name: str) -> Literal["slot", "host", "evicted"] | None:
-        """Where an adapter is: in a slot, on the host, or to be loaded again when it is asked for. None: unknown."""
+        Raises:
+          LoRAUsageError: `names` is a single string, or there is no such level.
+        """
+        if level not in (None, "slot", "host", "evicted"):
+            raise LoRAUsageError(f'level must be "slot", "host", "evicted" or None, got {level!r}')
+        if isinstance(names, str):
+            raise LoRAUsageError(f"list_adapters takes names in a list, got {names!r}; write [{names!r}]")
         with self._state_lock:
-            content = self._cache.contents.get(name)
-            if content is None:
-                return "evicted" if name in self._cache.known else None
-            return "host" if self._pool.slot_of(content) is None else "slot"
-
-    def pinned(self, name: str) -> bool:
-        """Whether an adapter is pinned; one that is unknown or evicted is not."""
-        with self._state_lock:
-            return self._cache.contents.pinned(name)
+            return records(names, level, self._cache, self._pool, self._leases)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter back from its slot, after training the slot arrays there.
@@ -505,12 +498,6 @@ class LoRAManager:
         with self._coordinator.turn(f"unpin_adapter({name!r})"), self._state_lock:
             self._host.newest(name)
             return self._cache.contents.unpin(name)
-
-    @property
-    def slot_names(self) -> tuple[str | None, ...]:
-        """What each slot holds; None for a free one. A free slot is taken lowest first."""
-        with self._state_lock:
-            return self._slots.names()
 
     @property
     def slots(self) -> nnx.State[Any, Any]:
@@ -713,7 +700,7 @@ class LoRAManager:
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
                 registered=len(self._cache.contents),
-                active=sum(name is not None for name in self._slots.names()),
+                active=self._slots.active,
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
                 host_bytes=self._cache.nbytes,

@@ -1,31 +1,51 @@
-"""What a manager tells about itself: `AdapterInfo`, `Stats`, the list of adapters, and what it knows when a name is
-unknown."""
+"""Records of adapters and counts of a manager: `AdapterInfo`, `Stats`, and the message for an unknown name."""
 
 import difflib
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from jlora.config import LoRARequest
 from jlora.layers.forward.batch import Served
 from jlora.manager.histogram import HistogramCounts
-from jlora.manager.lru import LRU
+from jlora.manager.host_cache import HostCache
+from jlora.manager.leases import Leases
 from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.slot_arrays import SlotArrays
+
+Level: TypeAlias = Literal["slot", "host", "evicted"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """One adapter of the host cache, as `list_adapters` shows it. `slot` is None where it is in no slot."""
+    """One adapter that a manager knows.
+
+    Attributes:
+      name: of the adapter.
+      level: "slot", "host" (in the host cache alone), or "evicted" (loaded again from `request` when it is needed).
+      slot: index of the slot that holds this version; None without one.
+      version: of the weights; of an evicted adapter the last one.
+      pinned: True if it is never evicted; of an evicted adapter, once it is loaded again.
+      leases: number of open batches that hold it.
+      rank: the largest rank of its modules; None if it was evicted.
+      modules: number of its modules; None if it was evicted.
+      nbytes: bytes in the host cache; 0 if it was evicted.
+      request: the source of its weights; None if they came from memory.
+      base_model_name: as its files give it; None if unknown.
+    """
 
     name: str
-    rank: int
-    modules: int
-    nbytes: int
+    level: Level
     slot: int | None
-    pinned: bool
-    leased: bool
-    path: str | None
-    base_model_name: str | None
     version: int
+    pinned: bool
+    leases: int
+    rank: int | None
+    modules: int | None
+    nbytes: int
+    request: LoRARequest | None
+    base_model_name: str | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class Stats:
       registered, active, leased: adapters now on the host, in slots, in open batches.
       slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
         factors, take less (`LoRAManager.layers`). On a mesh of all devices together: what several hold counts once.
-      host_bytes: bytes of the host cache; adapters of the same weights share theirs.
+      host_bytes: bytes of the host cache.
       open_leases: open batches, those of the base model alone among them.
       load_seconds: of loads from a folder or repository, the first ones and those of adapters that had been evicted:
         (upper bounds, counts, sum) of a histogram, seconds; the last count is of those above all bounds.
@@ -63,37 +83,58 @@ class Stats:
     swap_seconds: HistogramCounts
 
 
-def listed(
-    contents: LRU[PackedAdapter], table: Sequence[PackedAdapter | None], leased: Collection[Served]
+def records(
+    names: Collection[str] | None, level: Level | None, cache: HostCache, pool: SlotArrays, leases: Leases
 ) -> dict[str, AdapterInfo]:
-    """The adapters of the host cache, in its order; under the manager's lock.
-
-    Args:
-      contents: of the host cache.
-      table: what each slot holds.
-      leased: what open batches hold.
-    """
-    slots = {content: slot for slot, content in enumerate(table) if content is not None}
-    return {
-        name: AdapterInfo(
-            name=name,
-            rank=content.rank,
-            modules=len(content.placements),
-            nbytes=content.nbytes,
-            slot=slots.get(content),
-            pinned=contents.pinned(name),
-            leased=content in leased,
-            path=None if content.request is None else content.request.path,
-            base_model_name=None if content.about is None else content.about.base_model_name,
-            version=content.version,
-        )
-        for name, content in ((name, contents[name]) for name in contents)
+    """See `LoRAManager.list_adapters`. Called under the manager's lock."""
+    if names is None:
+        in_slots = [content.name for content in pool.table if content is not None]
+        names = in_slots if level == "slot" else [*cache.known, *cache.contents]
+    slots = {content: slot for slot, content in enumerate(pool.table) if content is not None and slot not in pool.dirty}
+    leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)
+    found = {
+        name: _record(name, cache, slots, leased) for name in names if name in cache.contents or name in cache.known
     }
+    return found if level is None else {name: info for name, info in found.items() if info.level == level}
 
 
-def unknown_name(name: str, *known: Iterable[str]) -> str:
-    """The message for a name that was not added, with the nearest few of the first thousand that were."""
-    names = list(itertools.chain(*known))
-    near = difflib.get_close_matches(name[:100], names[:1000], n=3)  # 30 us a name
+def _record(
+    name: str, cache: HostCache, slots: Mapping[PackedAdapter, int], leased: Mapping[Served, int]
+) -> AdapterInfo:
+    content = cache.contents.get(name)
+    if content is None:
+        return AdapterInfo(
+            name=name,
+            level="evicted",
+            slot=None,
+            version=cache.last[name][0],
+            pinned=name in cache.pin_when_loaded,
+            leases=0,
+            rank=None,
+            modules=None,
+            nbytes=0,
+            request=cache.known[name],
+            base_model_name=cache.known[name].base_model_name,
+        )
+    slot = slots.get(content)
+    return AdapterInfo(
+        name=name,
+        level="host" if slot is None else "slot",
+        slot=slot,
+        version=content.version,
+        pinned=cache.contents.pinned(name),
+        leases=leased.get(content, 0),
+        rank=content.rank,
+        modules=len(content.placements),
+        nbytes=content.nbytes,
+        request=content.request,
+        base_model_name=None if content.about is None else content.about.base_model_name,
+    )
+
+
+def unknown_name(name: str, cache: HostCache) -> str:
+    """Return the message for a name that was not added, with up to three similar ones of the thousand used last."""
+    names = [*cache.known, *cache.contents]
+    near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
     return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"

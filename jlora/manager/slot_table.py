@@ -54,9 +54,11 @@ class SlotTable:
         """Whether a slot waits for an update to be copied back, and can be given away then."""
         return any(content is not None and content.copying for content in self.pool.table)
 
-    def names(self) -> tuple[str | None, ...]:
+    @property
+    def active(self) -> int:
+        """Number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
-        return tuple(c.name if c is not None and alive(c) else None for c in self.pool.table)
+        return sum(content is not None and alive(content) for content in self.pool.table)
 
     def by_use(self) -> list[PackedAdapter]:
         """The contents in slots, least recently used first."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -483,7 +484,7 @@ def test_rows_of_a_closed_batch_are_not_served_by_the_adapter_that_took_its_slot
         with manager.prepare(["b", "b"]) as second:
             mixed = jax.tree.map(lambda one, two: jnp.where(jnp.array([True, False]), one, two), first, second)
         with manager.prepare(["c"]):
-            assert set(manager.slot_names) == {"a", "c"}
+            assert set(slot_names(manager)) == {"a", "c"}
             assert np.isnan(step(model, X[:2], mixed)).all()
             with jlora.use(mixed), pytest.raises(jlora.LoRAError, match="this copy of the model"):
                 model(jnp.asarray(X[:2]))

@@ -29,6 +29,7 @@ from tests.layers.mesh_models import (
     placed,
     tokens_of,
 )
+from tests.records import slot_names
 
 pytestmark = [pytest.mark.device, pytest.mark.mesh]
 
@@ -223,7 +224,7 @@ def test_gradients_are_those_of_one_device(served):
             return jax.grad(loss)(slots)
 
         with manager.prepare(NAMES) as batch:
-            places = {name: slot for slot, name in enumerate(manager.slot_names)}
+            places = {name: slot for slot, name in enumerate(slot_names(manager))}
             _, ranks, slots, rest = nnx.split(model, SlotRanks, SlotParam, ...)
             found = nnx.to_flat_state(gradient(slots, ranks, rest, batch))
         order = [places["one"], places["two"]]

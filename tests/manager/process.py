@@ -41,6 +41,7 @@ from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
 from tests.layers.merging import assert_close, expected_rows, make_adapter, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
+from tests.records import slot_names
 
 THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
 ADAPTERS = [ONE, TWO, THREE, FOUR]
@@ -119,7 +120,7 @@ class World:
         """All that must not change where a call fails."""
         stats = self.manager.stats()
         slots = [np.asarray(s.data) for a in jax.tree.leaves(self.manager.slots) for s in a.addressable_shards]
-        books = self.manager.list_adapters(), self.manager.slot_names, stats.host_loads, stats.slot_loads
+        books = self.manager.list_adapters(), slot_names(self.manager), stats.host_loads, stats.slot_loads
         return books, slots
 
     def unchanged(self, before) -> None:
@@ -132,7 +133,7 @@ class World:
         """Both processes have the same books."""
         adapters = {name: (i.version, i.slot, i.pinned) for name, i in self.manager.list_adapters().items()}
         own = np.frombuffer(
-            json.dumps([list(adapters.items()), self.manager.slot_names]).encode().ljust(4000), np.uint8
+            json.dumps([list(adapters.items()), slot_names(self.manager)]).encode().ljust(4000), np.uint8
         )
         multihost_utils.assert_equal(own, "the books of the processes differ")
 
@@ -494,7 +495,7 @@ def removing_and_pinning(world: World) -> None:
     assert manager.pin_adapter("one")
     world.check(["two", None, None, None])
     world.check(["three", None, None, None])
-    assert manager.slot_names[0] == "one"
+    assert slot_names(manager)[0] == "one"
     with manager.prepare(["three"]):
         with pytest.raises(AdapterInUseError):
             manager.remove_adapter("three")
@@ -769,7 +770,7 @@ def other_orders_of_use(world: World) -> None:
     ):
         with pytest.raises(LoRAError, match=r"process 0 has .*, and process 1 "):
             attempt()
-        assert manager.slot_names == before[0][1]
+        assert slot_names(manager) == before[0][1]
     world.check(["one", "two", None, None])
     manager.add_adapter(world.request("three"))
     manager.add_adapter(world.request("four"))
@@ -918,8 +919,8 @@ def random_traffic(world: World) -> None:
             called.add(call)
         except LoRAError as error:
             said = str(error)
-        infos = [(n, i.version, i.slot, i.pinned, i.leased) for n, i in manager.list_adapters().items()]
-        seen = f"{step} {call} {name} {other}: {said} {infos} {manager.slot_names}"
+        infos = [(n, i.version, i.slot, i.pinned, i.leases) for n, i in manager.list_adapters().items()]
+        seen = f"{step} {call} {name} {other}: {said} {infos} {slot_names(manager)}"
         multihost_utils.assert_equal(np.frombuffer(seen.encode().ljust(2000)[:2000], np.uint8), f"not as here: {seen}")
         if batch is not None:
             open_batches.append((batch, served(batch, names)))

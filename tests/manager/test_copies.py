@@ -11,6 +11,7 @@ from flax import nnx
 import jlora
 from jlora.errors import LoRAError
 from tests.manager.tiny import make_adapter, make_world
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -84,20 +85,20 @@ def test_what_it_holds_still_is_served(loaded):
     twin = through_state(loaded.model)
     base = step(loaded, loaded.model, [None] * 3)
     loaded.serve(["c", None, None])
-    (kept,) = set(loaded.manager.slot_names) - {"c"}
+    (kept,) = set(slot_names(loaded.manager)) - {"c"}
     loaded.check(step(loaded, twin, [kept, None, kept]), [ADAPTERS[kept], None, ADAPTERS[kept]])
     np.testing.assert_array_equal(step(loaded, twin, [None] * 3), base)
 
 
 def test_an_adapter_that_came_back_to_its_slot(loaded):
     """A copy made while another was there: the slot and the adapter are those of an earlier batch."""
-    slots = loaded.manager.slot_names
+    slots = slot_names(loaded.manager)
     loaded.serve(["c", None, None])
-    (evicted,) = set(slots) - set(loaded.manager.slot_names)
+    (evicted,) = set(slots) - set(slot_names(loaded.manager))
     twin = through_state(loaded.model)
     loaded.manager.deactivate_adapter("c")
     loaded.serve([evicted, None, None])
-    assert loaded.manager.slot_names == slots
+    assert slot_names(loaded.manager) == slots
     assert np.isnan(step(loaded, twin, ["a", "b", None])).all()
 
 

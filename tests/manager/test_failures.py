@@ -11,6 +11,7 @@ from flax import nnx
 import jlora
 from jlora._compat import raw_value
 from tests.manager.tiny import MAX_RANK, MODULES, VOCAB, WIDTH, World, lora, make_adapter, same
+from tests.records import slot_names
 
 
 @pytest.fixture
@@ -239,9 +240,7 @@ def check_everything(world):
     """Every adapter serves its own values, in both slots, and the books agree with that."""
     for names in (["b", None, "b"], ["a", "b", None], ["c", "a", "c"], ["d", "c", None], [None, "a", "b"]):
         world.check(world.serve(names), [None if name is None else whole(name) for name in names])
-        shown = {info.slot: name for name, info in world.manager.list_adapters().items() if info.slot is not None}
-        assert tuple(shown.get(slot) for slot in range(2)) == world.manager.slot_names
-        assert set(names) - {None} <= set(world.manager.slot_names)
+        assert set(names) - {None} <= set(slot_names(world.manager))
     assert world.manager.stats().leased == 0
     assert world.manager.stats().compilations == 1
 
@@ -280,7 +279,7 @@ def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
     assert full.manager.stats().leased == 0
     if nth <= WRITES // 2:  # d was not begun: b has its slot
         full.check(full.serve([None, "b", None]), [None, whole("b"), None])
-        assert full.manager.slot_names[1] == "b"
+        assert slot_names(full.manager)[1] == "b"
     full.check(full.serve(["c", "d", None]), [whole("c"), whole("d"), None])
     check_everything(full)
 
@@ -312,7 +311,7 @@ def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, mon
     """The books change at once, the slot at the next `prepare`; never the old weights under the new version."""
     old = full.manager.list_adapters()["a"].version
     assert full.manager.add_adapter(whole("a", 1), load_inplace=True)
-    assert full.manager.slot_names == (None, "b")
+    assert slot_names(full.manager) == (None, "b")
     with monkeypatch.context() as patch:
         fails(patch, full.manager._pool, "_run", nth)
         with pytest.raises(DeviceError):

@@ -26,6 +26,7 @@ import jlora
 from jlora.layers.forward.batch import Lease
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import World, make_world
+from tests.records import on_host
 
 NAMES = "abcd"
 SOON = 0.2  # seconds after which a signal must have been answered
@@ -109,7 +110,7 @@ class Signals:
     def _step(self, world: World) -> None:
         names: list[str | None] = [*self._rng.sample(NAMES, 2), None]
         for name in names:
-            if name is not None and name not in world.manager.list_adapters():
+            if name is not None and name not in on_host(world.manager):
                 world.manager.add_adapter(adapter(name))
         with world.manager.prepare(names) as batch:
             logits = world.manager.run(world.logits, batch)

@@ -20,6 +20,7 @@ import jlora
 from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
+from tests.records import evicted, on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -289,7 +290,7 @@ def test_a_slow_read_stalls_nothing(world, store):
         "swap": lambda: world.serve(["d", "b", None]),
         "list": world.manager.list_adapters,
         "stats": world.manager.stats,
-        "names": lambda: world.manager.slot_names,
+        "names": lambda: slot_names(world.manager),
         "slots": lambda: world.manager.slots,
         "touch": lambda: world.manager.add_adapter(make_adapter("b")),
         "partly": lambda: world.manager.prepare([store.request("a"), "b"], wait=False)[0].close(),
@@ -439,7 +440,7 @@ def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
     m.add_adapter(make_adapter("memory"))
     for name in "wxyz":
         m.add_adapter(make_adapter(name))
-    assert set(m.list_adapters()) == set("wxyz")
+    assert set(on_host(m)) == set("wxyz")
     check(world, "a", None, None)
     assert store.reads == ["a", "a"]
     assert m.list_adapters()["a"].version == version  # the same content
@@ -448,9 +449,9 @@ def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
     for call in (m.activate_adapter, m.pin_adapter, m.hold):
         while m.remove_oldest_adapter():
             pass
-        assert "a" not in m.list_adapters()
+        assert "a" not in on_host(m)
         call("a")
-        assert "a" in m.list_adapters()
+        assert "a" in on_host(m)
         m.unpin_adapter("a")
     while m.remove_oldest_adapter():
         pass
@@ -535,7 +536,7 @@ def test_what_lies_ahead_is_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [m._cache.contents[n] for n in m.list_adapters() if m._cache.contents[n].ahead]
+        ahead = [m._cache.contents[n] for n in on_host(m) if m._cache.contents[n].ahead]
         assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
         assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
     m.remove_adapter("e")
@@ -562,7 +563,7 @@ def test_resolve_finds_folders_on_the_loading_thread(store):
     store.request("a")
     request = jlora.LoRARequest("a", "store://a0")
     assert manager.add_adapter(request)
-    assert manager.list_adapters()["a"].path == "store://a0"
+    assert manager.list_adapters()["a"].request.path == "store://a0"
     broken = jlora.LoRARequest("b", "store://broken")
     with pytest.raises(ConnectionError, match="the store is away"):
         manager.add_adapter(broken)
@@ -578,10 +579,27 @@ def test_an_evicted_adapter_is_listed_and_loaded_ahead_by_its_name(world, store)
     for name in "abcde":  # the host has room for four
         world.manager.add_adapter(store.request(name))
     with world.manager.prepare(["b", None, None]):
-        assert [world.manager.level(name) for name in (*"abc", "nobody")] == ["evicted", "slot", "host", None]
-    assert world.manager.list_evicted() == {"a": store.request("a")}
+        records = world.manager.list_adapters()
+    assert [*records] == ["a", "c", "d", "e", "b"]  # evicted ones first, then the least recently used
+    assert [records[name].level for name in "abc"] == ["evicted", "slot", "host"]
+    version = world.manager.list_adapters(["a"])["a"].version
+    assert records["a"] == jlora.AdapterInfo(
+        name="a",
+        level="evicted",
+        slot=None,
+        version=version,
+        pinned=False,
+        leases=0,
+        rank=None,
+        modules=None,
+        nbytes=0,
+        request=store.request("a"),
+        base_model_name=None,
+    )
+    assert evicted(world.manager) == {"a": store.request("a")}
     assert world.manager.prefetch("a").result(30) is True
-    assert world.manager.level("a") == "host"
+    assert world.manager.list_adapters(["a"])["a"].version == version  # the same files
+    assert world.manager.list_adapters(["a"])["a"].level == "host"
     assert world.manager.prefetch("a").result(30) is False
     with pytest.raises(jlora.AdapterNotFoundError, match="nobody"):
         world.manager.prefetch("nobody")
@@ -728,7 +746,7 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(world, store, ver
         assert "'a' was removed while it was loaded" in str(error)
     store.closed.clear()
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
-    assert manager.list_adapters() == manager.list_evicted() == {}
+    assert manager.list_adapters() == {}
     with pytest.raises(jlora.AdapterNotFoundError):
         manager.prepare(["a"])
     assert manager.add_adapter(request)

@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import jlora
 from tests.manager.hostile import PATIENCE, Judge, adapter
 from tests.manager.tiny import SEQUENCES, World, make_world
+from tests.records import slot_names
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 VERSIONS = st.integers(0, 2)
@@ -569,13 +570,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         listed, books = self.manager.list_adapters(), self.books
         assert list(listed) == [item.name for item in books.host]
-        assert list(self.manager.slot_names) == books.names()
+        newest = [item.name if item in books.host else None for item in books.slots]
+        assert list(slot_names(self.manager)) == newest
         for item in books.host:
             info = listed[item.name]
             slot = books.slots.index(item) if item in books.slots else None
-            found = (info.name, info.rank, info.slot, info.pinned, info.leased, info.version)
-            pinned = item.name in books.pinned
-            assert found == (item.name, item.adapter.rank, slot, pinned, books.leased(item), item.version)
+            found = (info.name, info.rank, info.slot, info.pinned, info.leases, info.version)
+            leases = sum(item in batch for batch in books.open)
+            assert found == (item.name, item.adapter.rank, slot, item.name in books.pinned, leases, item.version)
         stats = self.manager.stats()
         leased = len({item.name for batch in books.open for item in batch})
         active = sum(name is not None for name in books.names())

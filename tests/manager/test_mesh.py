@@ -43,6 +43,7 @@ from tests.layers.mesh_models import (
     tokens_of,
 )
 from tests.matrix import thinned
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -134,7 +135,7 @@ def test_arrays_read_back_are_the_bits_that_one_device_holds():
     manager = make_manager(single, ADAPTERS, max_lora_rank=3, max_loras=2)
     for found in (world.manager, manager):
         found.activate_adapter("one")
-    slot = world.manager.slot_names.index("one"), manager.slot_names.index("one")
+    slot = slot_names(world.manager).index("one"), slot_names(manager).index("one")
     for name in ("embed", "up", "down", "head"):
         for half in ("jlora_a", "jlora_b"):
             mine, theirs = (getattr(getattr(m, name), half)[...] for m in (world.model, single))

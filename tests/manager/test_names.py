@@ -264,7 +264,7 @@ def test_a_request_is_read_from_its_folder(world, tmp_path):
     assert world.manager.add_adapter(request)
     assert not world.manager.add_adapter(request)
     info = world.manager.list_adapters()["sql"]
-    assert (info.path, info.base_model_name, info.rank) == (str(tmp_path), "org/base", adapter.rank)
+    assert (info.request, info.base_model_name, info.rank) == (request, "org/base", adapter.rank)
     world.check(world.serve(["sql", None, "sql"]), [adapter, None, adapter])
     make_adapter("x", 1).save_pretrained(tmp_path / "new")
     assert world.manager.add_adapter(jlora.LoRARequest("sql", str(tmp_path / "new"), load_inplace=True))

@@ -7,6 +7,7 @@ import pytest
 
 import jlora
 from tests.manager.tiny import make_adapter, make_world
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -22,7 +23,7 @@ def hosts(world):
 def test_add_is_for_the_host_alone(world):
     assert add(world, "a", "b", "c") == [True, True, True]
     assert hosts(world) == ["a", "b", "c"]
-    assert world.manager.slot_names == (None, None)
+    assert slot_names(world.manager) == (None, None)
 
 
 def test_add_of_a_known_name_touches_it(world):
@@ -39,7 +40,7 @@ def test_a_full_host_drops_its_oldest_also_from_its_slot(world):
     assert hosts(world) == ["a", "b", "c", "d"]
     assert add(world, "e") == [True]
     assert hosts(world) == ["b", "c", "d", "e"]
-    assert world.manager.slot_names == (None, None)
+    assert slot_names(world.manager) == (None, None)
     with pytest.raises(jlora.AdapterNotFoundError, match="'a' is not loaded"):
         world.manager.activate_adapter("a")
 
@@ -48,14 +49,14 @@ def test_slots_fill_lowest_first_and_evict_the_least_recently_used(world):
     m = world.manager
     add(world, "a", "b", "c", "d")
     assert m.activate_adapter("a")
-    assert m.slot_names == ("a", None)
+    assert slot_names(m) == ("a", None)
     assert m.activate_adapter("b")
-    assert m.slot_names == ("a", "b")
+    assert slot_names(m) == ("a", "b")
     assert m.activate_adapter("c")
-    assert m.slot_names == ("c", "b")
+    assert slot_names(m) == ("c", "b")
     assert not m.activate_adapter("b")  # in a slot already: this touches it
     assert m.activate_adapter("d")
-    assert m.slot_names == ("d", "b")
+    assert slot_names(m) == ("d", "b")
 
 
 def test_a_slot_given_up_is_taken_first(world):
@@ -64,12 +65,12 @@ def test_a_slot_given_up_is_taken_first(world):
     m.activate_adapter("a")
     m.activate_adapter("b")
     assert m.deactivate_adapter("a")
-    assert m.slot_names == (None, "b")
+    assert slot_names(m) == (None, "b")
     assert not m.deactivate_adapter("a")
     assert not m.deactivate_adapter("unknown")
     assert hosts(world) == ["c", "a", "b"]
     m.activate_adapter("c")
-    assert m.slot_names == ("c", "b")
+    assert slot_names(m) == ("c", "b")
 
 
 def test_remove_takes_an_adapter_from_slot_and_host(world):
@@ -78,7 +79,7 @@ def test_remove_takes_an_adapter_from_slot_and_host(world):
     m.activate_adapter("a")
     m.activate_adapter("b")
     assert m.remove_adapter("a")
-    assert m.slot_names == (None, "b")
+    assert slot_names(m) == (None, "b")
     assert not m.remove_adapter("a")
     assert not m.remove_adapter("never heard of")
     assert hosts(world) == ["b"]
@@ -93,7 +94,7 @@ def test_remove_oldest_goes_by_use_not_by_slot(world):
     assert m.remove_oldest_adapter()
     assert m.remove_oldest_adapter()
     assert not m.remove_oldest_adapter()
-    assert m.slot_names == (None, None)
+    assert slot_names(m) == (None, None)
 
 
 def test_remove_all_takes_pinned_ones_too(world):
@@ -103,7 +104,7 @@ def test_remove_all_takes_pinned_ones_too(world):
     m.activate_adapter("b")
     m.remove_all_adapters()
     assert m.list_adapters() == {}
-    assert m.slot_names == (None, None)
+    assert slot_names(m) == (None, None)
     add(world, "a")
     assert not m.list_adapters()["a"].pinned
 
@@ -112,15 +113,15 @@ def test_pin_activates_and_survives_every_eviction(world):
     m = world.manager
     add(world, "a", "b", "c", "d")
     assert m.pin_adapter("a")
-    assert m.slot_names == ("a", None)
+    assert slot_names(m) == ("a", None)
     for name in ("b", "c", "d"):
         m.activate_adapter(name)
-        assert m.slot_names == ("a", name)
+        assert slot_names(m) == ("a", name)
     add(world, "e", "f", "g")
     assert hosts(world) == ["a", "e", "f", "g"]
     assert [m.remove_oldest_adapter() for _ in range(4)] == [True, True, True, False]
     assert hosts(world) == ["a"]
-    assert m.slot_names == ("a", None)
+    assert slot_names(m) == ("a", None)
 
 
 def test_pin_of_one_in_a_slot_keeps_its_slot(world):
@@ -134,7 +135,7 @@ def test_pin_of_one_in_a_slot_keeps_its_slot(world):
     assert not m.unpin_adapter("b")
     m.activate_adapter("a")
     m.activate_adapter("c")
-    assert m.slot_names == ("a", "c")
+    assert slot_names(m) == ("a", "c")
 
 
 def test_pin_evicts_to_make_room_but_never_a_pinned_one(world):
@@ -143,7 +144,7 @@ def test_pin_evicts_to_make_room_but_never_a_pinned_one(world):
     m.activate_adapter("a")
     m.activate_adapter("b")
     assert m.pin_adapter("c")
-    assert m.slot_names == ("c", "b")
+    assert slot_names(m) == ("c", "b")
     assert m.pin_adapter("b")
     before = world.held()
     for verb in (m.pin_adapter, m.activate_adapter):
@@ -166,7 +167,7 @@ def test_a_pinned_adapter_can_be_taken_out_by_name(world):
     add(world, "a", "b")
     m.pin_adapter("a")
     assert m.deactivate_adapter("a")
-    assert m.slot_names == (None, None)
+    assert slot_names(m) == (None, None)
     assert not m.list_adapters()["a"].pinned
     m.pin_adapter("a")
     assert m.remove_adapter("a")
@@ -180,7 +181,7 @@ def test_after_unpin_the_old_order_of_use_counts(world):
     m.activate_adapter("b")
     m.unpin_adapter("a")  # not a use: a is still the least recently used
     m.activate_adapter("c")
-    assert m.slot_names == ("c", "b")
+    assert slot_names(m) == ("c", "b")
 
 
 def test_a_full_host_of_pinned_adapters_takes_no_more():
@@ -196,7 +197,7 @@ def test_a_full_host_of_pinned_adapters_takes_no_more():
     m.unpin_adapter("b")
     assert add(world, "c") == [True]
     assert hosts(world) == ["a", "c"]
-    assert m.slot_names == ("a", None)
+    assert slot_names(m) == ("a", None)
 
 
 def test_one_slot_serves_many_in_turn():
@@ -205,7 +206,7 @@ def test_one_slot_serves_many_in_turn():
     for name in "abcab":
         logits = world.serve([name, None, name])
         world.check(logits, [make_adapter(name), None, make_adapter(name)])
-        assert world.manager.slot_names == (name,)
+        assert slot_names(world.manager) == (name,)
     assert world.manager.stats().slot_evictions == 4
 
 
@@ -217,14 +218,14 @@ def test_prepare_counts_as_a_use_in_slots_and_host(world):
     world.serve(["a", "a", None])
     assert hosts(world) == ["c", "b", "a"]
     world.serve(["c", None, None])
-    assert m.slot_names == ("a", "c")
+    assert slot_names(m) == ("a", "c")
 
 
 def test_a_batch_may_evict_only_what_it_does_not_use(world):
     add(world, "a", "b", "c")
     world.serve(["a", "b", None])
     logits = world.serve(["a", "c", "a"])  # a is the least recently used, and needed
-    assert world.manager.slot_names == ("a", "c")
+    assert slot_names(world.manager) == ("a", "c")
     world.check(logits, [make_adapter("a"), make_adapter("c"), make_adapter("a")])
 
 
@@ -237,7 +238,7 @@ def test_a_slot_taken_over_keeps_nothing_of_the_one_before(world):
     world.check(world.serve(["full", None, None]), [full, None, None])
     world.manager.deactivate_adapter("full")
     world.check(world.serve(["small", None, None]), [small, None, None])
-    assert world.manager.slot_names[0] == "small"
+    assert slot_names(world.manager)[0] == "small"
     # What lies past the ranks is masked, not zeroed: one layer alone has any.
     ranks = [array[0] for path, array in world.slots() if path[-1].endswith("ranks")]
     assert sum(bool(array.any()) for array in ranks) == 1

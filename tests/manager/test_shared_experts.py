@@ -31,6 +31,7 @@ from tests.layers.expert_models import (
     reference,
 )
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -131,7 +132,7 @@ def test_rows_of_every_kind_of_slot_in_one_batch(style):
     base = np.asarray(world.forward(world.model, world.x, None))
     np.testing.assert_array_equal(found[2], base[2])
     assert np.abs(found - base)[[0, 1, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter does something
-    held = [(slot, name) for slot, name in enumerate(world.manager.slot_names) if name is not None]
+    held = [(slot, name) for slot, name in enumerate(slot_names(world.manager)) if name is not None]
     assert sorted(name for slot, name in held if slot in (2, 3) and name != "dense") == ["s", "t"]
     world.check(["t", "dense", "s", None, "full", "t"])
 
@@ -176,7 +177,7 @@ def test_kinds_of_adapters_take_turns_without_a_compilation(world):
     for kind in (*KINDS, *KINDS):
         world.manager.add_adapter(KINDS[kind], load_inplace=True)
         world.check(["x", "s", None, "dense", "x", "s"], x=KINDS[kind])
-        slot = world.manager.slot_names.index("x")
+        slot = slot_names(world.manager).index("x")
         assert slot in (2, 3) if kind in SHARED else slot in (0, 1) if kind != "dense" else True
     assert world.manager.stats().compilations == 1
 
@@ -230,7 +231,7 @@ def test_no_room_for_more(world):
 
 def test_others_leave_room_and_make_room(world):
     world.serve()
-    assert world.manager.slot_names[4] == "dense"  # the smallest
+    assert slot_names(world.manager)[4] == "dense"  # the smallest
     dense = {f"d{i}": router(f"d{i}", 10 + i) for i in range(4)}
     for adapter in dense.values():
         world.manager.add_adapter(adapter)

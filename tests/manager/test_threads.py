@@ -25,6 +25,7 @@ from flax import nnx
 import jlora
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import SEQUENCES, make_world
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -136,7 +137,7 @@ class Crowd:
             case 2:
                 m.remove_oldest_adapter()
             case _:
-                m.list_adapters(), m.stats(), m.slot_names, m.leases()
+                m.list_adapters(), m.stats(), slot_names(m), m.leases()
         self.done["removes"] += 1
         time.sleep(0.002)
 

@@ -10,6 +10,7 @@ from flax import nnx
 import jlora
 from jlora.errors import LoRAError
 from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -55,7 +56,7 @@ def test_300_operations_one_trace_one_compilation(rng):
         adapters = [None if name is None else make_adapter(name, versions[name]) for name in names]
         world.check(world.serve(names), adapters)
         ranks_served.update(adapter.rank for adapter in adapters if adapter)
-        slots_used.add(sum(name is not None for name in m.slot_names))
+        slots_used.add(sum(name is not None for name in slot_names(m)))
         adapters_in_batch.add(len({name for name in names if name}))
 
     assert len(world.traces) == 1

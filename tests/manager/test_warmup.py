@@ -9,6 +9,7 @@ from flax import nnx
 
 import jlora
 from tests.manager.tiny import LAYERS, MAX_RANK, SEQUENCES, VOCAB, WIDTH, Model, make_adapter, make_world, same
+from tests.records import slot_names
 
 
 def test_after_warmup_nothing_compiles():
@@ -17,7 +18,7 @@ def test_after_warmup_nothing_compiles():
     assert m.stats().compilations == 0
     m.warmup(world.logits, num_sequences=SEQUENCES)
     assert m.stats().compilations == len(world.traces) == 1
-    assert m.slot_names == (None, None)
+    assert slot_names(m) == (None, None)
     for name in "abc":
         m.add_adapter(make_adapter(name))
     for names in (["a", "b", None], [None, None, None], ["c", "c", "a"]):
@@ -149,21 +150,41 @@ def test_what_list_adapters_shows(world):
     info = world.manager.list_adapters()["a"]
     assert info == jlora.AdapterInfo(
         name="a",
+        level="host",
         rank=3,
         modules=2,
         # one row of each of the two at max_lora_rank, A for all three slices of the merged layer, and all ranks
         nbytes=4 * MAX_RANK * (VOCAB + WIDTH + 3 * WIDTH + 32) + 4 * (1 + 1 + LAYERS * (3 + 1)),
         slot=None,
         pinned=False,
-        leased=False,
-        path=None,
+        leases=0,
+        request=None,
         base_model_name="org/base",
         version=info.version,
     )
     world.manager.pin_adapter("a")
-    with world.manager.prepare(["a"]):
+    with world.manager.prepare(["a"]), world.manager.prepare(["a", "a", None]):
         info = world.manager.list_adapters()["a"]
-        assert (info.slot, info.pinned, info.leased) == (0, True, True)
+        assert (info.level, info.slot, info.pinned, info.leases) == ("slot", 0, True, 2)
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+def test_list_adapters_takes_names_and_a_level(world):
+    m = world.manager
+    for name in "abc":
+        m.add_adapter(make_adapter(name))
+    m.activate_adapter("c")
+    m.activate_adapter("a")
+    everything = m.list_adapters()
+    assert list(everything) == ["b", "c", "a"]
+    assert m.list_adapters(["a", "nobody", "b"]) == {name: everything[name] for name in "ab"}
+    assert list(m.list_adapters(["a", "nobody", "b"])) == ["a", "b"]
+    assert list(m.list_adapters(level="slot")) == ["c", "a"]
+    assert list(m.list_adapters(level="host")) == ["b"]
+    assert m.list_adapters(["b"], level="slot") == m.list_adapters(level="evicted") == m.list_adapters(["nobody"]) == {}
+    for names, level, message in ((None, "device", "level must be .*'device'"), ("a", None, r"write \['a'\]")):
+        with pytest.raises(jlora.LoRAUsageError, match=message):
+            m.list_adapters(names, level=level)
 
 
 def test_unwrap_gives_the_model_back():

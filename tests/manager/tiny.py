@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 import jlora
+from tests.records import slot_names
 
 VOCAB, WIDTH, LAYERS, MAX_RANK = 13, 16, 2, 4
 SEQUENCES, LENGTH = 3, 4
@@ -145,7 +146,7 @@ class World:
         """Everything a failed call must leave alone."""
         listed = self.manager.list_adapters()
         slots = [(path, np.asarray(value)) for path, value in self.slots()]
-        return tuple(listed.values()), self.manager.slot_names, slots
+        return tuple(listed.values()), slot_names(self.manager), slots
 
     def slots(self):
         return [(path, v[...]) for path, v in nnx.to_flat_state(nnx.state(self.model, jlora.SlotParam))]

@@ -14,6 +14,7 @@ import jlora
 from jlora.cli.demo import DEMO
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.serve import Engine, EngineOptions
+from tests.records import evicted
 
 ADAPTERS: dict[str, Path] = {path.name: path for path in sorted((DEMO / "adapters").iterdir())}
 ROWS, SLOTS, RANK = 4, 2, 32
@@ -70,7 +71,7 @@ def started() -> Iterator[World]:
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
     """The engine with the demo's four adapters, at rest. Whatever a test does, nothing compiles and nothing is left."""
-    for name in started.manager.list_evicted():
+    for name in evicted(started.manager):
         started.manager.prepare([name]).close()
     yield started
     started.wait_idle()

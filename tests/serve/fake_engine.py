@@ -163,8 +163,20 @@ class FakeEngine:
     def resident(self):
         """What the manager would list: the first two adapters are in slots, the next two on the host."""
         return {
-            name: AdapterInfo(name, 8, 2, 100, i if i < 2 else None, name in self.pinned, False, r.path, None, 0)
-            for i, (name, r) in enumerate([*self.loras.items()][:4])
+            name: AdapterInfo(
+                name=name,
+                level="slot" if i < 2 else "host",
+                slot=i if i < 2 else None,
+                version=0,
+                pinned=name in self.pinned,
+                leases=0,
+                request=request,
+                rank=8,
+                modules=2,
+                nbytes=100,
+                base_model_name=None,
+            )
+            for i, (name, request) in enumerate([*self.loras.items()][:4])
         }
 
     def stats(self):

@@ -73,7 +73,7 @@ def test_a_disk_that_fails_on_a_read(world, service, root, monkeypatch, nth):
     disk = Disk(root / "one", monkeypatch)
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
     assert post(service, UNLOAD, {"lora_name": "mine"}).status == 200
-    until(lambda: world.manager.level("mine") is None)
+    until(lambda: not world.manager.list_adapters(["mine"]))
     fails = {"first": 1, "third": 3, "last": disk.reads}[nth]
     disk.reads, disk.fails = 0, fails
     before = set(world.engine.list_loras())

@@ -81,7 +81,7 @@ class Engine:
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._silent = silent_tokens(tokenizer, self._vocab)
-        self._metrics = EngineMetrics(lambda name: manager.level(name) is not None)
+        self._metrics = EngineMetrics(lambda name: bool(manager.list_adapters([name])))
         self._writer = TokenWriter(self._metrics, self._ended)
         self._resolver_pool: ResolverPool | None = None
         if resolve is not None:
@@ -209,7 +209,7 @@ class Engine:
                 stops=stops,
                 lora=name,
                 request=request,
-                absent=name is not None and self._manager.level(name) != "slot",
+                absent=name is not None and not self._manager.list_adapters([name], level="slot"),
                 deadline=None if seconds is None else arrived + seconds,
                 answer=answer,
                 detokenizer=detokenizer,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-from jlora import LoRABatch, LoRAManager, LoRARequest
+from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, RegisteredLoRA
 from jlora.serve.engine.resolver_pool import ResolverPool, check_name
@@ -63,7 +63,7 @@ class Loras:
                 raise AdapterExistsError(
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
-            inplace = self._manager.level(name) is not None
+            inplace = self._info(name) is not None
             self._coming[name] += 1
         try:
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
@@ -102,15 +102,15 @@ class Loras:
     def list(self) -> dict[str, RegisteredLoRA]:
         """Return the adapters that requests may name: those in memory first, then the evicted ones."""
         with self._lock:
-            evicted, infos = self._manager.list_evicted(), self._manager.list_adapters()
+            infos = self._manager.list_adapters()
             found: dict[str, RegisteredLoRA] = {}
-            for name in dict.fromkeys((*infos, *evicted, *self._registered)):
-                if name in self._going or not (name in infos or name in evicted or self._known(name)):
+            for name, info in sorted(infos.items(), key=lambda item: item[1].level == "evicted"):
+                if name in self._going:
                     continue
                 if name not in self._registered:  # added by a resolver, or to the manager directly
-                    path = infos[name].path if name in infos else evicted[name].path
-                    self._registered[name] = RegisteredLoRA(path or "", int(time.time()))
-                found[name] = replace(self._registered[name], info=infos.get(name))
+                    path = "" if info.request is None else info.request.path
+                    self._registered[name] = RegisteredLoRA(path, int(time.time()))
+                found[name] = replace(self._registered[name], info=info)
             self._registered = {name: self._registered[name] for name in found}
             return found
 
@@ -132,7 +132,7 @@ class Loras:
             raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
         name, request = (lora, None) if isinstance(lora, str) else (lora.name, lora)
         with self._lock:
-            unknown = self._resolver_pool is not None and request is None and self._manager.level(name) is None
+            unknown = self._resolver_pool is not None and request is None and self._info(name) is None
             if unknown:
                 check_name(name)
             elif request is None or name in self._going:
@@ -149,7 +149,10 @@ class Loras:
                 self._let_go()
 
     def _known(self, name: str) -> bool:
-        return name not in self._going and self._manager.level(name) is not None
+        return name not in self._going and self._info(name) is not None
+
+    def _info(self, name: str) -> AdapterInfo | None:
+        return self._manager.list_adapters([name]).get(name)
 
     def _check(self, name: str) -> None:
         if not self._known(name):
@@ -176,8 +179,8 @@ class Loras:
 
     def slots(self) -> SlotUse:
         """Return the current use of the slots."""
-        resident = [name for name in self._manager.slot_names if name is not None]
-        pinned = {name for name in resident if self._stays(name)}
+        resident = self._manager.list_adapters(level="slot")
+        pinned = {name for name, info in resident.items() if self._stays(info)}
         names = {name for name, _ in self._held}
         return SlotUse(
             total=self._manager.config.max_loras,
@@ -188,15 +191,17 @@ class Loras:
 
     def all_pinned(self) -> set[str] | None:
         """Return the pinned adapters if they take every slot, so that no other can run; else None."""
-        names = {name for name in self._manager.slot_names if name is not None}
-        return names if len(names) == self._manager.config.max_loras and all(map(self._stays, names)) else None
+        infos = self._manager.list_adapters(level="slot")
+        full = len(infos) == self._manager.config.max_loras and all(map(self._stays, infos.values()))
+        return set(infos) if full else None
 
-    def _stays(self, name: str) -> bool:
-        return name not in self._going and self._manager.pinned(name)
+    def _stays(self, info: AdapterInfo) -> bool:
+        return info.pinned and info.name not in self._going
 
     def loaded(self, name: str) -> bool:
         """Return whether an adapter is in host memory or in a slot."""
-        return self._manager.level(name) in ("slot", "host")
+        info = self._info(name)
+        return info is not None and info.level != "evicted"
 
     def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
         """Retry pending removals, and load the adapters of the requests that wait longest.
@@ -251,11 +256,11 @@ class Loras:
             seen.add(name)
             if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
                 break
-            if name in coming or self.loaded(name) or now < self._not_before.get(name, 0.0):
+            info = self._info(name)
+            loaded = info is not None and info.level != "evicted"
+            if name in coming or loaded or now < self._not_before.get(name, 0.0):
                 continue
-            request = self._manager.evicted(name) or sequence.request
-            if request is None and self._manager.level(name) is not None:  # it was loaded just now
-                continue
+            request = sequence.request if info is None else info.request
             self._not_before.pop(name, None)
             yield name, request
 

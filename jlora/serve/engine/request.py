@@ -138,7 +138,7 @@ class RegisteredLoRA:
       path: displayed as its source.
       created: when it was added or first seen, in Unix seconds.
       parent: the base model name that it is listed under; None for the first.
-      info: the manager's view; None if it was evicted, in which case the next request for it loads it again.
+      info: the manager's record; of an evicted adapter, the next request for it loads it again.
     """
 
     path: str

@@ -37,7 +37,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 def _lines(service: Service) -> Iterator[str]:
-    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
+    stats, manager = service.engine.stats(), service.manager.stats()
     model = {"model_name": service.names[0]}
     running, waiting = stats.running_by_lora, stats.waiting_by_lora
     config = service.manager.config
@@ -71,14 +71,14 @@ def _lines(service: Service) -> Iterator[str]:
         yield from _histogram(name, model, *histogram)
 
     # The manager lists the least recently used first.
-    order = [*reversed(loaded.values())]
-    in_slots = [info for info in order if info.slot is not None]
-    on_host = [info for info in order if info.slot is None]
+    order = [*reversed(service.manager.list_adapters().values())]
+    in_slots = [info for info in order if info.level == "slot"]
+    on_host = [info for info in order if info.level == "host"]
     resident = [
         (
             {
                 "adapter_name": info.name,
-                "level": "host" if info.slot is None else "slot",
+                "level": info.level,
                 "pinned": str(info.pinned).lower(),
                 "rank": str(info.rank),
             },

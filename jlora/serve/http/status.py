@@ -48,7 +48,9 @@ def _page() -> tuple[bytes, str]:
 
 
 def _status(service: Service) -> dict[str, Any]:
-    stats, manager, loaded = service.engine.stats(), service.manager.stats(), service.manager.list_adapters()
+    stats, manager = service.engine.stats(), service.manager.stats()
+    listed = service.manager.list_adapters()
+    loaded = {name: info for name, info in listed.items() if info.level != "evicted"}
     slots: list[str | None] = [None] * service.manager.config.max_loras
     for info in loaded.values():
         if info.slot is not None:
@@ -64,7 +66,7 @@ def _status(service: Service) -> dict[str, Any]:
             "waiting": stats.waiting_by_lora.get(name, 0),
             "path": known[name].path if name in known else None,
             **({key: getattr(loaded[name], key) for key in ("slot", "rank", "pinned")} if name in loaded else {}),
-            "level": None if name not in loaded else "host" if loaded[name].slot is None else "slot",
+            "level": loaded[name].level if name in loaded else None,
         }
         for name in names
     ]

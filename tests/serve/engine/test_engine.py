@@ -31,6 +31,7 @@ from jlora.serve import (
     StepFailedError,
 )
 from jlora.serve.engine.loras import Loras
+from tests.records import evicted, slot_names
 from tests.serve.client import until
 from tests.serve.conftest import ADAPTERS, ROWS, request_of
 
@@ -428,8 +429,8 @@ def test_unloading_refuses_new_requests_at_once_and_lets_others_end(world, oracl
         assert [list(one.result(60).tokens) for one in (running, waiting)] == want * 2
         assert all(one.result(60).finish_reason == "stop" for one in fill)
     world.wait_idle()
-    assert "sort" not in world.manager.slot_names
-    assert world.manager.level("sort") is None
+    assert "sort" not in slot_names(world.manager)
+    assert not world.manager.list_adapters(["sort"])
 
 
 @pytest.mark.slow
@@ -524,7 +525,7 @@ def test_evicted_adapters_are_listed_and_come_back_when_they_are_asked_for(world
     for name, source in names.items():
         world.engine.add_lora(request_of(name, source))  # the host has room for 6
     assert set(names) | set(ADAPTERS) == set(world.engine.list_loras())
-    assert len(world.manager.list_evicted()) == 6
+    assert len(evicted(world.manager)) == 6
     requests = [Request(name, WORD) for name in (*names, *ADAPTERS)]
     found = answers(world, requests)
     want = oracle([Request(names.get(request.adapter, request.adapter), WORD) for request in requests])
@@ -568,7 +569,7 @@ def test_a_load_that_cannot_begin_fails_only_those_who_wait_for_it(world, monkey
 def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(world, monkeypatch):
     manager, go = world.manager, threading.Event()
     assert manager.remove_oldest_adapter()
-    (name,) = manager.list_evicted()
+    (name,) = evicted(manager)
     find = manager._host._find
     monkeypatch.setattr(manager._host, "_find", lambda *args: go.wait(60) and find(*args))
     loras = Loras(manager, lambda: None)
@@ -579,7 +580,7 @@ def test_what_is_unloaded_does_not_come_back_through_a_load_that_nobody_wants(wo
     loras.not_wanted(name)
     go.set()
     until(lambda: load.done)
-    assert manager.level(name) is None
+    assert not manager.list_adapters([name])
 
 
 def test_a_load_that_found_no_room_waits_for_it_or_fails(world, monkeypatch):
@@ -606,7 +607,7 @@ def test_stats_tell_of_loads_swaps_and_waits(world):
     for name in ("0", "1", "2", "3"):
         world.engine.add_lora(request_of(name, "sort"))  # the host has room for 6: two are evicted
     before, counts = world.engine.stats(), world.manager.stats()
-    names = ["0", "0", *world.manager.list_evicted()]
+    names = ["0", "0", *evicted(world.manager)]
     assert len(names) == 4
     for name in names:
         answers(world, [Request(name, WORD)])
@@ -640,7 +641,7 @@ def test_what_is_listed_of_an_adapter(world):
     assert (found["guest"].path, found["guest"].parent, found["guest"].info.name) == ("shown", "base", "guest")
     assert (found["beside"].path, found["beside"].parent) == (request_of("sort").path, None)
     assert began <= found["guest"].created <= found["beside"].created <= time.time()
-    while manager.level("guest") != "evicted":
+    while "guest" not in evicted(manager):
         assert manager.remove_oldest_adapter()
     assert engine.list_loras()["guest"] == dataclasses.replace(found["guest"], info=None)
     engine.remove_lora("guest")
@@ -654,7 +655,7 @@ def test_what_is_listed_of_an_adapter(world):
 def test_pinned_adapters_stay_in_their_slot(world):
     world.engine.pin_lora("swap")
     answers(world, [Request(name, WORD) for name in ("sort", "shift", "reverse")])
-    assert "swap" in world.manager.slot_names
+    assert "swap" in slot_names(world.manager)
     assert world.engine.list_loras()["swap"].info.pinned
     world.engine.unpin_lora("swap")
     assert not world.engine.list_loras()["swap"].info.pinned

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
         def key_value_delete(self, key: str) -> None: ...
 
-        def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]) -> None: ...
+        def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 else:
     Device = jax.Device

@@ -1,5 +1,6 @@
 """The Python blocks of each page of the docs run, in order and in one namespace, as a reader would paste them."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
-OTHERS = {"kubernetes.md"}  # of manifests: tests/serve/http/test_kubernetes.py
+OTHERS = {"kubernetes.md", "glossary.md"}  # without Python; manifests: tests/serve/http/test_kubernetes.py
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))
@@ -33,3 +34,10 @@ def test_python_blocks_run(page):
     finally:
         _describe.clear()
         _describe.update(registered)
+
+
+@pytest.mark.parametrize("name", re.findall(r"`(jlora\.[\w.]+)`", (DOCS / "glossary.md").read_text()))
+def test_glossary_names_exist(name):
+    owner, _, last = name.rpartition(".")
+    found = pkgutil.resolve_name(owner)
+    assert hasattr(found, last) or last in getattr(found, "__dataclass_fields__", ())

@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
 
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
@@ -21,12 +24,16 @@ from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packed_adapter import PackedAdapter, fingerprint
 from jlora.manager.report import unknown_name
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated
+
+D = TypeVar("D")
+R = TypeVar("R")
 
 _log = logging.getLogger("jlora")
 
@@ -46,10 +53,11 @@ class Host:
         state_lock: StateLock,
         changed: Bell,
         resolve: Callable[[LoRARequest], str] | None,
+        coordinator: Coordinator,
     ):
         self._config = config
         self._wrapped = wrapped
-        self._index = index
+        self._target = (wrapped, index, slots.pool)  # which adapters are packed for
         self._cache = cache
         self._leases = leases
         self._slots = slots
@@ -57,6 +65,7 @@ class Host:
         self._state_lock = state_lock
         self._changed = changed
         self._resolve = resolve
+        self._coordinator = coordinator
         self.loader = Loader(self._load, state_lock, changed)
         self.load_seconds = Histogram()
 
@@ -72,6 +81,12 @@ class Host:
         if content is None:
             raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
         return content
+
+    def request_of(self, name: str) -> LoRARequest:
+        """What a name is loaded from again that was evicted. Raises AdapterNotFoundError."""
+        if (known := self._cache.known.get(name)) is None:
+            raise AdapterNotFoundError(unknown_name(name, self._cache.contents, self._cache.known))
+        return known
 
     def touch(self, name: str) -> bool:
         """Mark a use; False where the name is not on the host."""
@@ -92,11 +107,7 @@ class Host:
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         with self._state_lock:
-            return self.loader.start(request, again=True, anew=self._anew(request), ahead=True).future()
-
-    def _anew(self, request: LoRARequest) -> bool:
-        """Whether a prefetch is not to join a load that is under way: that one may have read older files."""
-        return request.load_inplace
+            return self.loader.start(request, again=True, anew=request.load_inplace, ahead=True).future()
 
     def wait(self, load: Load, deadline: float | None) -> bool:
         """Wait for a load that the caller wants (it has counted itself in `load.wanted`). Raises what it raised.
@@ -130,11 +141,9 @@ class Host:
         """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
         while True:
             with self._state_lock:
-                known = self._cache.known.get(name)
-                if name in self._cache.contents or known is None:
-                    self.newest(name)
+                if name in self._cache.contents:
                     return
-                load = self.loader.start(known, again=True)
+                load = self.loader.start(self.request_of(name), again=True)
                 load.wanted += 1
             self.wait(load, None)
 
@@ -144,30 +153,39 @@ class Host:
         """The work of one load, on its thread."""
         request = load.request
         result = False
-        if request.load_inplace or not self._found(request.name):
+        if request.load_inplace or not self.touch(request.name):
             started = time.monotonic()
             with _logged(request.name, request.path):
-                found = self._find(request, load)
-                with self.loader.turn:
-                    self.loader.check_wanted(load)
-                    content = self._staged(self._pack(request, found))
-                result = self._arrived(load, content)
+                content = self._agreed(partial(self._read, request, load))
+                result = self.admit(content, request.load_inplace, load.patience, load)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
             with self._state_lock:
-                newest = load.content or self._cache.contents.get(request.name)
+                newest = self._cache.contents.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
         return result
 
-    def _found(self, name: str) -> bool:
-        """Whether a load finds that its adapter is there already."""
-        return self.touch(name)
+    def _read(self, request: LoRARequest, load: Load | None = None) -> PackedAdapter:
+        """Find, read and pack an adapter; no lock is held."""
+        found = self._find(request, load)
+        with self.loader.turn:
+            if load is not None:
+                self.loader.check_wanted(load)
+            return pack_files(request, found, *self._target, allow_nonfinite=self.allow_nonfinite)
 
-    def _arrived(self, load: Load, content: PackedAdapter) -> bool:
-        """What becomes of the content of a load."""
-        return self.admit(content, load.request.load_inplace, load.patience, load)
+    def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
+        """Return what `read` gives, the same in all processes; in page-locked memory, if there is room."""
+        content, keys = self._coordinator.agree(
+            read,
+            same=lambda content: [content.name, fingerprint(content.placements, content.blocks)],
+            own=lambda content: content.key,
+        )
+        if len(keys) > 1:  # new files in one process make a new version in all
+            content.key = None if None in keys else " ".join(keys)
+        content.blocks = self.pinned(content.blocks)
+        return content
 
     def give_up(self, name: str | None = None) -> list[Load]:
         """End what is loaded, or being loaded, and not let in yet: of a name or of all. Under the manager's lock.
@@ -181,21 +199,11 @@ class Host:
             self.loader.abandon(load)
         return loads
 
-    def give_up_request(self, request: LoRARequest, *, reading: bool) -> None:
-        """See `LoRAManager.give_up`."""
-
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
         """Stage and admit an adapter that is in memory."""
         with _logged(adapter.name, None):
-            return self.admit(self._in_memory(adapter), replace, patience)
-
-    def _in_memory(self, adapter: Adapter) -> PackedAdapter:
-        """Check and pack an adapter that is in memory."""
-        return self._staged(
-            pack_in_memory(
-                adapter, self._wrapped, self._index, self._slots.pool, allow_nonfinite=self._config.allow_nonfinite
-            )
-        )
+            pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
+            return self.admit(self._agreed(pack), replace, patience)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
@@ -205,29 +213,12 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
-    def _pack(self, request: LoRARequest, found: AdapterFolder) -> PackedAdapter:
-        """Read and pack an adapter; no lock is held."""
-        return pack_files(
-            request,
-            found,
-            self._wrapped,
-            self._index,
-            self._slots.pool,
-            allow_nonfinite=self._config.allow_nonfinite,
-        )
-
-    def _staged(self, content: PackedAdapter) -> PackedAdapter:
-        content.fingerprint = self._fingerprint(content.placements, content.blocks)
-        content.blocks = self.pinned(content.blocks)
-        return content
-
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Read and pack an adapter. It is not put into the host cache, nor into page-locked memory."""
         with _logged(request.name, request.path):
-            return self._pack(request, self._find(request))
-
-    def _fingerprint(self, placements: tuple[Placement, ...], blocks: tuple[Block, ...]) -> str:
-        return ""
+            content = self._read(request)
+            content.blocks = self.pinned(content.blocks)
+            return content
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
@@ -242,23 +233,28 @@ class Host:
     def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
         """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
         name = content.name
-        while True:
-            seen = self._changed.rings
-            with self._state_lock:
-                self._wrapped.check()
-                if load is not None:
-                    self.loader.check_wanted(load)
-                old = self._cache.contents.get(name)
-                if old is not None and not replace:
-                    self._cache.contents.touch(name)
-                    return False
-                if old is None or not self.held(old):
-                    victims = self._cache.victims_for(content, self.busy)
-                    self.put(content, victims, self._cache.version(content))
-                    return True
+
+        def decide() -> list[str] | None:
+            self._wrapped.check()
             if load is not None:
-                load.in_use = True
-            self.wait_for(old, "replacing", patience, seen)
+                self.loader.check_wanted(load)
+            old = self._cache.contents.get(name)
+            if old is not None:
+                if not replace:
+                    return None
+                if load is not None:
+                    load.in_use = self.held(old)
+                self.check_free(old, "replacing", patience)
+            return self._cache.victims_for(content, self.busy)
+
+        def put(victims: list[str] | None) -> bool:
+            if victims is None:
+                self._cache.contents.touch(name)
+                return False
+            self.put(content, victims, self._cache.version(content))
+            return True
+
+        return self.commit(decide, put, patience)
 
     def put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
@@ -267,36 +263,44 @@ class Host:
         self._cache.put(content)
         self._counts["host_loads"] += 1
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience, step_lock: Any) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
         with self._state_lock:
             old = self.newest(name)
         pool = self._slots.pool
-        content, written = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+
+        def read() -> tuple[PackedAdapter, tuple[Block, ...]]:
+            if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+                self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
+            return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
+
+        (content, written), _ = self._coordinator.agree(
+            read, same=lambda new: [name, fingerprint(new[0].placements, new[0].blocks)], own=lambda _: None
+        )
         pool.compile()
 
-        while True:
-            seen = self._changed.rings
-            with step_lock, self._state_lock:
-                self._wrapped.check()
-                if not self._cache.newest(old):
-                    raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
-                if not self.held(old):
-                    victims = self._cache.victims_for(content, self.busy)
-                    if not content.on_host:
-                        # First, for a content that is never copied back is never evicted; it waits for this lock.
-                        copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
-                        copying.daemon = True
-                        copying.start()
-                        content.copying = True
-                    for victim in victims:
-                        self.evict(victim)
-                    content.version = self._cache.version(content)
-                    self._cache.put(content)
-                    self._slots.replace(old, content, written)
-                    break
-            self.wait_for(old, "updating", patience, seen)
+        def decide() -> list[str]:
+            self._wrapped.check()
+            if not self._cache.newest(old):
+                raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
+            self.check_free(old, "updating", patience)
+            return self._cache.victims_for(content, self.busy)
+
+        def put(victims: list[str]) -> None:
+            if not content.on_host:
+                # First, for a content that is never copied back is never evicted; it waits for this lock.
+                copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
+                copying.daemon = True
+                copying.start()
+                content.copying = True
+            for victim in victims:
+                self.evict(victim)
+            content.version = self._cache.version(content)
+            self._cache.put(content)
+            self._slots.replace(old, content, written)
+
+        self.commit(decide, put, patience, writes=True)
         _log.info("updated %r to version %d", name, content.version)
         return content.version
 
@@ -326,27 +330,40 @@ class Host:
         """Whether it must stay on the host."""
         return not content.on_host or content in self._leases.leased()
 
-    def wait_until_free(self, name: str, doing: str, patience: Patience, *, handled: bool = False) -> int | None:
-        """Wait until no open batch holds an adapter. Returns its version, None where it is not on the host.
+    def check_free(self, content: PackedAdapter, doing: str, patience: Patience, *, handled: bool = False) -> None:
+        """Check that no open batch is in the way of a call. Under the manager's lock.
 
         Args:
-          handled: whether to wait for batches with a version that handles keep, too.
+          handled: whether batches with a version that handles keep are in the way, too.
+
+        Raises:
+          AdapterInUseError: one is, and there is no time to wait, or it is this thread's own. Over several processes
+            none is waited for: when it is closed may differ.
+          Held: one is, and there is time (see `commit`).
         """
+        if not (content in self._leases.leased() if handled else self.held(content)):
+            return
+        own = patience.thread is not None and patience.thread in self._leases.threads(content)
+        if own or patience.over or self._coordinator.several:
+            raise in_use(content.name, doing)
+        raise Held
+
+    def commit(
+        self,
+        decide: Callable[[], D],
+        do: Callable[[D], R],
+        patience: Patience,
+        *,
+        same: Callable[[D], Any] = itself,
+        writes: bool = False,
+    ) -> R:
+        """Decide and do (`Coordinator.commit`), once `decide` finds no open batch in the way (`check_free`)."""
         while True:
             seen = self._changed.rings
-            with self._state_lock:
-                content = self._cache.contents.get(name)
-                held = content is not None and (content in self._leases.leased() if handled else self.held(content))
-                if content is None or not held:
-                    return None if content is None else content.version
-            self.wait_for(content, doing, patience, seen)
-
-    def wait_for(self, content: PackedAdapter, doing: str, patience: Patience, seen: int) -> None:
-        """Wait for a change since `seen`: open batches hold a content. Raises AdapterInUseError where that is in vain,
-        or too late."""
-        if patience.over or (patience.thread is not None and patience.thread in self._leases.threads(content)):
-            raise in_use(content.name, doing)
-        self._changed.wait(seen, patience.deadline)
+            try:
+                return self._coordinator.commit(decide, do, same, writes=writes)
+            except Held:
+                self._changed.wait(seen, patience.deadline)
 
     def evict(self, name: str) -> None:
         """Out of the host cache, and out of its slot."""
@@ -360,6 +377,10 @@ class Host:
         """The name that is evicted next."""
         contents = self._cache.contents
         return next(contents.evictable(lambda n: self.busy(contents[n])), None)
+
+
+class Held(Exception):
+    """Open batches hold an adapter, and a call that waits for them has time left."""
 
 
 @contextmanager

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jlora.config import LoRARequest
 from jlora.manager.locks import Bell, StateLock
-from jlora.manager.packed_adapter import PackedAdapter
 
 _AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
 _FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again
@@ -26,12 +25,10 @@ class Patience:
     Attributes:
       deadline: `time.monotonic()` at which it gives up; None for as long as it takes.
       thread: a thread whose own open batches it does not wait for: they cannot close while it waits.
-      since: `time.monotonic()` at which it began.
     """
 
     deadline: float | None
     thread: int | None = None
-    since: float = field(default_factory=time.monotonic)
 
     @property
     def over(self) -> bool:
@@ -48,7 +45,6 @@ class Load:
       result: True where it was loaded, False where it was there.
       wanted: how many calls wait for it.
       in_use: whether it only waits for open batches now.
-      content: what was loaded, where that is let in later: when all processes of the model have it.
       before: loads of the same name that were under way when it was started; it begins when they are over.
     """
 
@@ -61,7 +57,6 @@ class Load:
         self.error: BaseException | None = None
         self.wanted = 0
         self.in_use = False
-        self.content: PackedAdapter | None = None
         self.before = before
         self._futures: list[Future[bool]] = []
 
@@ -171,7 +166,7 @@ class Loader:
           patience: of a new load.
         """
         load = self._loads.get(request)
-        over = load is not None and (load.given_up if not load.done else again and load.content is None)
+        over = load is not None and (load.given_up if not load.done else again)
         if load is None or over or anew:
             load = Load(request, patience or Patience(None), self.under_way(request.name))
             load.wanted += 1  # until the thread runs, and the caller has said that it wants it
@@ -191,10 +186,6 @@ class Loader:
             found += [other for other in load.before if other not in found]
         return [load for load in found if not load.done]
 
-    def staged(self) -> list[Load]:
-        """The loads whose content is still to be let in, the first to be asked for first."""
-        return [load for load in self._loads.values() if load.content is not None]
-
     def forget(self, load: Load) -> None:
         """Let a finished load be started again."""
         if load.done:
@@ -202,11 +193,8 @@ class Loader:
 
     def abandon(self, load: Load) -> None:
         """Let a load be started again though it may be under way; what becomes of that one is of no use then."""
-        if self.knows(load):
+        if self._loads.get(load.request) is load:
             del self._loads[load.request]
-
-    def knows(self, load: Load) -> bool:
-        return self._loads.get(load.request) is load
 
     def check_wanted(self, load: Load) -> None:
         """Raises LoadCancelled where a load was given up."""
@@ -233,7 +221,7 @@ class Loader:
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
         with self._lock:
             load.finish(result, error)
-            if (load.error is None and load.content is None) or isinstance(load.error, LoadCancelled):
+            if load.error is None or isinstance(load.error, LoadCancelled):
                 self.forget(load)
             failed = [other for other in self._loads.values() if other.done and other.error is not None]
             for other in failed[:-_FAILED]:

@@ -40,11 +40,6 @@ class LRU(Generic[V]):
         """Mark a use. Raises KeyError for an unknown name."""
         self._entries.move_to_end(name)
 
-    def forget_uses(self) -> None:
-        """As if all had been used last in the order of their names."""
-        for name in sorted(self._entries):
-            self._entries.move_to_end(name)
-
     def remove(self, name: str) -> V:
         """Take an entry out, pinned or not. Raises KeyError for an unknown name."""
         entry = self._entries.pop(name)

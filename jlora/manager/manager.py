@@ -23,7 +23,7 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import batch_shape
-from jlora.layers.forward.scope import staged
+from jlora.layers.forward.context import staged
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
@@ -32,15 +32,13 @@ from jlora.manager.batch_arguments import Name, read_arguments
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
-from jlora.manager.host_in_step import HostInStep
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
-from jlora.manager.loader import Patience
+from jlora.manager.loader import Load, Patience
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.multihost import coordinator_of
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import Batches
-from jlora.manager.prepare_in_step import BatchesInStep
-from jlora.manager.processes import Processes
 from jlora.manager.report import AdapterInfo, Stats, listed
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.slot_table import SlotTable
@@ -76,7 +74,8 @@ class LoRAManager:
 
     Meshes: where the model's parameters lie on several devices, the slots of each layer are split as its kernel is
     (docs/mesh.md), and batches lie on the same mesh. Where these are of several processes, each has a manager, and all
-    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error.
+    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error. No call
+    waits for open batches then, and `timeout=`, `wait=False` and `prefetch` are refused.
 
     Args:
       model: any `nnx.Module`; on a mesh, laid out before the manager is made.
@@ -111,9 +110,13 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
-        self._processes = Processes(model, config.process_timeout)
+        # Taken in this order. `_step_lock` is held while slots are written and while `run` dispatches a step;
+        # `_state_lock` for moments only, never while anything is read, cast or compiled.
+        self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
+        self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
-            rules, memory = self._wrap(packed_modules, name_map, skip)
+            with self._coordinator.turn("LoRAManager"):
+                rules, memory = self._wrap(packed_modules, name_map, skip)
             self._build(rules, memory, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
@@ -125,32 +128,24 @@ class LoRAManager:
     ) -> tuple[NameRules, int]:
         """Wrap the model, in all processes and with the same slots. Returns the bytes of their host caches, too."""
         config = self.config
-        rules: NameRules | None = None
 
-        def ready() -> tuple[Any, Any]:
-            nonlocal rules
+        def wrap() -> NameRules:
             rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
             self._wrapped = wrap_model(self.model, config, packed_modules, skip)
-            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
-            same = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
-            same = replace(same, target_modules=None, exclude_modules=None)  # which layers they name, the slots say
-            return [repr(same), slots], config.max_cpu_bytes or machine_bytes() // 2
+            return rules
 
-        if not self._processes.several:
-            memory = [ready()[1]]
-        else:
-            with self._processes.together("LoRAManager", ready, tries=1) as memory:
-                pass
-        assert rules is not None
-        assert memory is not None
+        def same(_: NameRules) -> Any:
+            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
+            sizes = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
+            sizes = replace(sizes, target_modules=None, exclude_modules=None)  # the slots show which layers they name
+            return [repr(sizes), repr(slots)]
+
+        rules, memory = self._coordinator.agree(wrap, same, lambda _: config.max_cpu_bytes or machine_bytes() // 2)
         return rules, min(memory)
 
     def _build(self, rules: NameRules, memory: int, resolve: Callable[[LoRARequest], str] | None) -> None:
         config = self.config
         self._index = index = SiteIndex(self._wrapped, rules)
-        # Taken in this order. `_step_lock` is held while slots are written and while `run` dispatches a step;
-        # `_state_lock` for moments only, never while anything is read, cast or compiled.
-        self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
         self._changed = Bell()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
@@ -159,21 +154,12 @@ class LoRAManager:
         self._slots = SlotTable(self._pool, self._cache, self._leases, self._counts)
         of_host = (config, self._wrapped, index, self._cache, self._leases, self._slots, self._counts)
         of_host = (*of_host, self._state_lock, self._changed)
-        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, locks, self._changed)
-        if self._processes.several:
-            self._host = host = HostInStep(*of_host, resolve, processes=self._processes)
-            self._batches = BatchesInStep(*of_batches, host=host, processes=self._processes)
-            self._processes.anew = self._forget_uses
-        else:
-            self._host = Host(*of_host, resolve)
-            self._batches = Batches(*of_batches, self._host)
+        self._host = Host(*of_host, resolve, self._coordinator)
+        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, self._state_lock, self._changed)
+        self._batches = Batches(*of_batches, self._host, self._coordinator)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._shape: tuple[Any, list[int]] | None = None  # of that state, and which array each of its leaves is
         self._base_digest: str | None = None
-
-    def _forget_uses(self) -> None:
-        with self._state_lock:
-            self._slots.forget_uses()
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -200,12 +186,12 @@ class LoRAManager:
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
         self._check_call("add_adapter", waits=True)
-        patience = _patience(timeout)
+        patience = self._patience(timeout)
         if not isinstance(adapter, LoRARequest | Adapter):
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
-        with self._processes.in_turn(f"add_adapter({adapter.name!r})"):
+        with self._coordinator.turn(f"add_adapter({adapter.name!r})"):
             if isinstance(adapter, LoRARequest):
                 request = replace(adapter, load_inplace=True) if load_inplace else adapter
                 if not request.load_inplace and self._host.touch(request.name):
@@ -229,8 +215,10 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: no adapter of that name was added.
+          LoRAUsageError: the model lies on devices of several processes.
         """
         self._check_call("prefetch")
+        self._coordinator.refuse("prefetch", "load adapters with add_adapter or prepare, in all processes at once")
         if isinstance(request, str):
             with self._state_lock:
                 name, known = request, self._cache.known.get(request)
@@ -238,20 +226,6 @@ class LoRAManager:
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
-
-    def give_up(self, request: LoRARequest, *, reading: bool = False) -> None:
-        """Forget what `prefetch` has read and, on a model over several processes, no call has let in yet.
-
-        On a model of one process there is none: what is read is let in at once.
-
-        Args:
-          request: what was read.
-          reading: whether what is still being read is of no use either, and the next load begins anew. If not, that
-            load may join it; cancelling the future ends it.
-        """
-        self._check_call("give_up")
-        with self._state_lock:
-            self._host.give_up_request(request, reading=reading)
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
         """New weights for an adapter, as a new version, in the slot that it has: all of them or none.
@@ -279,8 +253,9 @@ class LoRAManager:
         """
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
-        with self._processes.in_turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, _patience(timeout), self._step_lock)
+        patience = self._patience(timeout)
+        with self._coordinator.turn(f"update_adapter({name!r})"):
+            return self._host.update(name, arrays, patience)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
@@ -295,39 +270,39 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held it for too long.
         """
-        patience = _patience(timeout)
-        free = partial(self._host.wait_until_free, name, "removing", patience)
-        with self._processes.together(f"remove_adapter({name!r})", lambda: (free(), None)):
-            while True:
-                seen = self._changed.rings
-                with self._state_lock:
-                    content = self._cache.contents.get(name)
-                    if content is None or not self._host.held(content):
-                        loads = self._host.give_up(name)
-                        found = self._cache.forget(name) or bool(loads)
-                        if content is not None:
-                            self._slots.release(content)
-                            _log.info("removed %r", name)
-                        break
-                self._host.wait_for(content, "removing", patience, seen)
+        patience = self._patience(timeout)
+
+        def decide() -> int | None:
+            if (content := self._cache.contents.get(name)) is None:
+                return None
+            self._host.check_free(content, "removing", patience)
+            return content.version
+
+        def remove(_: int | None) -> tuple[bool, list[Load]]:
+            content = self._cache.contents.get(name)
+            loads = self._host.give_up(name)
+            found = self._cache.forget(name) or bool(loads)
+            if content is not None:
+                self._slots.release(content)
+                _log.info("removed %r", name)
+            return found, loads
+
+        with self._coordinator.turn(f"remove_adapter({name!r})"):
+            found, loads = self._host.commit(decide, remove, patience, same=lambda version: [version])
         for load in loads:
             load.tell()
         return found
 
     def remove_oldest_adapter(self) -> bool:
         """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
-        found: list[str | None] = []
 
-        def ready() -> tuple[Any, Any]:
-            with self._state_lock:
-                found[:] = [self._host.oldest()]
-            return found, None
-
-        with self._processes.together("remove_oldest_adapter()", ready), self._state_lock:
-            name = found[0] if found else self._host.oldest()
+        def evict(name: str | None) -> bool:
             if name is not None:
                 self._host.evict(name)
             return name is not None
+
+        with self._coordinator.turn("remove_oldest_adapter()"):
+            return self._coordinator.commit(self._host.oldest, evict, lambda name: [name])
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
         """Remove every adapter, pinned ones too, and forget those that were evicted. Loads under way are given up, as
@@ -336,27 +311,24 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held one for too long; then nothing is removed.
         """
-        patience = _patience(timeout)
+        patience = self._patience(timeout)
 
-        def ready() -> tuple[Any, Any]:
-            with self._state_lock:
-                names = list(self._cache.contents)
-            return [self._host.wait_until_free(name, "removing", patience) for name in names], None
+        def decide() -> list[PackedAdapter]:
+            contents = [self._cache.contents[name] for name in self._cache.contents]
+            for content in contents:
+                self._host.check_free(content, "removing", patience)
+            return contents
 
-        with self._processes.together("remove_all_adapters()", ready):
-            while True:
-                seen = self._changed.rings
-                with self._state_lock:
-                    contents = [self._cache.contents[name] for name in self._cache.contents]
-                    held = next((content for content in contents if self._host.held(content)), None)
-                    if held is None:
-                        loads = self._host.give_up()
-                        for name in [*self._cache.known, *self._cache.contents]:
-                            self._cache.forget(name)
-                        for content in contents:
-                            self._slots.release(content)
-                        break
-                self._host.wait_for(held, "removing", patience, seen)
+        def remove(contents: list[PackedAdapter]) -> list[Load]:
+            loads = self._host.give_up()
+            for name in [*self._cache.known, *self._cache.contents]:
+                self._cache.forget(name)
+            for content in contents:
+                self._slots.release(content)
+            return loads
+
+        with self._coordinator.turn("remove_all_adapters()"):
+            loads = self._host.commit(decide, remove, patience, same=lambda contents: [c.version for c in contents])
         for load in loads:
             load.tell()
 
@@ -398,13 +370,14 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: the name was not added.
-          LoRAError: it is in no slot; the model lies on devices of several processes.
+          LoRAError: it is in no slot.
+          LoRAUsageError: the model lies on devices of several processes.
         """
-        if self._processes.several:
-            raise LoRAError(
-                f"export_adapter({name!r}): a model over several processes has a part of each slot in each; train on "
-                "the devices of one, or read the slot arrays yourself (jax.experimental.multihost_utils)"
-            )
+        self._coordinator.refuse(
+            f"export_adapter({name!r})",
+            "a part of each slot is in each; train on the devices of one, or read the slot arrays "
+            "(jax.experimental.multihost_utils)",
+        )
         with self._step_lock, self._state_lock:
             content = self._host.newest(name)
             slot = self._pool.slot_of(content)
@@ -465,8 +438,7 @@ class LoRAManager:
         return restore(folder, self._host, self._slots, self._cache, locks, self._base())
 
     def _saved_at(self, what: str, path: str | os.PathLike[str]) -> Path:
-        if self._processes.several:
-            raise LoRAUsageError(f"{what}: a model over several processes is neither saved nor restored")
+        self._coordinator.refuse(what, "such a model is neither saved nor restored")
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise LoRAUsageError(f"{what} takes the path of a folder, got {path!r}")
         return Path(path).expanduser()
@@ -486,7 +458,8 @@ class LoRAManager:
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
         self._check_call("activate_adapter", waits=True)
-        return self._activate(name, pin=False)
+        with self._coordinator.turn(f"activate_adapter({name!r})"):
+            return self._batches.activate(name, pin=False)
 
     def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Take an adapter out of its slot (it stays on the host, unpinned). False if it is in none.
@@ -494,20 +467,23 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held it for too long; see `remove_adapter`.
         """
-        patience = _patience(timeout)
-        free = partial(self._host.wait_until_free, name, "deactivating", patience, handled=True)
-        with self._processes.together(f"deactivate_adapter({name!r})", lambda: (free(), None)):
-            while True:
-                seen = self._changed.rings
-                with self._state_lock:
-                    content = self._cache.contents.get(name)
-                    if content is None or content not in self._pool.table:
-                        return False
-                    if content not in self._leases.leased():
-                        self._cache.contents.unpin(name)
-                        self._slots.release(content)
-                        return True
-                self._host.wait_for(content, "deactivating", patience, seen)
+        patience = self._patience(timeout)
+
+        def decide() -> int | None:
+            content = self._cache.contents.get(name)
+            if content is None or content not in self._pool.table:
+                return None
+            self._host.check_free(content, "deactivating", patience, handled=True)
+            return content.version
+
+        def release(version: int | None) -> bool:
+            if version is not None:
+                self._cache.contents.unpin(name)
+                self._slots.release(self._cache.contents[name])
+            return version is not None
+
+        with self._coordinator.turn(f"deactivate_adapter({name!r})"):
+            return self._host.commit(decide, release, patience, same=lambda version: [version])
 
     def pin_adapter(self, name: str) -> bool:
         """Keep an adapter in a slot and on the host, written into one first if need be. Always True.
@@ -516,7 +492,8 @@ class LoRAManager:
           AdapterNotFoundError, NoFreeSlotError: as `activate_adapter`.
         """
         self._check_call("pin_adapter", waits=True)
-        self._activate(name, pin=True)
+        with self._coordinator.turn(f"pin_adapter({name!r})"):
+            self._batches.activate(name, pin=True)
         return True
 
     def unpin_adapter(self, name: str) -> bool:
@@ -525,7 +502,7 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._processes.in_turn(f"unpin_adapter({name!r})"), self._state_lock:
+        with self._coordinator.turn(f"unpin_adapter({name!r})"), self._state_lock:
             self._host.newest(name)
             return self._cache.contents.unpin(name)
 
@@ -558,27 +535,6 @@ class LoRAManager:
             places = {id(array): i for i, array in enumerate(arrays)}
             self._shape = (jax.tree.structure(state), [places[id(leaf)] for leaf in jax.tree.leaves(state)])
         return jax.tree.unflatten(self._shape[0], [arrays[i] for i in self._shape[1]])
-
-    def _activate(self, name: str, *, pin: bool) -> bool:
-        """Bring a name into a slot, loaded again if need be. True if it was written."""
-
-        def wanted() -> list[PackedAdapter]:
-            content = self._cache.contents.get(name)
-            return [] if content is None else [content]
-
-        def then(written: list[PackedAdapter]) -> bool | None:
-            if name not in self._cache.contents:  # evicted since
-                return None
-            if pin:
-                self._cache.contents.pin(name)
-            return bool(written)
-
-        with self._processes.in_turn(f"activate_adapter({name!r})"):
-            while True:
-                self._host.recall(name)
-                done = self._batches.bring(f"activate_adapter({name!r})", wanted, then)
-                if done is not None:
-                    return done
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -641,7 +597,11 @@ class LoRAManager:
         """
         self._check_call("prepare", waits=True)
         args = read_arguments(names, token_counts, pad_to, length)
-        batch, ready = self._batches.prepare(args, wait, _patience(timeout).deadline)
+        if not wait:
+            self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
+        deadline = self._patience(timeout).deadline
+        with self._coordinator.turn("prepare"):
+            batch, ready = self._batches.prepare(args, wait, deadline)
         return batch if wait else (batch, ready)
 
     def hold(self, name: str) -> AdapterHandle:
@@ -655,7 +615,7 @@ class LoRAManager:
         """
         self._check_call("hold", waits=True)
         self._wrapped.check()
-        with self._processes.in_turn(f"hold({name!r})"):
+        with self._coordinator.turn(f"hold({name!r})"):
             while True:
                 self._host.recall(name)
                 with self._state_lock:
@@ -776,6 +736,14 @@ class LoRAManager:
                 "its arrays would go stale. Call it outside and pass the batch as an argument"
             )
 
+    def _patience(self, timeout: float | None) -> Patience:
+        if timeout is None:
+            return Patience(None, threading.get_ident())
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+            raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
+        self._coordinator.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")
+        return Patience(time.monotonic() + timeout)
+
     def unwrap(self) -> nnx.Module:
         """Give the model back as it was before it was wrapped. The manager is of no use afterwards.
 
@@ -794,11 +762,3 @@ class LoRAManager:
             self._state = None
             self._wrapped.unwrap()
             return self.model
-
-
-def _patience(timeout: float | None) -> Patience:
-    if timeout is None:
-        return Patience(None, threading.get_ident())
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
-    return Patience(time.monotonic() + timeout)

@@ -62,7 +62,6 @@ class PackedAdapter:
       request: what it is loaded from again once it was evicted, if it was loaded from a request.
       key: `Adapter.fingerprint` of the files that it was read from; None where there are none.
       in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
-      fingerprint: what several processes with one model compare, before each lets in what it has read.
       on_host: False until the blocks of a device update are copied back.
       copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
       ahead: its blocks on the device already, for the next write of them.
@@ -81,7 +80,6 @@ class PackedAdapter:
     request: LoRARequest | None = None
     key: str | None = None
     in_place: bool = False
-    fingerprint: str = ""
     on_host: bool = True
     copying: bool = False
     ahead: tuple[Block, ...] | None = None

@@ -4,10 +4,9 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -19,10 +18,9 @@ from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
 from jlora.manager.loader import Load, LoadCancelled, Patience
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_table import SlotTable
-
-R = TypeVar("R")
+from jlora.manager.slot_table import SlotPlan, SlotTable
 
 # Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
 _KEPT_BATCHES = 8
@@ -44,9 +42,22 @@ class _Kept:
     versions: tuple[int | None, ...]
 
 
-def over(deadline: float | None) -> bool:
-    """Whether there is no time to wait for slots, or none left."""
-    return deadline is None or time.monotonic() >= deadline
+class _Plan(NamedTuple):
+    """What is to be in slots.
+
+    Attributes:
+      contents: by what they were asked for.
+      wanted: the different ones.
+      slots: of those that are to be written.
+    """
+
+    contents: dict[Name, PackedAdapter]
+    wanted: list[PackedAdapter]
+    slots: SlotPlan
+
+    def same(self) -> Any:
+        """Return what must be the same in all processes; None where nothing is written."""
+        return [(content.name, content.version, slot) for content, slot in self.slots.items()] or None
 
 
 @dataclass(eq=False)
@@ -61,7 +72,8 @@ class _Ticket:
 
     @property
     def over(self) -> bool:
-        return over(self.deadline)
+        """Whether there is no time to wait for slots, or none left."""
+        return self.deadline is None or time.monotonic() >= self.deadline
 
 
 class Batches:
@@ -74,9 +86,10 @@ class Batches:
         cache: HostCache,
         leases: Leases,
         slots: SlotTable,
-        locks: tuple[AbstractContextManager[Any], StateLock],
+        state_lock: StateLock,
         changed: Bell,
         host: Host,
+        coordinator: Coordinator,
     ):
         self._wrapped = wrapped
         self._config = config
@@ -84,7 +97,8 @@ class Batches:
         self._leases = leases
         self._slots = slots
         self._host = host
-        self._step_lock, self._state_lock = locks
+        self._coordinator = coordinator
+        self._state_lock = state_lock
         self._changed = changed
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._queue: list[_Ticket] = []  # who waits for slots, in order of arrival
@@ -130,29 +144,15 @@ class Batches:
             while True:
                 seen = self._changed.rings
                 try:
-                    loads = self._missing(args, reloaded, ticket if wait else None)
-                    if loads and wait:
-                        self._wait(loads, reloaded, deadline)
-                        continue
-                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
-                    if not self._lined_up(ticket):
-                        raise
-                    self._changed.wait(seen, deadline)
+                    if not wait:
+                        self._missing(args, reloaded, None)
+                    if (found := self._bring(args, reloaded, ticket, wait)) is not None:
+                        return found
+                    self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
                     continue
-                self._slots.pool.compile()
-                with self._step_lock, self._state_lock:
-                    self._wrapped.check()
-                    contents = self._contents(args)
-                    if wait and len(contents) < len(args.adapters):
-                        continue  # evicted since
-                    try:
-                        if any(content not in self._slots.pool.table for content in contents.values()):
-                            self._check_first(ticket)
-                        self._slots.activate(list(dict.fromkeys(contents.values())), partly=not wait)
-                        return self._batch(args, contents, keep=wait)
-                    except NoFreeSlotError:
-                        if not (self._slots.copying or self._lined_up(ticket)):
-                            raise
+                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
+                    if not (self._slots.copying or self._lined_up(ticket)):
+                        raise
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:
@@ -160,35 +160,55 @@ class Batches:
                     self._queue.remove(ticket)
                 self._changed.ring()
 
-    def bring(
-        self,
-        what: str,
-        wanted: Callable[[], Sequence[PackedAdapter]],
-        then: Callable[[list[PackedAdapter]], R],
-        *,
-        partly: bool = False,
-        deadline: float | None = None,
-    ) -> R:
-        """Bring contents into slots. See `SlotTable.activate`.
+    def _bring(
+        self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket", wait: bool
+    ) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+        """Bring what is loaded into slots, and make the batch. None where some of it is waited for first."""
 
-        Args:
-          what: the call, for messages.
-          wanted: gives distinct contents; called under the locks.
-          then: called with those that were written, under the same locks; gives the result.
-          partly: write as many as fit, in their order, instead of raising.
-          deadline: until when to wait for slots that open batches hold, where that is decided with other processes.
-        """
+        def decide() -> _Plan:
+            contents = {} if wait and self._absent(args, reloaded) else self._contents(args)
+            if any(content not in self._slots.pool.table for content in contents.values()):
+                self._check_first(ticket)
+            return self._plan(contents, partly=not wait)
+
+        def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+            self._slots.carry_out(plan.slots, plan.wanted)
+            if wait and len(plan.contents) < len(args.adapters):
+                return None
+            return self._batch(args, plan.contents, keep=wait)
+
+        self._slots.pool.compile()
+        return self._coordinator.commit(decide, do, _Plan.same, writes=True)
+
+    def activate(self, name: str, *, pin: bool) -> bool:
+        """Bring a name into a slot, loaded again if need be, and pin it there. True if it was written."""
+
+        def decide() -> _Plan:
+            content = self._cache.contents.get(name)
+            return self._plan({} if content is None else {name: content})
+
+        def do(plan: _Plan) -> bool | None:
+            written = self._slots.carry_out(plan.slots, plan.wanted)
+            if plan.contents and pin:
+                self._cache.contents.pin(name)
+            return bool(written) if plan.contents else None  # evicted since
+
         self._slots.pool.compile()
         while True:
             seen = self._changed.rings
-            with self._step_lock, self._state_lock:
-                self._wrapped.check()
-                try:
-                    return then(self._slots.activate(wanted(), partly=partly))
-                except NoFreeSlotError:
-                    if not self._slots.copying:
-                        raise
-            self._changed.wait(seen)
+            self._host.recall(name)
+            try:
+                if (done := self._coordinator.commit(decide, do, _Plan.same, writes=True)) is not None:
+                    return done
+            except NoFreeSlotError:
+                if not self._slots.copying:
+                    raise
+                self._changed.wait(seen)
+
+    def _plan(self, contents: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
+        self._wrapped.check()
+        wanted = list(dict.fromkeys(contents.values()))
+        return _Plan(contents, wanted, self._slots.plan(wanted, partly=partly))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Whether there is time to wait; then the ticket has its place in the queue."""
@@ -208,34 +228,25 @@ class Batches:
     def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
         """The loads of a batch, each wanted once more by this call, which waits for them where it has a ticket.
 
+        Over several processes one at a time, so that they are let in in the same order everywhere.
+
         Raises:
           NoFreeSlotError: there are no slots for all of them now, or others came before. Loaded all the same, they
             would evict each other from the host, and be loaded again, for ever.
         """
-        loads: list[Load] = []
         # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
         patience = Patience(None, threading.get_ident())
-        with self._state_lock:
-            for name in args.adapters:
-                if isinstance(name, AdapterHandle):
-                    continue
-                if isinstance(name, LoRARequest):
-                    again = name.load_inplace and name not in reloaded
-                    if name.name in self._cache.contents and not again:
-                        continue
-                    request = name
-                    reloaded.add(name)
-                else:
-                    if name in self._cache.contents:
-                        continue
-                    known = self._cache.known.get(name)
-                    if known is None:
-                        self._host.newest(name)  # raises
-                        continue
-                    request = known
-                if ticket is not None:
-                    self._check_first(ticket)
-                    self._keep(args)
+
+        def decide() -> list[LoRARequest]:
+            absent = self._absent(args, reloaded)
+            if absent and ticket is not None:
+                self._check_first(ticket)
+                self._keep(args)
+            return absent[:1] if self._coordinator.several else absent
+
+        def start(absent: list[LoRARequest]) -> list[Load]:
+            loads: list[Load] = []
+            for request in absent:
                 load = self._host.loader.start(request, patience=patience)
                 if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
                     self._host.loader.forget(load)
@@ -243,7 +254,21 @@ class Batches:
                 loads.append(self._host.loader.start(request, again=True, patience=patience))
             for load in loads:
                 load.wanted += 1
-        return loads
+            reloaded.update(absent)
+            return loads
+
+        return self._coordinator.commit(decide, start, lambda absent: [request.name for request in absent] or None)
+
+    def _absent(self, args: BatchArguments, reloaded: set[Name]) -> list[LoRARequest]:
+        """What a batch needs loaded. Raises AdapterNotFoundError."""
+        absent: list[LoRARequest] = []
+        for name in args.adapters:
+            if isinstance(name, LoRARequest):
+                if name.name not in self._cache.contents or (name.load_inplace and name not in reloaded):
+                    absent.append(name)
+            elif isinstance(name, str) and name not in self._cache.contents:
+                absent.append(self._host.request_of(name))
+        return absent
 
     def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
         """Until all of `_missing` are there. Those that found no room have not been loaded again."""

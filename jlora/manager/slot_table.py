@@ -4,8 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, cast
 
 import jax
 
@@ -17,6 +17,9 @@ from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_arrays import SlotArrays
+
+# The slot of each content that is to be written; None where it does not fit.
+SlotPlan: TypeAlias = dict[PackedAdapter, int | None]
 
 _log = logging.getLogger("jlora")
 
@@ -67,11 +70,6 @@ class SlotTable:
         if self._cache.newest(content):
             self._cache.contents.touch(content.name)
 
-    def forget_uses(self) -> None:
-        """Forget what was used when, in slots and on the host."""
-        self._used.clear()
-        self._cache.contents.forget_uses()
-
     def hit(self, contents: Iterable[PackedAdapter]) -> None:
         """Mark a use of contents that were found in their slots."""
         for content in contents:
@@ -119,7 +117,7 @@ class SlotTable:
         """
         return self.carry_out(self.plan(wanted, partly=partly), wanted)
 
-    def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> dict[PackedAdapter, int | None]:
+    def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> SlotPlan:
         """Which content is to be written into which slot, in that order; None for those that do not fit. See
         `activate`."""
         self.sweep()
@@ -133,9 +131,7 @@ class SlotTable:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, places, strict=True))
 
-    def carry_out(
-        self, plan: Mapping[PackedAdapter, int | None], wanted: Sequence[PackedAdapter]
-    ) -> list[PackedAdapter]:
+    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
         """Write what a plan says, and mark the use of all that is wanted. Returns what was written."""
         written = [content for content, slot in plan.items() if slot is not None]
         for content in written:

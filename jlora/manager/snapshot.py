@@ -171,7 +171,7 @@ def _pack_file(content: PackedAdapter) -> bytes:
 
 def _plain(value: Any) -> Any:
     """Return NumPy's numbers, and mappings, as JSON has them."""
-    return value.item() if isinstance(value, np.generic) else dict(value)
+    return cast("Any", value).item() if isinstance(value, np.generic) else dict(value)
 
 
 def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:

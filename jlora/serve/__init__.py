@@ -1,4 +1,4 @@
-"""A serving engine: continuous batching of requests that each have their own adapter. Needs no HTTP package."""
+"""Continuous batching for requests that each have their own adapter. Needs no HTTP package."""
 
 from jlora.serve.engine.engine import Engine as Engine
 from jlora.serve.engine.model import ServableModel as ServableModel

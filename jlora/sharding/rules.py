@@ -119,7 +119,7 @@ def kernel_sharding(
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     mesh = sharding.mesh
-    # An axis of size 1 splits nothing.
+    # An axis of size 1 has no effect.
     spec = [tuple(name for name in names_of(entry) if mesh.shape[name] > 1) for entry in sharding.spec]
     spec += [()] * (len(sizes) - len(spec))
     found: list[Names] = []

@@ -681,18 +681,18 @@ class Positions(nnx.Module):
 
 
 @optimised
-def test_where_the_scope_has_no_plan_the_layer_serves_the_base(monkeypatch):
+def test_where_the_scope_has_no_rows_the_layer_serves_the_base(monkeypatch):
     """Linear layers, lookups and logits alike: no row of theirs is changed, and nothing else is asked of the scope."""
     model, x = Positions(), normal(3, 5, 6)
     target = Target("proj", 6, 6, "proj.kernel")
     adapter = make_adapter("one", [target], 2)
     twins = {"one": merge(model, [target], adapter), None: nnx.clone(model)}
     manager = make_manager(model, [adapter])
-    plan = Scope.plan
-    monkeypatch.setattr(Scope, "plan", lambda self, site, y, *_: None if y.shape[0] == 5 else plan(self, site, y))
+    rows = Scope.rows
+    monkeypatch.setattr(Scope, "rows", lambda self, site, y, *_: None if y.shape[0] == 5 else rows(self, site, y))
     with manager.prepare(["one", None, "one"]) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, ["one", None, "one"], x))
-    monkeypatch.setattr(Scope, "plan", lambda self, site, y, *_: None)
+    monkeypatch.setattr(Scope, "rows", lambda self, site, y, *_: None)
     with manager.prepare(["one"] * 3) as batch:
         found = jax.jit(lambda *args: serve.__wrapped__(*args))(model, x, batch)  # a function that was not traced yet
     np.testing.assert_array_equal(bits(found), bits(run(twins[None], x)))

@@ -1,10 +1,13 @@
-"""What is open around the code that runs: one context variable, and one key for all that JAX traces inside."""
+"""The scopes that are open around the code that runs: one context variable, and one trace key for JAX."""
 
 import contextlib
 import contextvars
 from collections.abc import Generator, Hashable, Iterator
 
 import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
 
 from jlora.errors import LoRAError
 
@@ -12,6 +15,11 @@ _ORDER = (
     "{what} was closed out of order: something that was opened inside it, or in another context, is still open. Code "
     "that yields inside it takes turns with other code; open it around each step, and close it before the yield"
 )
+
+
+def staged() -> bool:
+    """Return True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
+    return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
 
 
 class Opened:
@@ -38,7 +46,7 @@ _trace_key = jax.make_user_context(None)
 
 
 def around() -> Iterator[Opened]:
-    """All that is open here, innermost first."""
+    """Yield all that is open here, innermost first."""
     opened = _innermost.get()
     while opened is not None:
         if not opened.closed:

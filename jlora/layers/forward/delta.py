@@ -9,7 +9,7 @@
                       sum of x A^T into its own columns
 
 Without a mesh nothing is split, and the one shard is called directly. Rows that are split (over data) have plans of
-their own shard (`jlora.layers.forward.rows_on_mesh`). Inside a `jax.shard_map` of the user, arrays are those of a shard
+their own shard (`jlora.layers.forward.plans`). Inside a `jax.shard_map` of the user, arrays are those of a shard
 already, and what is computed is the same without another one.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,55 +25,101 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
+from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.layers.forward.merged_columns import pieces_of
+from jlora.layers.forward.batch import LoRABatch, check_copy
+from jlora.layers.forward.context import staged
+from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
+from jlora.layers.forward.row_layout import RowSharding, slots_by_axes
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.forward.rows_on_mesh import Lead
-from jlora.layers.forward.scope import Scope, check_slots_fresh
+from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 from jlora.sharding.rules import KernelSharding, Names, partition
 
+_STALE_SLOTS = (
+    "{path}: the model is read inside `jax.jit` without being an argument of it: its slots would be baked into the "
+    "compiled function as constants, and later adapters would not be seen. Pass the model (or the state that you split "
+    "from it) as an argument: `forward(model, tokens, batch)`."
+)
 
-class SlotFactors(NamedTuple):
-    """The slot arrays of a site, and the plan of the rows that they are for.
+
+class Factor(NamedTuple):
+    """A or B of all slots, and the plan of the rows that multiply it.
 
     Attributes:
       plan: of groups: slots, or slots and experts.
-      a: [S, (E,) n, R, K], or None where the site holds B alone.
-      b: [S, (E,) R, N], or None where it holds A alone.
+      array: A [S, (E,) n, R, K] or B [S, (E,) R, N].
       ranks: [S, (E,) n].
     """
 
     plan: Plan
-    a: Any
-    b: Any
+    array: Array
     ranks: Array
 
 
-def lead_of_rows(scope: Scope, site: Site, rows: Array, row_map: RowMap | None = None) -> Lead:
-    """How `rows` [*lead, features] lie on the mesh of the layer."""
-    return Lead(()) if site.spec.sharding is None else scope.lead(site, rows, row_map)
+class SlotFactors(NamedTuple):
+    """A and B of all slots of a site, and the plan of the rows that multiply them.
+
+    Attributes:
+      plan: of groups: slots, or slots and experts.
+      a: [S, (E,) n, R, K].
+      b: [S, (E,) R, N].
+      ranks: [S, (E,) n].
+    """
+
+    plan: Plan
+    a: Array
+    b: Array
+    ranks: Array
+
+    @property
+    def first(self) -> Factor:
+        return Factor(self.plan, self.a, self.ranks)
+
+    @property
+    def second(self) -> Factor:
+        return Factor(self.plan, self.b, self.ranks)
 
 
-def factors_of(layer: nnx.Module, site: Site, plan: Plan) -> SlotFactors:
-    """The slot arrays of a layer inside the forward.
+def slot_factors(layer: nnx.Module, site: Site, plan: Plan) -> SlotFactors:
+    """Return the slot arrays of a layer inside the forward.
 
     Raises:
       LoRAError: they would be baked into a compiled function; a stack of layers that is not mapped.
     """
-    *factors, ranks = (vars(layer)[name][...] for name in site.attributes)
-    check_slots_fresh(site.path, ranks)
+    a, b, ranks = _slot_arrays(layer, site)
+    return SlotFactors(plan, a, b, ranks)
+
+
+def shared_factor(layer: nnx.Module, site: Site, plan: Plan) -> Factor:
+    """Return the one factor that a site of `site.shared` holds. Raises as `slot_factors`."""
+    array, ranks = _slot_arrays(layer, site)
+    return Factor(plan, array, ranks)
+
+
+def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
+    """Return the slot arrays of `site.attributes`: A and B, or one of them, and the ranks."""
+    arrays: list[Array] = [vars(layer)[name][...] for name in site.attributes]
+    ranks = arrays[-1]
+    if not isinstance(ranks, jax.core.Tracer) and staged():
+        raise LoRAError(_STALE_SLOTS.format(path=site.path))
     if ranks.ndim != (2 if site.spec.experts is None else 3):
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
-    held = dict(zip(site.spec.factors, factors, strict=True))
-    return SlotFactors(plan, held.get(0), held.get(1), ranks)
+    return arrays
+
+
+def check_stamps(
+    layer: nnx.Module, site: Site, batch: LoRABatch, base: Float[Array, "*lead N"]
+) -> Float[Array, "*lead N"]:
+    """Return `base`; NaN in the stamped layer of a copy of the model that missed a write: see `check_copy`."""
+    return check_copy(batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
 
 def add_delta(
@@ -85,23 +132,22 @@ def add_delta(
     row_map: RowMap | None = None,
     x_rows: Integer[Array, "M"] | None = None,
 ) -> Float[Array, "*lead N"]:
-    """`base`, which is complete, plus the LoRA of every row in an open scope; padding features stay the base's bits.
+    """Add the LoRA of every row to `base`, which is complete; padding features keep the base's bits.
 
-    `row_map` is what the layer itself says of its rows, where they are not the batch's: those of experts. With `x_rows`
-    row m of it has x[x_rows[m]] for input. Where experts are split and no shard of them calls, each adds what its own
-    give, and a row is then taken from the shard that has its expert.
+    `row_map` is given by a layer whose rows are not the batch's: those of experts. With `x_rows`, row m of it has
+    x[x_rows[m]] for input. Where experts are split and no shard of them calls, each shard adds the LoRA of its own
+    experts, and a row is then taken from the shard that has its expert.
 
     Raises:
       LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
     """
     if not base.size:
         return base
-    plan = scope.plan(site, base, row_map)
-    if plan is None:
+    rows = scope.rows(site, base, row_map)
+    if rows is None:
         return base
-    plans = [(half, scope.plan(site, base, row_map, half)) for half in site.shared]  # of the same rows
-    shared = [factors_of(layer, half, plan) for half, plan in plans if plan is not None]
-    held, lead = factors_of(layer, site, plan), lead_of_rows(scope, site, base, row_map)
+    own = slot_factors(layer, site, rows.plan)
+    shared = [shared_factor(layer, each, plan) for each, plan in zip(site.shared, rows.shared, strict=True)]
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # of the calling code: inside `local` it always is
@@ -109,30 +155,32 @@ def add_delta(
     def local(
         base: Array,
         x: Array,
-        held: SlotFactors,
+        own: SlotFactors,
         expert: Array | None,
         x_rows: Array | None,
-        shared: Sequence[SlotFactors],
+        shared: Sequence[Factor],
     ) -> Array:
-        out = add_rows(site, spec, base, x, held, complete=complete, x_rows=x_rows, shared=shared)
+        out = add_rows(site, spec, base, x, own, complete=complete, x_rows=x_rows, shared=shared)
         if expert is None:
             return out
         mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == lax.axis_index(sums)
         return summed(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     with jax.named_scope("lora"):
-        base = scope.checked(layer, site, base)
+        base = check_stamps(layer, site, scope.batch, base)
         expert = None
         if sums:
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
             expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # one shard must add the base
         whole = PartitionSpec()
-        of_base, of_x = partition(*lead.axes, sharding.outs), partition(*lead.axes, sharding.ins)
+        lead = rows.sharding.axes
+        of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
         of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
-        of_held, *of_shared = (factor_specs(each.spec, lead, sums) for each in (site, *site.shared))
-        mapped = on_mesh(sharding, local, (of_base, of_x, of_held, whole, whole, of_shared), of_base)
-        return mapped(base, x, held, expert, x_rows, shared)
+        of_own = factor_specs(site.spec, rows.sharding, sums)
+        of_shared = [_shared_specs(each.spec, rows.sharding, sums) for each in site.shared]
+        mapped = on_mesh(sharding, local, (of_base, of_x, of_own, whole, whole, of_shared), of_base)
+        return mapped(base, x, own, expert, x_rows, shared)
 
 
 def add_lookup(
@@ -143,15 +191,15 @@ def add_lookup(
     tokens: Int[Array, "*lead"],
     spec: EmbedSpec,
 ) -> Float[Array, "*lead N"]:
-    """base + scale * A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`.
+    """Return base + scale * A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`.
 
     Raises:
       LoRAError: as `add_delta`; called by a shard of a table whose rows are split.
     """
     if not base.size:
         return base
-    plan = scope.plan(site, base)
-    if plan is None:
+    rows = scope.rows(site, base)
+    if rows is None:
         return base
     sharding = split_of(site.spec)
     if reached(site):
@@ -161,32 +209,33 @@ def add_lookup(
             "outside, or leave it out with LoRAConfig.exclude_modules"
         )
 
-    def local(base: Array, tokens: Array, ids: Array, held: SlotFactors) -> Array:
-        rows = base.reshape(-1, base.shape[-1])
+    def local(base: Array, tokens: Array, ids: Array, own: SlotFactors) -> Array:
+        flat = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
-        size = held.a.shape[-1]
-        own = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
+        size = own.a.shape[-1]
+        column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
         # Rows without an adapter read some slot's column here, and `expand` gives them no tile.
-        slots = jnp.repeat(ids.reshape(-1), len(own) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
-        h = held.a.at[slots, 0, :, own].get(mode="clip").astype(jnp.float32)  # [M, R]
+        slots = jnp.repeat(ids.reshape(-1), len(column) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
+        h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
         if sharding.ins:
-            h = jnp.where(((own >= 0) & (own < size))[:, None], h, 0)
+            h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
         h = (h if spec.scale == 1 else h * spec.scale)[None]
-        out = _expand_whole(site.spec, site.backend, rows, h, held, complete=True)
+        out = _expand_whole(site.spec, site.backend, flat, h, own.second, complete=True)
         if spec.rows < spec.vocab:
-            out = jnp.where((found < spec.rows)[:, None], out, rows)
+            out = jnp.where((found < spec.rows)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        ids, lead = scope.runs(site, base), lead_of_rows(scope, site, base)
-        base = scope.checked(layer, site, base)
-        of_base, of_rows = partition(*lead.axes, sharding.outs), partition(*lead.axes)
-        specs = of_base, of_rows, partition(*lead.axes[: ids.ndim]), factor_specs(site.spec, lead)
-        return on_mesh(sharding, local, specs, of_base)(base, tokens, ids, factors_of(layer, site, plan))
+        ids = slots_by_axes(rows.layout, scope.slots(), site.spec.num_slots)
+        base = check_stamps(layer, site, scope.batch, base)
+        lead = rows.sharding.axes
+        of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)
+        specs = of_base, of_rows, partition(*lead[: ids.ndim]), factor_specs(site.spec, rows.sharding)
+        return on_mesh(sharding, local, specs, of_base)(base, tokens, ids, slot_factors(layer, site, rows.plan))
 
 
-# --- what a shard computes --------------------------------------------------------------------------------------------
+# --- the code of a shard ----------------------------------------------------------------------------------------------
 
 
 def add_rows(
@@ -194,19 +243,21 @@ def add_rows(
     spec: LinearSpec,
     base: Array,
     x: Array,
-    held: SlotFactors,
+    own: SlotFactors,
     *,
     complete: bool,
     x_rows: Array | None = None,
-    shared: Sequence[SlotFactors] = (),
+    shared: Sequence[Factor] = (),
 ) -> Array:
-    """`base` [*lead, own N] plus the LoRA of x [*lead, own K]; where K is split, base is a part of a sum unless
-    `complete`. `shared` are the factors in the slots of `site.shared`."""
+    """Return `base` [*lead, own N] plus the LoRA of x [*lead, own K].
+
+    Where K is split, `base` is a part of a sum unless `complete`. `shared` are A and B in the slots of `site.shared`.
+    """
     sharding, backend = split_of(site.spec), site.backend
-    held, shared = _by_group(held), [_by_group(half) for half in shared]
+    plan, a, b, ranks = own = SlotFactors(own.plan, *_by_group(own.a, own.b, own.ranks))
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-    x = x.reshape(-1, x.shape[-1]).astype(held.a.dtype)
+    x = x.reshape(-1, x.shape[-1]).astype(a.dtype)
     if sharding.ins:  # features that are padding may hold anything
         real = _real(sharding, sharding.ins, site.spec.in_blocks)
         x = x if real is None else jnp.where(real, x, 0)
@@ -214,44 +265,41 @@ def add_rows(
         x = spec.columns_in.take(x)
     columns = None if sharding.outs else spec.columns_out
     rows = rows if columns is None else columns.take(rows)
-    pieces = pieces_of(site.spec)
+    merged = merged_columns(site.spec)
     by_itself = not sharding.ins or not complete
-    if by_itself and pieces.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
-        plan, a, b, ranks = held
-        out = add_lora(rows, x, a, b, plan, slice_sizes=pieces.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
+    if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
+        out = add_lora(rows, x, a, b, plan, slice_sizes=merged.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
     else:
-        h = _shrink_own(site.spec, backend, x, held, x_rows)
-        out = _expand_whole(site.spec, backend, rows, h, held, complete=complete)
+        h = _shrink_own(site.spec, backend, x, own.first, x_rows)
+        out = _expand_whole(site.spec, backend, rows, h, own.second, complete=complete)
     if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
-        (of_a, of_b), (a, b) = site.shared, shared
-        h = _shrink_own(of_a.spec, backend, x, a, x_rows)
-        out = _expand_whole(of_b.spec, backend, out, h, b, complete=complete)
+        of_a, of_b = (each.spec for each in site.shared)
+        first, second = (Factor(each.plan, *_by_group(each.array, each.ranks)) for each in shared)
+        h = _shrink_own(of_a, backend, x, first, x_rows)
+        out = _expand_whole(of_b, backend, out, h, second, complete=complete)
     real = _real(sharding, sharding.outs, site.spec.out_blocks)
     out = out if real is None else jnp.where(real, out, rows)
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
 
 
-def _by_group(held: SlotFactors) -> SlotFactors:
-    """Arrays of slots and experts with one axis for both."""
-    if held.ranks.ndim == 2:
-        return held
-
-    def flat(array: Array) -> Array:
-        return array.reshape(-1, *array.shape[2:])
-
-    return SlotFactors(held.plan, *jax.tree.map(flat, held[1:]))
+def _by_group(*arrays: Array) -> Sequence[Array]:
+    """Return arrays of slots and experts, ranks last, with one axis for both."""
+    if arrays[-1].ndim == 2:
+        return arrays
+    return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
 
-def _shrink_own(slots: SlotSpec, backend: Any, x: Array, held: SlotFactors, x_rows: Array | None) -> Array:
-    """[n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
-    ranks, size = held.ranks, held.a.shape[2]
+def _shrink_own(slots: SlotSpec, backend: Backend, x: Array, first: Factor, x_rows: Array | None) -> Array:
+    """Return [n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
+    plan, a, ranks = first
+    size = a.shape[2]
     if (axes := split_of(slots).a[2]) and size:
         ranks = jnp.clip(ranks - lax.axis_index(axes) * size, 0, size)
-    return shrink(x, held.a, held.plan, ranks=ranks, x_rows=x_rows, backend=backend)
+    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
 
 
-def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: SlotFactors, *, complete: bool) -> Array:
-    """`rows` [M, own N] plus the expanded `h` [n, M, own R], of which shards may have parts, of sums or of ranks."""
+def _expand_whole(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor, *, complete: bool) -> Array:
+    """Return `rows` [M, own N] plus the expanded `h` [n, M, own R], which may be parts of sums or of ranks."""
     sharding = split_of(slots)
     if sharding.a[2]:
         h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
@@ -259,29 +307,29 @@ def _expand_whole(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: Sl
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
-        return _expand_pieces(slots, backend, rows, h, held)
-    own = held.b.shape[-1]
-    start = lax.axis_index(further) * own
-    part = lax.dynamic_slice_in_dim(rows, start, own, axis=1)
-    part = _expand_pieces(slots, backend, part, h, held)
+        return _expand_merged(slots, backend, rows, h, second)
+    count = second.array.shape[-1]
+    start = lax.axis_index(further) * count
+    part = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
+    part = _expand_merged(slots, backend, part, h, second)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expand_pieces(slots: SlotSpec, backend: Any, rows: Array, h: Array, held: SlotFactors) -> Array:
-    """`expand` over the columns that a shard has of the output slices."""
-    pieces, (plan, _, b, ranks) = pieces_of(slots), held
-    if pieces.sizes is not None:
-        return expand(h, b, plan, slice_sizes=pieces.sizes, base=rows, ranks=ranks, backend=backend)
-    table = jnp.asarray(pieces.table)
+def _expand_merged(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor) -> Array:
+    """Call `expand` over the columns that a shard has of the output slices."""
+    merged, (plan, b, ranks) = merged_columns(slots), second
+    if merged.sizes is not None:
+        return expand(h, b, plan, slice_sizes=merged.sizes, base=rows, ranks=ranks, backend=backend)
+    table = jnp.asarray(merged.table)
     ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
-    sizes = (pieces.size,) * len(pieces.table[0])
+    sizes = (merged.size,) * len(merged.table[0])
     return expand(h[ids], b, plan, slice_sizes=sizes, base=rows, ranks=ranks[:, ids], backend=backend)
 
 
 def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
-    """Which features of a shard are no padding, where `axes` split all of those in `blocks`; None for all."""
+    """Return which features of a shard are no padding, where `axes` split all of those in `blocks`; None for all."""
     if all(first >= 0 for first, _ in blocks):
         return None
     real = np.concatenate([np.full(count, first >= 0) for first, count in blocks])
@@ -291,17 +339,23 @@ def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def factor_specs(slots: SlotSpec, lead: Lead, experts: Names = ()) -> SlotFactors:
-    """The specs of `SlotFactors`: plans of the shards of rows, or of `experts`; arrays as one layer has them."""
+def factor_specs(slots: SlotSpec, rows: RowSharding, experts: Names = ()) -> SlotFactors:
+    """Return the specs of `SlotFactors`: plans of the shards of rows, or of `experts`; arrays as one layer has them."""
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
-    of_plan = partition((*(name for names in lead.axes for name in names), *experts))
+    of_plan = partition((*rows.names, *experts))
     specs = of_plan, partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
     return SlotFactors(*cast("Any", specs))
 
 
+def _shared_specs(slots: SlotSpec, rows: RowSharding, experts: Names) -> Factor:
+    """Return the specs of the one `Factor` that such slots hold."""
+    specs = factor_specs(slots, rows, experts)
+    return specs.second if 1 in slots.factors else specs.first
+
+
 def summed(array: Array, axes: Names) -> Array:
-    """The sum of what shards along these axes have."""
+    """Return the sum over the shards along these axes."""
     return cast("Array", lax.psum(array, axes)) if axes else array
 
 

@@ -30,12 +30,7 @@ def _lookup(cls: type, name: str) -> Callable[..., Any]:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]
         tokens = jnp.asarray(first_input(parameters, args, kwargs)[0])
-        features = spec.features // parts_of(site)[1]
-        if not isinstance(y, jax.Array) or y.shape != (*tokens.shape, features):
-            raise LoRAError(
-                f"{site.path}: {cls.__name__}.{name} must return [..., {features}] for token ids "
-                f"{list(tokens.shape)}, as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
-            )
+        _check_output(site, f"{cls.__name__}.{name}", y, tokens.shape, spec.features, f"token ids {list(tokens.shape)}")
         return add_lookup(self, site, scope, y, tokens, spec)
 
     return lookup
@@ -55,17 +50,22 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
         spec: EmbedSpec = vars(self)["jlora_spec"]
         head = spec.head
         query = jnp.asarray(first_input(parameters, args, kwargs)[0])
-        outputs = head.out_features // parts_of(site)[1]
-        if not isinstance(y, jax.Array) or y.shape != (*query.shape[:-1], outputs):
-            raise LoRAError(
-                f"{site.path}: {cls.__name__}.{name} must return [..., {outputs}] for {list(query.shape)}, "
-                f"as its EmbedSpec says, and returned {getattr(y, 'shape', type(y).__name__)}"
-            )
+        _check_output(site, f"{cls.__name__}.{name}", y, query.shape[:-1], head.out_features, str(list(query.shape)))
         if spec.attend_scale != 1:
             query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, where it becomes the slots' dtype
         return add_delta(self, site, scope, y, query, head)
 
     return attend
+
+
+def _check_output(site: Site, method: str, y: object, lead: tuple[int, ...], features: int, given: str) -> None:
+    """Raises `LoRAError` where the output of a method is not [*lead, features of a shard]."""
+    own = features // parts_of(site)[1]
+    if not isinstance(y, jax.Array) or y.shape != (*lead, own):
+        raise LoRAError(
+            f"{site.path}: {method} must return [..., {own}] for {given}, as its EmbedSpec says, and returned "
+            f"{getattr(y, 'shape', type(y).__name__)}"
+        )
 
 
 embed_methods: dict[str, Callable[[type, str], Callable[..., Any]]] = {"lookup": _lookup, "attend": _attend}

@@ -17,6 +17,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.linear import first_input, parameters_of
 from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.row_layout import counted_rows
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope, enter_site
 from jlora.layers.site import Site
@@ -24,17 +25,17 @@ from jlora.layers.specs import EXPERT_NAMES, ExpertsSpec, LinearSpec, own_attrib
 
 
 def prefix_of(product: str) -> str:
-    """Prefix of the attributes that a layer holds for one of its products."""
+    """Return the prefix of the attributes that a layer holds for one of its products."""
     return f"jlora_{product}"
 
 
 def product_of(site: Site) -> str:
-    """The name of the product that a site of experts is."""
+    """Return the name of the product that a site of experts is."""
     return site.prefix.removeprefix(prefix_of(""))
 
 
 def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> tuple[Site, Site]:
-    """The sites of A and of B in the slots, after those of `site`, for adapters whose experts share one of them.
+    """Return the sites of A and of B in the slots, after those of `site`, for adapters whose experts share one of them.
 
     They share B of a product that leads out of the experts, which its `names` tell, and A of every other.
     """
@@ -49,7 +50,7 @@ def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> 
 
 
 def experts_methods(cls: type, name: str) -> Callable[..., Any]:
-    """The method with which a subclass of the experts' class `cls` serves LoRA: the product, plus the delta."""
+    """Return the method with which a subclass of the experts' class `cls` serves LoRA: the product, plus the delta."""
     own = getattr(cls, name)
     parameters = parameters_of(own)
 
@@ -67,14 +68,14 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
                 f"{site.path}: {cls.__name__}.{name} is a method, and its ExpertsSpec has no `rows` that says which "
                 "token and which expert each of its rows is"
             )
-        row_map = scope.shared(spec.rows(self, name, x, *others, **named))
-        return _served(self, site, scope, spec, name, x, y, row_map)
+        row_map: object = spec.rows(self, name, x, *others, **named)
+        return _add_product_delta(self, site, scope, spec, name, x, y, row_map)
 
     return product
 
 
 def has_grouped_products(layer: nnx.Module) -> bool:
-    """Whether a class says by itself what its grouped products are; see `describe_grouped`."""
+    """Return whether a class says by itself what its grouped products are; see `describe_grouped`."""
     grouped = own_attribute(layer, "grouped_products")
     if not is_mapping(grouped) or not grouped:
         return False
@@ -85,7 +86,7 @@ def has_grouped_products(layer: nnx.Module) -> bool:
 
 
 def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
-    """The spec of a class that says by itself what its grouped products are, as the reference decoder's does.
+    """Return the spec of a class that says by itself what its grouped products are, as the reference decoder's does.
 
     It has `grouped_products`, method -> parameter [E, K, N], whose methods take (x [M, K], rows) with `rows.token`,
     `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows), and in a shard of a mesh
@@ -117,7 +118,7 @@ def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
 def expert_delta(
     layer: nnx.Module, product: str, x: Float[Array, "*rows K"], y: Float[Array, "*lead N"], row_map: RowMap
 ) -> Float[Array, "*lead N"]:
-    """`y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
+    """Return `y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
 
     Call it right after the product, before the activation or the weighted sum over experts. On a layer that no manager
     has wrapped, or whose product is left out, it gives `y`.
@@ -147,10 +148,10 @@ def expert_delta(
     if scope is None:
         return y
     spec: ExpertsSpec = vars(layer)["jlora_spec"]
-    return _served(layer, site, scope, spec, product, x, y, scope.shared(row_map))
+    return _add_product_delta(layer, site, scope, spec, product, x, y, row_map)
 
 
-def _served(
+def _add_product_delta(
     layer: nnx.Module, site: Site, scope: Scope, experts: ExpertsSpec, name: str, x: Any, y: Any, row_map: object
 ) -> Float[Array, "*lead N"]:
     spec, gathers = experts.products[name], name in experts.gathers
@@ -165,7 +166,7 @@ def _served(
             raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
     if gathers:
         taken = row_map.source if row_map.taken is None else row_map.taken
-        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := scope.counted(row_map)):
+        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := counted_rows(row_map, scope.slots())):
             raise LoRAError(
                 f"{site.path}: its ExpertsSpec says that it gathers its rows from all {counted} {row_map.of} of the "
                 f"batch, and {list(x.shape)} went in"

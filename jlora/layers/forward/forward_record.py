@@ -1,7 +1,21 @@
 """Which layers a forward calls, and which of them see rows that fit no layout of its batch."""
 
+from collections.abc import Collection, Mapping, Sequence
+
+from jlora.errors import LoRAError
 from jlora.layers.forward.context import Opened
-from jlora.layers.site import ModelSites, Site
+from jlora.layers.site import ModelSites, Site, is_named
+
+_UNSERVED = (
+    "`with jlora.use(batch)` ends, and {count} of the model's wrapped layers served no adapter:\n"
+    "{layers}\n"
+    "Weights that an adapter brings for them would do nothing. Either run `manager.verify(forward, inputs)` once, with "
+    "a forward that runs all of your steps: it puts the layers that none of them serves into `manager.unserved`. Or "
+    "leave them out: LoRAConfig(exclude_modules={names})"
+)
+_WITHOUT = ". Or say that this step does not run them: `jlora.use(batch, without={names})`"
+_NOT_CALLED = "it was not called (its parameters are read directly, or the step runs only a part of the model)"
+_SHOWN = 8  # layers in a message
 
 
 class Calls:
@@ -29,3 +43,31 @@ class ForwardRecord(Opened):
         super().__init__("manager.verify", object())  # everything is traced anew inside, so every call is seen
         self.sites = sites
         self.calls = Calls()
+
+
+def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site], without: Sequence[str]) -> None:
+    """Raises `LoRAError` for layers that served no adapter, and are neither unserved nor waived."""
+    missing: dict[str, str] = {}
+    skipped: list[str] = []
+    for site in sites.sites:
+        if site in unserved:
+            continue
+        if site in calls.refused:
+            missing[site.path] = calls.refused[site]
+        elif site not in calls.called and not _waived(site, without):
+            missing[site.path] = _NOT_CALLED
+            skipped.append(site.path)
+    if missing:
+        raise LoRAError(_message(missing, skipped))
+
+
+def _waived(site: Site, without: Sequence[str]) -> bool:
+    return any(name == "*" or is_named(name, (*site.aliases, *site.parts)) for name in without)
+
+
+def _message(missing: Mapping[str, str], skipped: Sequence[str]) -> str:
+    lines = [f"  {path}: {reason}" for path, reason in missing.items()][:_SHOWN]
+    if len(missing) > _SHOWN:
+        lines.append(f"  ... and {len(missing) - _SHOWN} more")
+    message = _UNSERVED.format(count=len(missing), layers="\n".join(lines), names=[*missing][:_SHOWN])
+    return message + _WITHOUT.format(names=skipped[:_SHOWN]) if skipped else message

@@ -1,11 +1,12 @@
-"""Flax's own layers as seams, where a base product is made together with its LoRA.
+"""The base product of Flax's own layers, made together with its LoRA.
 
-Where it is split by its input features, both share one reduction; where a device's tuned table says so, their kernels.
+Where the kernel is split by its input features, both share one reduction; where the tuned table of a device has an
+entry, one kernel.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import Array, lax
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.forward.delta import SlotFactors, add_rows, factor_specs, factors_of, lead_of_rows, summed
+from jlora.layers.forward.delta import SlotFactors, add_rows, check_stamps, factor_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
 from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
@@ -23,11 +24,15 @@ from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
 from jlora.sharding.rules import Names, partition, split_axis
 
+Product: TypeAlias = Callable[..., Array]  # (x, kernel, out_sharding=) -> y, as the layer's own
+# (x, kernel, how their axes flatten, the layer's own product, out_sharding) -> y with its LoRA
+Compute: TypeAlias = Callable[[Array, Array, EinsumAxes, Product, Any], Array]
 
-def joins(
+
+def can_fuse(
     cls: type[nnx.Module], layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the product of a layer is made together with its LoRA in this call.
+    """Return whether the product of a layer is made together with its LoRA in this call.
 
     The product can be replaced where it is Flax's own, and JAX's own computes it.
     """
@@ -36,18 +41,18 @@ def joins(
         return False
     if own.get("promote_dtype") is not promote_dtype:
         return False
-    rows = own["jlora_spec"].rows  # a user's own may say what the product does not show
+    rows = own["jlora_spec"].rows  # the `rows` of a registered spec may do more than the product shows
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
         plain &= rows in (None, general_rows)
     else:
         plain = cls.__call__ is nnx.Einsum.__call__ and own.get("einsum_op") is jnp.einsum
         plain &= isinstance(rows, EinsumRows)
-    return plain and (sharding is not None or _fuses(layer, site, args, kwargs))
+    return plain and (sharding is not None or _has_kernels(layer, site, args, kwargs))
 
 
-def _fuses(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether kernels that make product and LoRA together are there for this call, and may be used."""
+def _has_kernels(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether kernels that make product and LoRA together exist for this call, and may be used."""
     own, spec, x = vars(layer), cast("LinearSpec", vars(layer)["jlora_spec"]), _input(args, kwargs)
     if site.bitwise_base or site.spec.stack or not isinstance(x, Array):
         return False  # (of a stack the kernel is a slice, which only XLA's own products read where it lies)
@@ -69,7 +74,7 @@ def _fuses(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping
     return product_tiles(*like, slice_sizes=site.spec.out_sizes, backend=site.backend) is not None
 
 
-def joined(
+def fused_base(
     cls: type[nnx.Module],
     layer: nnx.Module,
     site: Site,
@@ -77,98 +82,109 @@ def joined(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The output of `layer`, whose product and LoRA are made together: by the same kernels on one device, in the same
-    sum where K is split. Rows that fit no layout of the batch get the base output."""
-    spec: LinearSpec = vars(layer)["jlora_spec"]
-    sharding = split_of(site.spec)
+    """Return the output of `layer`, whose product and LoRA are made together.
+
+    By the same kernels on one device, in the same sum where K is split. Rows that fit no layout of the batch get the
+    base output.
+    """
     # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
-    given = jnp.asarray(_input(args, kwargs))
-    if not given.size:
+    x = jnp.asarray(_input(args, kwargs))
+    if not x.size:
         return cls.__call__(layer, *args, **kwargs)
 
-    def serve(cast_x: Array, kernel: Array, places: EinsumAxes, product: Callable[..., Array]) -> Array | None:
-        x, dtype = given, cast_x.dtype
-        flat = _flat(x, places)
-        plan = scope.plan(site, flat)
-        if plan is None:
-            return None
-        lead = lead_of_rows(scope, site, flat)
-        of_kernel: list[Names] = [()] * kernel.ndim
-        of_x: list[Names] = [()] * x.ndim
-        of_y: list[Names] = [()] * (places.lead + len(places.kernel_out))
-        for i, axis in enumerate(places.kernel_in):
-            if axis == split_axis(places.kernel_in, kernel.shape):
-                of_kernel[axis] = of_x[places.x[places.lead + i]] = sharding.ins
-        for i, axis in enumerate(places.kernel_out):
-            if axis == split_axis(places.kernel_out, kernel.shape):
-                of_kernel[axis] = of_y[places.y[places.lead + i]] = sharding.outs
-        for i, names in enumerate(lead.axes):
-            of_x[places.x[i]] = of_y[places.y[i]] = names
+    def compute(cast_x: Array, kernel: Array, axes: EinsumAxes, product: Product, out_sharding: Any) -> Array:
+        out = _with_lora(layer, site, scope, x, cast_x.dtype, kernel, axes, product)
+        if out is None:
+            return product(cast_x, kernel, out_sharding=out_sharding)
+        return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
-        def local(x: Array, kernel: Array, held: SlotFactors) -> Array:
-            rows = _flat(x, places)
-            *shape, k = rows.shape
-            if not sharding.ins:
-                out = linear_lora(
-                    rows.reshape(-1, k), kernel.reshape(k, -1), held.a, held.b, held.plan,
-                    slice_sizes=site.spec.out_sizes, ranks=held.ranks, backend=site.backend,
-                )  # fmt: skip
-            else:
-                base = product(x.astype(dtype), kernel).transpose(places.y).reshape(*shape, -1)
-                out = add_rows(site, spec, base, rows, held, complete=False)
-            out = out.reshape(*shape, *(kernel.shape[i] for i in places.kernel_out))
-            return summed(out.transpose([places.y.index(i) for i in range(out.ndim)]), sharding.ins)
-
-        specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec, lead)
-        with jax.named_scope("lora"):
-            made = on_mesh(sharding, local, specs, partition(*of_y))
-            return made(x, kernel, factors_of(layer, site, plan))
-
-    return _through(cls, layer, site, serve, *args, **kwargs)
-
-
-def _flat(x: Array, places: EinsumAxes) -> Array:
-    """The input as [*lead, K]."""
-    return x.transpose(places.x).reshape(*(x.shape[i] for i in places.x[: places.lead]), -1)
-
-
-def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("inputs")
-
-
-def _through(
-    cls: type[nnx.Module], layer: nnx.Module, site: Site, serve: Callable[..., Array | None], *args: Any, **kwargs: Any
-) -> Any:
-    """What `layer` returns where `serve` makes its product, and its LoRA with it."""
     # A copy that shares the parameters: another thread may be calling the layer.
     twin = object.__new__(type(layer))
     vars(twin).update(vars(layer))
     if cls.__call__ is nnx.Einsum.__call__:
         rows = vars(layer)["jlora_spec"].rows
         assert isinstance(rows, EinsumRows)
-        vars(twin)["einsum_op"] = functools.partial(_einsum, serve, site, rows)
+        vars(twin)["einsum_op"] = functools.partial(_einsum, compute, site, rows)
     else:
-        vars(twin)["dot_general"] = functools.partial(_dot_general, serve)
-    return cls.__call__(twin, *args, **kwargs)
+        vars(twin)["dot_general"] = functools.partial(_dot_general, compute)
+    return check_stamps(layer, site, scope.batch, cls.__call__(twin, *args, **kwargs))
+
+
+def _with_lora(
+    layer: nnx.Module,
+    site: Site,
+    scope: Scope,
+    x: Array,
+    dtype: Any,
+    kernel: Array,
+    axes: EinsumAxes,
+    product: Product,
+) -> Array | None:
+    """Return the product of `x`, cast to `dtype`, and the kernel, with its LoRA; None for rows that fit no layout."""
+    spec: LinearSpec = vars(layer)["jlora_spec"]
+    sharding, flat = split_of(site.spec), _flat(x, axes)
+    call = scope.rows(site, flat)
+    if call is None:
+        return None
+    of_kernel: list[Names] = [()] * kernel.ndim
+    of_x: list[Names] = [()] * x.ndim
+    of_y: list[Names] = [()] * (axes.lead + len(axes.kernel_out))
+    for i, axis in enumerate(axes.kernel_in):
+        if axis == split_axis(axes.kernel_in, kernel.shape):
+            of_kernel[axis] = of_x[axes.x[axes.lead + i]] = sharding.ins
+    for i, axis in enumerate(axes.kernel_out):
+        if axis == split_axis(axes.kernel_out, kernel.shape):
+            of_kernel[axis] = of_y[axes.y[axes.lead + i]] = sharding.outs
+    for i, names in enumerate(call.sharding.axes):
+        of_x[axes.x[i]] = of_y[axes.y[i]] = names
+
+    def local(x: Array, kernel: Array, own: SlotFactors) -> Array:
+        rows = _flat(x, axes)
+        *shape, k = rows.shape
+        if not sharding.ins:
+            out = linear_lora(
+                rows.reshape(-1, k), kernel.reshape(k, -1), own.a, own.b, own.plan,
+                slice_sizes=site.spec.out_sizes, ranks=own.ranks, backend=site.backend,
+            )  # fmt: skip
+        else:
+            base = product(x.astype(dtype), kernel).transpose(axes.y).reshape(*shape, -1)
+            out = add_rows(site, spec, base, rows, own, complete=False)
+        out = out.reshape(*shape, *(kernel.shape[i] for i in axes.kernel_out))
+        return summed(out.transpose([axes.y.index(i) for i in range(out.ndim)]), sharding.ins)
+
+    specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec, call.sharding)
+    with jax.named_scope("lora"):
+        mapped = on_mesh(sharding, local, specs, partition(*of_y))
+        return mapped(x, kernel, slot_factors(layer, site, call.plan))
+
+
+def _flat(x: Array, axes: EinsumAxes) -> Array:
+    """Return the input as [*lead, K]."""
+    return x.transpose(axes.x).reshape(*(x.shape[i] for i in axes.x[: axes.lead]), -1)
+
+
+def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("inputs")
 
 
 def _dot_general(
-    serve: Callable[..., Array | None], x: Array, kernel: Array, dims: Any, *, out_sharding: Any = None, **options: Any
+    compute: Compute, x: Array, kernel: Array, dims: Any, *, out_sharding: Any = None, **options: Any
 ) -> Array:
+    """Stand in for `lax.dot_general` in Flax's own call of a linear layer."""
     (x_in, kernel_in), _ = dims
     lead = [i for i in range(x.ndim) if i not in x_in]
     kernel_out = tuple(i for i in range(kernel.ndim) if i not in kernel_in)
     count = len(lead)
-    places = EinsumAxes((*lead, *x_in), tuple(range(count + len(kernel_out))), count, tuple(kernel_in), kernel_out)
+    axes = EinsumAxes((*lead, *x_in), tuple(range(count + len(kernel_out))), count, tuple(kernel_in), kernel_out)
 
     def product(x: Array, kernel: Array, **where: Any) -> Array:
         return lax.dot_general(x, kernel, dims, **options, **where)
 
-    return _made(serve, x, kernel, places, product, out_sharding)
+    return compute(x, kernel, axes, product, out_sharding)
 
 
 def _einsum(
-    serve: Callable[..., Array | None],
+    compute: Compute,
     site: Site,
     rows: EinsumRows,
     equation: str,
@@ -178,27 +194,13 @@ def _einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> Array:
+    """Stand in for `jnp.einsum` in Flax's own call of an einsum layer."""
     try:
-        places = rows.axes(equation, x.ndim)
+        axes = rows.axes(equation, x.ndim)
     except LoRAError as error:
         raise LoRAError(f"{site.path}: {error}") from error
 
     def product(x: Array, kernel: Array, **where: Any) -> Array:
         return jnp.einsum(equation, x, kernel, **options, **where)
 
-    return _made(serve, x, kernel, places, product, out_sharding)
-
-
-def _made(
-    serve: Callable[..., Array | None],
-    x: Array,
-    kernel: Array,
-    places: EinsumAxes,
-    product: Callable[..., Array],
-    out_sharding: Any,
-) -> Array:
-    """The product with its LoRA, or alone where rows fit no layout; where the layer's caller asks for it."""
-    out = serve(x, kernel, places, product)
-    if out is None:
-        return product(x, kernel, out_sharding=out_sharding)
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+    return compute(x, kernel, axes, product, out_sharding)

@@ -14,7 +14,7 @@ from jax import Array
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.forward.delta import add_delta
-from jlora.layers.forward.fused_base import joined, joins
+from jlora.layers.forward.fused_base import can_fuse, fused_base
 from jlora.layers.forward.mesh import parts_of
 from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
@@ -22,7 +22,7 @@ from jlora.layers.specs import LinearSpec, Restore
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
-    """The method with which a subclass of the linear layer class `cls` serves LoRA: the layer's own, plus the delta."""
+    """Return the method with which a subclass of the linear layer class `cls` serves LoRA: its own, plus the delta."""
     own = getattr(cls, name)
     parameters = parameters_of(own)
 
@@ -30,13 +30,14 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, vars(self)["jlora_sites"])
-        if scope is not None and joins(cls, self, site, args, kwargs):
-            return scope.checked(self, site, joined(cls, self, site, scope, args, kwargs))
+        if scope is not None and can_fuse(cls, self, site, args, kwargs):
+            return fused_base(cls, self, site, scope, args, kwargs)
         y = own(self, *args, **kwargs)
         if scope is None:
             return y
+        spec: LinearSpec = vars(self)["jlora_spec"]
         try:
-            x, base, restore = _rows(self, site, vars(self)["jlora_spec"], parameters, y, args, kwargs)
+            x, base, restore = _rows(self, site, spec, parameters, y, args, kwargs)
         except Exception as error:
             if site.doubt is not None and scope.recorded:  # a guess that does not hold is no reason to fail
                 scope.refuse(site, f"{site.doubt.why}, and {error}")
@@ -44,7 +45,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
             if isinstance(error, LoRAError):
                 raise LoRAError(f"{site.path}: {error}") from error
             raise
-        return restore(add_delta(self, site, scope, base, x, vars(self)["jlora_spec"]))
+        return restore(add_delta(self, site, scope, base, x, spec))
 
     return call
 
@@ -58,7 +59,7 @@ def _rows(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Array, Array, Callable[[Array], Any]]:
-    """x as [*lead, K], y as [*lead, N], and the way back to what the layer returned. Raises where that is not so."""
+    """Return x as [*lead, K], y as [*lead, N], and the way back to the layer's own output. Raises `LoRAError`."""
     x, args, kwargs = first_input(parameters, args, kwargs)
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
@@ -94,7 +95,7 @@ def _unchanged(rows: Array) -> Array:
 def first_input(
     parameters: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """The first argument that is no string (an equation), in the order of the method's own parameters; the others."""
+    """Return the first argument that is no string (an equation), by the method's parameters, and all others."""
     for i, value in enumerate(args):
         if not isinstance(value, str):
             return value, args[:i] + args[i + 1 :], kwargs

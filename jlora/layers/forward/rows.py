@@ -1,17 +1,17 @@
-"""Which sequence each row of a layer is. Declared by the batch, or by a `RowMap`; never guessed from divisibility."""
+"""`RowMap` and `rows`: which sequence or token each row of a layer is, where its shape cannot show it."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Integer
 
 from jlora._compat import trace_state_clean
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.context import Opened, around, opening
+from jlora.layers.forward.context import Opened, around, opening, staged
 
 _STALE = (
     "{path}: this RowMap was opened outside `jax.jit` and is read inside it: it would be baked into the compiled "
@@ -22,7 +22,7 @@ _STALE = (
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """Says which rows of the batch the rows of a layer are, where no shape can: beams, image patches, sorted tokens.
+    """Map the rows of a layer to rows of the batch, where no shape can: beams, image patches, sorted tokens.
 
     Attributes:
       source: integers [M], for row m of the layer the index of the sequence (or token) that it belongs to. Rows with an
@@ -72,42 +72,6 @@ class RowMap:
                 )
             object.__setattr__(self, name, values.astype(jnp.int32) if values.dtype.itemsize < 4 else values)
 
-    def slots(
-        self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int], none: int
-    ) -> Int[Array, "M"]:
-        """The slot of each row; `none` for a row that is outside the batch."""
-        table, index = self.places(sequences, tokens, lengths)
-        inside = (index >= 0) & (index < table.shape[0])
-        found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
-        return jnp.where(inside, found, none).astype(jnp.int32)
-
-    def places(
-        self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int]
-    ) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
-        """Slots of the batch's sequences or tokens, and for each row the index of its own among them."""
-        index = jnp.asarray(self.source)
-        if self.of == "sequences":
-            return sequences, index
-        if tokens is not None:
-            return tokens, index
-        return sequences, index // self._length(lengths)  # negative stays negative
-
-    def counted(self, sequences: Int[Array, "B"], tokens: Int[Array, "T"] | None, lengths: frozenset[int]) -> int:
-        """How many rows `source` counts: all sequences, or all tokens."""
-        if self.of == "sequences":
-            return sequences.shape[0]
-        return tokens.shape[0] if tokens is not None else sequences.shape[0] * self._length(lengths)
-
-    def _length(self, lengths: frozenset[int]) -> int:
-        known = {self.length} if self.length is not None else lengths
-        if len(known) != 1:
-            raise LoRAUsageError(
-                "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
-                f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
-            )
-        (length,) = known
-        return length
-
 
 class _OpenRows(Opened):
     """An open row map.
@@ -126,7 +90,7 @@ class _OpenRows(Opened):
 
 @contextlib.contextmanager
 def rows(row_map: RowMap | None) -> Generator[None, None, None]:
-    """The wrapped layers called inside see the rows that `row_map` describes; None: those of the batch, as outside.
+    """Let the wrapped layers called inside see the rows that `row_map` describes; None: those of the batch, as outside.
 
     Open it inside the jitted function. A layer inside that sees another number of rows than the map raises.
 
@@ -143,8 +107,8 @@ def rows(row_map: RowMap | None) -> Generator[None, None, None]:
         yield
 
 
-def current_rows(path: str, staged: Callable[[], bool]) -> RowMap | None:
-    """The open map. Raises `LoRAError` where the code that asks is `staged` and the map was opened outside."""
+def current_rows(path: str) -> RowMap | None:
+    """Return the open map. Raises `LoRAError` inside a traced function where the map was opened outside of it."""
     opened = next((each for each in around() if isinstance(each, _OpenRows)), None)
     if opened is None or opened.row_map is None:
         return None

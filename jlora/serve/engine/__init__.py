@@ -1,1 +1,1 @@
-"""Continuous batching without HTTP: requests, their adapters, and the steps that serve them."""
+"""The engine without HTTP: requests, their adapters, and the compiled steps."""

@@ -1,45 +1,46 @@
-"""Tokens to text as they come: no half characters, and nothing that a stop string could take back."""
+"""Incremental detokenization: emit only whole characters, and no text that a stop string may still cut."""
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-_HALF = "\ufffd"  # what a decoder makes of bytes that are no whole character yet
-_AT_ONCE = 16  # tokens without whole characters that are decoded again with each new one: no character has as many
+_HALF = "\ufffd"  # replacement character, decoded from an incomplete UTF-8 sequence
+_AT_ONCE = 16  # longest run of undecodable tokens that is decoded again with each new token
 
 
 class Detokenizer:
-    """The text of one answer. What it gives is, put together, `tokenizer.decode` of all of its tokens.
+    """Incremental text of one completion.
 
-    Decoders look at a token's neighbours (spaces between words, bytes that make up one character), so the last few
-    tokens are decoded again with each new one. Bytes that never become characters have no end to begin anew from: a
-    long run of them is decoded whenever it has grown by an eighth, so that it costs no more than it is long.
+    The concatenated outputs equal `tokenizer.decode` of all tokens. Decoders depend on a token's neighbours (spaces
+    between words, bytes of one character), so the last few tokens are decoded again with each new one. Bytes that never
+    form a character give no point to restart from. A long run of them is decoded again only after it has grown by an
+    eighth, which keeps the total cost linear in its length.
 
     Args:
-      tokenizer: a `tokenizers.Tokenizer`; None for no text at all.
+      tokenizer: a `tokenizers.Tokenizer`, or None to produce no text.
       stop: the text ends before the first of these strings to be complete.
-      silent: tokens that are no part of any text, as `silent_tokens` finds them.
+      silent: token ids that produce no text, from `silent_tokens`.
 
     Attributes:
-      length: of the text that is certain but for stop strings, given out or not.
-      stopped: whether a stop string has ended it.
+      length: number of characters decoded so far, including text held back for a stop string.
+      stopped: True if a stop string has ended the text.
     """
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str] = (), silent: Collection[int] = ()):
         self._tokenizer = tokenizer
         self._stop = [(one, _shorter(one)) for one in stop]
-        self._begun = [0] * len(self._stop)  # how much of each the text ends with
+        self._begun = [0] * len(self._stop)  # characters of each stop string that the text ends with
         self._silent = silent
         self._tokens: list[int] = []
-        self._from = 0  # the first token that is decoded again, as a neighbour of those from `_shown` on
-        self._shown = 0  # tokens whose text has been taken into `_kept` or given out
-        self._again = 0  # how many tokens without text, where they are more than `_AT_ONCE`, are decoded again next
-        self._kept = ""  # text that a stop string may take back
+        self._from = 0  # first token of the decoding window; context for those after `_shown`
+        self._shown = 0  # number of tokens whose text is in `_kept` or emitted
+        self._again = 0  # above `_AT_ONCE`, number of tokens without text at which to decode again
+        self._kept = ""  # text held back because it may begin a stop string
         self.length = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that one more token makes certain."""
+        """Add a token. Returns the text that has become final."""
         if self._tokenizer is None or self.stopped or token in self._silent:
             return ""
         self._tokens.append(token)
@@ -55,7 +56,7 @@ class Detokenizer:
         return self._give(text[len(before) :])
 
     def finish(self) -> str:
-        """What is left at the end of the answer."""
+        """Return the remaining text at the end of the completion."""
         if self._tokenizer is None or self.stopped:
             return ""
         rest = self._decode(self._tokens)[self.length :]
@@ -76,9 +77,9 @@ class Detokenizer:
         return text[: len(text) - held]
 
     def _find(self, i: int, new: str) -> int | None:
-        """Where the i-th stop string begins that these characters complete, counted from the first of them.
+        """Return the start of the i-th stop string if `new` completes it, relative to the start of `new`; else None.
 
-        By Knuth, Morris and Pratt: what is kept is not looked at again, however long it is.
+        Uses Knuth-Morris-Pratt, so held-back text is never scanned again.
         """
         (stop, shorter), size = self._stop[i], self._begun[i]
         for end, letter in enumerate(new, 1):
@@ -95,9 +96,10 @@ class Detokenizer:
 
 
 def silent_tokens(tokenizer: Any | None, vocab: int) -> frozenset[int]:
-    """Of the ids below `vocab` those that `tokenizer.decode` leaves out: special tokens, and what it does not know.
+    """Return the ids below `vocab` that `tokenizer.decode` skips: special tokens and unknown ids.
 
-    A model may repeat one for ever: kept until text comes, they would be decoded again with each new one.
+    A model may repeat such a token without end. Kept in the window, all of them would be decoded again with each new
+    one.
     """
     if tokenizer is None:
         return frozenset()
@@ -105,9 +107,9 @@ def silent_tokens(tokenizer: Any | None, vocab: int) -> frozenset[int]:
     return frozenset(special.union(token for token in range(vocab) if tokenizer.id_to_token(token) is None))
 
 
-@lru_cache(maxsize=1024)  # all answers of a request have the same
+@lru_cache(maxsize=1024)  # all completions of a request share their stop strings
 def _shorter(stop: str) -> list[int]:
-    """For each beginning of `stop`, the length of the longest shorter one that it ends with."""
+    """Return the KMP failure function: for each prefix of `stop`, the length of its longest proper border."""
     found, size = [0], 0
     for letter in stop[1:]:
         while size and stop[size] != letter:

@@ -1,8 +1,8 @@
 """The thread that dispatches every step of an engine.
 
-Each turn: hear of new, cancelled and late requests; let one begin, or take the next chunk of its prompt; decode all
-that run; and only then read the tokens of the step before, so that the device never waits for the host. What ends a
-sequence is thus seen one step late, and the token that this step drew for it is dropped.
+Each iteration takes new, cancelled and expired requests, prefills one chunk of a prompt, decodes all running rows, and
+only then reads the tokens of the previous step, so the device never waits for the host. The end of a sequence is
+therefore seen one step late, and the extra token drawn for it is dropped.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ from jlora.serve.engine.steps import Chosen, How, Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
 _log = logging.getLogger("jlora")
-_POLL = 0.02  # seconds between looks at what no call announces: deadlines, slots that others held
-_OFTEN = 0.002  # seconds between looks at the queue, however often it is told of
+_POLL = 0.02  # seconds between polls for deadlines and for slots released outside the engine
+_OFTEN = 0.002  # shortest interval in seconds between scans of the queue after wake-ups
 _IDLE = 1.0
-_ROWS_A_PROMPT = 8  # free rows for which one more prompt is taken on between two decode steps
+_ROWS_A_PROMPT = 8  # one more prompt is prefilled between two decode steps for each so many free rows
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A step whose tokens have not been read: index among them -> sequence."""
+    """A dispatched step whose tokens have not been read; pairs of (index among its tokens, sequence)."""
 
     chosen: Chosen
     sequences: tuple[tuple[int, Sequence], ...]
 
 
 class Dispatcher:
-    """Runs sequences. `submit`, `wake`, `stop` are for other threads.
+    """Runs sequences on its own thread. `submit`, `wake` and `stop` may be called from other threads.
 
     Args:
-      manager: of the model.
-      steps: compiled.
+      manager: the model's manager.
+      steps: the compiled steps.
       loras: the adapters.
-      writer: takes what comes out.
-      metrics: of the engine.
+      writer: receives tokens and ends of sequences.
+      metrics: counters of the engine.
       max_wait_ratio: see `EngineOptions`.
     """
 
@@ -69,15 +69,15 @@ class Dispatcher:
         self._writer = writer
         self._metrics = metrics
         self._arrived: deque[Sequence] = deque()
-        self._live: dict[Sequence, None] = {}  # that have not left, in order of arrival
+        self._live: dict[Sequence, None] = {}  # sequences that have not left, in order of arrival
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
-        self._filling: Sequence | None = None  # whose prompt is on its way into the cache
-        self._filled = 0  # tokens of the last step that took one on, with padding
-        self._rows: list[Sequence | None] = [None] * steps.rows  # those that decode
-        self._batch: Any = None  # of the rows that run, or ran when it was prepared
-        self._stale = False  # whether others run now
+        self._filling: Sequence | None = None  # the sequence whose prompt is being prefilled
+        self._filled = 0  # tokens of the last prefill step, with padding
+        self._rows: list[Sequence | None] = [None] * steps.rows  # sequences that decode, by row
+        self._batch: Any = None  # batch of the rows that ran when it was prepared
+        self._stale = False  # True if the running rows have changed since
         self._active = jnp.zeros(steps.rows, bool)
         self._how = How()
         self._drawn: deque[_Drawn] = deque()
@@ -86,16 +86,18 @@ class Dispatcher:
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
     def submit(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
         self._arrived.append(sequence)
         self._signal.set()
-        if self.failure is not None:  # it may have come after the thread has looked for the last time
+        if self.failure is not None:  # the thread may have drained the queue for the last time already
             self._refuse(self.failure)
 
     def wake(self) -> None:
+        """Wake the thread, for example after a load or a cancellation."""
         self._signal.set()
 
     def stop(self) -> None:
-        """End what runs and waits with EngineClosedError, and the thread."""
+        """Stop the thread. Running and waiting sequences end with EngineClosedError."""
         self._stop = True
         self._signal.set()
 
@@ -103,7 +105,7 @@ class Dispatcher:
 
     def _work(self) -> None:
         try:
-            with jax.transfer_guard("allow"):  # what this thread moves, it means to
+            with jax.transfer_guard("allow"):  # all transfers of this thread are intended
                 while self._turn():
                     pass
         except BaseException as error:
@@ -113,7 +115,7 @@ class Dispatcher:
             self._end_all(self.failure or EngineClosedError("the engine was closed before the request ended"))
 
     def _turn(self) -> bool:
-        """Whether it was not the last."""
+        """Run one iteration. Returns False once `stop` was called."""
         self._told |= self._signal.is_set()
         self._signal.clear()
         if self._stop:
@@ -136,14 +138,14 @@ class Dispatcher:
             self._read(self._drawn.popleft())
         if busy:
             return True
-        if self._stale:  # what nobody runs with any more is let go at once
+        if self._stale:  # release the batch of rows that ended, without waiting for the next step
             self._compose()
         else:
             self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
 
     def _end_if_over(self, sequence: Sequence, now: float) -> None:
-        if sequence.ended:  # by a stop string
+        if sequence.ended:  # a stop string was found by the writer
             self._leave(sequence)
         elif sequence.cancelled:
             self._end(sequence, "abort")
@@ -152,7 +154,7 @@ class Dispatcher:
             self._end(sequence, RequestTimeoutError(f"the request took longer than {seconds:.3g} s"))
 
     def _look(self) -> None:
-        """See to the adapters of those that wait, and end those that wait in vain."""
+        """Start loads for waiting requests, and end those whose adapter cannot be served."""
         for one in self._queue:
             if one.item.left:
                 self._queue.remove(one)
@@ -173,9 +175,9 @@ class Dispatcher:
     # --- prompts ------------------------------------------------------------------------------------------------
 
     def _fill_some(self) -> bool:
-        """Take prompts on: one chunk, and more of short ones while many rows are free, which decode nothing yet.
+        """Prefill one chunk, or several short prompts while many rows are free.
 
-        Those that run wait for no more tokens of prompts than fit one step.
+        The prompt tokens of one iteration fit one step, which bounds the delay of running sequences.
         """
         room, tokens = 1 + self._rows.count(None) // _ROWS_A_PROMPT, self._steps.chunk
         busy = False
@@ -185,7 +187,7 @@ class Dispatcher:
         return busy
 
     def _fill(self) -> bool:
-        """Take a prompt on by a chunk. False where there is none."""
+        """Prefill one chunk. Returns False if no prompt can be prefilled."""
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
@@ -198,7 +200,7 @@ class Dispatcher:
             if sequence.filled < len(sequence.prompt):
                 return True
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
-        except Exception as error:  # a model's step may raise anything; others must not suffer
+        except Exception as error:  # a model's step may raise anything; other sequences go on
             self._failed(error, [sequence])
             return True
         self._filling = None
@@ -209,7 +211,7 @@ class Dispatcher:
         return True
 
     def _begin(self) -> Sequence | None:
-        """The next request, with a row and its adapter in a slot."""
+        """Take the next request that can begin, and give it a row and its adapter a slot."""
         while len(self._queue) and None in self._rows:
             one = self._queue.take(self._loras.slots(), self._loras.loaded)
             if one is None:
@@ -220,13 +222,13 @@ class Dispatcher:
             except (NoFreeSlotError, NotLoaded) as error:
                 if isinstance(error, NotLoaded) or self._loras.num_held or self._stale:
                     self._queue.put_back(one)
-                else:  # nothing that ends here will free one
+                else:  # no sequence of this engine holds a slot that could become free
                     self._end(sequence, error)
                 if isinstance(error, NotLoaded) or not self._stale:
                     return None
-                self._compose()  # those that ended give up their slots
+                self._compose()  # release the slots of sequences that ended
                 continue
-            except Exception as error:  # as may the device, while a slot is written
+            except Exception as error:  # the device may fail while a slot is written
                 if not isinstance(error, LoRAError):
                     error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
                 self._end(sequence, error)
@@ -238,10 +240,10 @@ class Dispatcher:
             return sequence
         return None
 
-    # --- detokenizer -----------------------------------------------------------------------------------------------
+    # --- decoding --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> bool:
-        """One more token for all that run. False where none needs one."""
+        """Dispatch one decode step for all running rows. Returns False if none needs a token."""
         if self._stale:
             self._compose()
         running = [(row, one) for row, one in enumerate(self._rows) if one is not None]
@@ -259,7 +261,7 @@ class Dispatcher:
         return True
 
     def _compose(self) -> None:
-        """The batch of those that run now. It takes no new slot: what it names is held by batches that are open."""
+        """Prepare the batch of the running rows. Takes no new slot, since open batches hold all of its adapters."""
         before = self._batch
         if not any(self._rows):
             self._batch = None
@@ -280,12 +282,12 @@ class Dispatcher:
             before.close()
         self._stale = False
 
-    # --- what comes out -----------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------
 
     def _read(self, drawn: _Drawn) -> None:
         try:
             chosen = drawn.chosen.read()
-        except Exception as error:  # whatever ran after that step is of no use either
+        except Exception as error:  # later steps depend on this one, so their tokens are lost too
             self._failed(error, [one for _, one in drawn.sequences], lost=True)
             return
         events: list[TokenEvent] = []
@@ -313,7 +315,7 @@ class Dispatcher:
         self._writer.put([TokenEvent(sequence, end=end)])
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give back what a sequence has."""
+        """Release the row, batch and adapter of a sequence."""
         if sequence.left:
             return
         sequence.left = True
@@ -332,10 +334,10 @@ class Dispatcher:
             self._loras.end(sequence.held)
             sequence.held = None
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception, sequences: Seq[Sequence], *, lost: bool = False) -> None:
-        """A step raised: its sequences end. If it took the state with it, all do, and there is a new one."""
+        """End the sequences of a failed step. If the donated state is lost, end all sequences and reset the state."""
         _log.error("a step failed", exc_info=error)
         with self._metrics.lock:
             self._metrics.failed_steps += 1

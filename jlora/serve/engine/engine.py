@@ -1,4 +1,4 @@
-"""`Engine`: many requests at once on one model, each with its own adapter."""
+"""`Engine`: concurrent requests on one model, each with its own adapter."""
 
 import math
 import threading
@@ -29,33 +29,33 @@ from jlora.serve.engine.sequence import Sequence, check_params, room_for, seed_o
 from jlora.serve.engine.steps import Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
-_WAIT_FOR_NAMES = 0.25  # the most of the queue that requests take whose adapter is looked up
+_WAIT_FOR_NAMES = 0.25  # largest share of the queue for requests whose name is being resolved
 
 
 class Engine:
-    """Continuous batching: requests join and leave the batch that decodes, step by step, and nothing recompiles.
+    """Continuous batching: requests join and leave the decoding batch at each step, without recompilation.
 
-    Every method may be called from any thread. `start` allocates and compiles; then two threads of the engine's own
-    dispatch steps and hand out answers, until `close`.
+    All methods may be called from any thread. `start` allocates and compiles. Until `close`, two threads of the engine
+    then dispatch steps and deliver completions.
 
-    What an answer depends on: its prompt, its parameters, its seed and the version of its adapter. Rows of a step do
-    not see each other, and there is one number of rows. Attention reads the cache up to an extent that the longest
-    sequence of the batch decides, and the compiler may add up in another order where that differs (512, 1024, ...): so
-    across extents, logits agree to rounding.
+    A completion depends only on its prompt, its parameters, its seed and the version of its adapter. Rows of a step are
+    independent, and their number is fixed. The longest sequence of the batch determines how much of the cache attention
+    reads (512 positions, 1024, ...), and the compiler may sum in another order for another extent. Across extents,
+    logits agree to rounding.
 
-    The model lies on devices of this process. Replicas of it run under Ray Serve (`examples/ray_serve`).
+    The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
-      model: a `jlora.serve.ServableModel`; `jlora.models.Decoder`, or your own.
-      manager: of the model. The engine steps through `manager.run`; adapters may be added to it directly as well.
-      tokenizer: a `tokenizers.Tokenizer`; None for token ids in and out.
+      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`.
+      manager: the model's manager. The engine steps through `manager.run`. Adapters may also be added to it directly.
+      tokenizer: a `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
       options: sizes and limits.
-      resolve: name -> what to load, for names that nobody added; None where there is no such adapter. Called on
-        threads of its own, some names at once and each once, when a request asks for one; what it finds is loaded, and
-        is an adapter like any other from then on. It may take its time: requests wait for it as for a load.
+      resolve: maps an unknown name to a `LoRARequest`, or to None if there is no such adapter. Called when a request
+        names it, on separate threads, several names at once and each name once. The result is loaded, and is an adapter
+        like any other from then on. It may block, since only requests for that name wait for it.
 
     Raises:
-      LoRAUsageError: the model lacks what is needed, is not the manager's, or an option is out of range.
+      LoRAUsageError: the model lacks a required member, is not the manager's, or an option is out of range.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Engine:
         self._open: set[Sequence] = set()  # requests that have not ended
         self._state = "new"  # then "starting", "ready", "closing", "closed"
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
-        """Positions of a sequence, prompt and answer."""
+        """Positions of a sequence, prompt and completion."""
         return self._longest
 
     def start(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Allocate the cache, compile every shape, start the threads. Returns when the first request can be served.
+        """Allocate the cache, compile every shape, and start the threads. Returns once requests can be served.
 
         Args:
           progress: called with (shapes compiled, shapes in all).
@@ -130,17 +130,17 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are accepted."""
         return self._state == "ready" and self._dispatcher.failure is None
 
     def close(self, timeout: float | None = None) -> bool:
-        """Take no more requests, wait for those under way, end the threads and free the cache.
+        """Refuse new requests, wait for those under way, end the threads and free the cache.
 
         Args:
-          timeout: seconds to wait; what has not ended then ends with EngineClosedError. None: as long as it takes.
+          timeout: seconds to wait; remaining requests then end with EngineClosedError. None for no limit.
 
         Returns:
-          Whether all had ended.
+          Whether all requests ended in time.
         """
         with self._changed:
             running = self._state in ("ready", "closing")
@@ -164,21 +164,21 @@ class Engine:
         lora: str | LoRARequest | None = None,
         timeout: float | None = None,
     ) -> Generation:
-        """Ask for one answer. Returns at once.
+        """Submit one request. Returns at once.
 
         Args:
           prompt: text, or token ids.
           params: how its tokens are chosen.
-          lora: the adapter: a name that was added, or that the engine's `resolve` knows, or a request that is loaded
-            first if its name is unknown. It answers with the version that is the newest when it begins.
-          timeout: seconds after which it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
+          lora: the adapter: a name that was added or that `resolve` can find, or a `LoRARequest`, which is loaded first
+            if its name is unknown. The completion uses the version that is newest when it begins.
+          timeout: seconds until it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
 
         Raises:
-          AdapterNotFoundError: the name is unknown, or was unloaded. Where there is a resolver, the answer ends with
-            that; the name of an adapter that is being unloaded, and one that could not be a name, are refused at once.
+          AdapterNotFoundError: the name is unknown or was unloaded. With a resolver, the request ends with this error
+            instead, except for a name that is being unloaded or is invalid.
           LoRAUsageError: the prompt or a parameter is wrong or too long.
           EngineBusyError: too many requests wait.
-          EngineClosedError: the engine takes none.
+          EngineClosedError: the engine does not accept requests.
         """
         tokens = self._tokens(prompt)
         limit = check_params(params, tokens, self._vocab, self._longest)
@@ -224,11 +224,11 @@ class Engine:
         return answer
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a prompt, as `submit` makes them.
+        """Return the token ids of a prompt, as `submit` computes them.
 
         Args:
           text: the prompt.
-          special: whether the tokenizer puts its special tokens around it; not where the text has them already.
+          special: add the tokenizer's special tokens; False if the text contains them.
 
         Raises:
           LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
@@ -243,11 +243,11 @@ class Engine:
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        room_for(prompt, self._longest)  # before it is gone through
+        room_for(prompt, self._longest)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _look_up(self, sequence: Sequence) -> None:
-        """Before the dispatching thread sees it, which takes what nobody knows for gone."""
+        """Start to resolve a name, before the dispatching thread sees the request and takes the name for removed."""
         assert self._resolver_pool is not None
         assert sequence.lora is not None
         try:
@@ -264,7 +264,7 @@ class Engine:
         self._dispatcher.wake()
 
     def _ended(self, sequence: Sequence) -> None:
-        if not sequence.left:  # a stop string: its row goes on until the dispatching thread hears of it
+        if not sequence.left:  # ended by a stop string; its row runs until the dispatching thread sees it
             self._dispatcher.wake()
         with self._changed:
             self._open.discard(sequence)
@@ -275,17 +275,17 @@ class Engine:
     def add_lora(
         self, request: LoRARequest, *, timeout: float | None = None, path: str | None = None, parent: str | None = None
     ) -> None:
-        """Load an adapter. With `load_inplace` it replaces one of its name; sequences that run go on with theirs.
+        """Load an adapter. With `load_inplace` it replaces one of its name; running sequences keep the old version.
 
         Args:
-          request: what to load.
-          timeout: seconds to wait; None for as long as it takes.
-          path: shown as where it came from; None for that of the request.
-          parent: the name of the base model that it is shown under; None for the first.
+          request: the adapter to load.
+          timeout: seconds to wait; None for no limit.
+          path: displayed as its source; None for the request's.
+          parent: the base model name that it is listed under; None for the first.
 
         Raises:
-          AdapterExistsError: the name is loaded, and the request does not say `load_inplace`.
-          LoRAError: what `LoRAManager.add_adapter` raises.
+          AdapterExistsError: the name is loaded, and the request has no `load_inplace`.
+          LoRAError: an error of `LoRAManager.add_adapter`.
           EngineClosedError: the engine is closed.
         """
         self._check_open()
@@ -294,7 +294,7 @@ class Engine:
     def remove_lora(self, name: str) -> None:
         """Unload an adapter. Returns at once, and the name is refused from now on.
 
-        Requests that came before are served; its slot is free once the last of them has ended.
+        Earlier requests are served. The slot is free once the last of them has ended.
 
         Raises:
           AdapterNotFoundError: it is not loaded.
@@ -304,7 +304,7 @@ class Engine:
         self._loras.remove(name)
 
     def pin_lora(self, name: str) -> None:
-        """Keep an adapter in a slot. Raises AdapterNotFoundError, and NoFreeSlotError where each is taken."""
+        """Keep an adapter in a slot. Raises AdapterNotFoundError, or NoFreeSlotError if all slots are taken."""
         self._check_open()
         self._loras.pin(name)
 
@@ -314,21 +314,21 @@ class Engine:
         self._loras.unpin(name)
 
     def unloading_loras(self) -> frozenset[str]:
-        """The adapters that were removed, and that requests which wait still need."""
+        """Return the removed adapters that waiting requests still need."""
         return self._loras.unloading()
 
     def list_loras(self) -> Mapping[str, RegisteredLoRA]:
-        """The adapters that requests may name, those that were evicted among them."""
+        """Return the adapters that requests may name, including evicted ones."""
         return self._loras.list()
 
     def _check_open(self) -> None:
         if self._state == "closed":
             raise EngineClosedError("the engine is closed")
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """EngineMetrics since the start, and what is under way now."""
+        """Return counters since the start, and the requests under way."""
         with self._changed:
             under_way = tuple(self._open)
         return self._metrics.stats(under_way, self.options.max_num_seqs, self._longest)

@@ -1,4 +1,4 @@
-"""The answer to one request, on its way from the engine's threads to one consumer."""
+"""The completion of one request, passed from the engine's threads to one consumer."""
 
 import logging
 import threading
@@ -14,32 +14,32 @@ Event = Piece | LoRAError
 
 
 class Answer:
-    """A `Generation`. The engine puts events in; one consumer takes them out.
+    """A `Generation`. The engine puts events in, and one consumer takes them out.
 
     Args:
-      prompt_tokens: how many tokens the prompt has.
-      cancel: asks the engine to end the request.
+      prompt_tokens: number of tokens in the prompt.
+      cancel: called to end the request.
     """
 
     def __init__(self, prompt_tokens: int, cancel: Callable[[], None]):
         self._prompt_tokens = prompt_tokens
         self._cancel = cancel
-        self._changed = threading.Condition(threading.RLock())  # a callback may call in
+        self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
         self._events: deque[Event] = deque()
         self._callback: Callable[[Event], None] | None = None
         self._taken: str | None = None
-        self._pieces: list[Piece] = []  # of `result`
+        self._pieces: list[Piece] = []  # collected by `result`
         self._error: LoRAError | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """Number of tokens in the prompt."""
         return self._prompt_tokens
 
     def listen(self, callback: Callable[[Event], None]) -> None:
-        """Call this with every event, in order: those that are there already now, the others on a thread of the engine.
+        """Call `callback` with every event in order: past events now, later ones on a thread of the engine.
 
-        It must not block. What it raises is logged, and it is called no more.
+        The callback must not block. If it raises, the error is logged and it is not called again.
 
         Raises:
           LoRAUsageError: the events have a consumer already.
@@ -51,10 +51,10 @@ class Answer:
                 self._call(self._events.popleft())
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they come.
+        """Return an iterator over the pieces as they arrive.
 
         Raises:
-          LoRAError: that the request ended with.
+          LoRAError: the error that ended the request; raised by the iterator.
           LoRAUsageError: the events have a consumer already.
         """
         self._take("iteration")
@@ -71,11 +71,14 @@ class Answer:
                 return
 
     def result(self, timeout: float | None = None) -> Completion:
-        """The whole answer, once it is there. May be called again, also after it took too long.
+        """Wait for the whole completion. May be called again, also after a timeout.
+
+        Args:
+          timeout: seconds to wait; None for no limit.
 
         Raises:
-          LoRAError: that the request ended with.
-          RequestTimeoutError: it is not there after `timeout` seconds; the request goes on.
+          LoRAError: the error that ended the request.
+          RequestTimeoutError: the completion is not ready after `timeout` seconds; the request goes on.
           LoRAUsageError: the events have a consumer already.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -101,11 +104,11 @@ class Answer:
         )
 
     def cancel(self) -> None:
-        """End it soon. Does nothing once it has ended."""
+        """End the request soon. Has no effect once it has ended."""
         self._cancel()
 
     def put(self, event: Event) -> None:
-        """The next event; by the engine."""
+        """Deliver the next event. Called by the engine."""
         with self._changed:
             if self._callback is None:
                 self._events.append(event)

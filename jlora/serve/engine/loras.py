@@ -1,8 +1,8 @@
-"""The adapters of an engine: who uses which version, what is being loaded, and what is to go.
+"""The adapters of an engine: versions in use, loads under way, and pending removals.
 
 A sequence holds the version that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
-runs. A request that waits still needs the name; a name that is unloaded meanwhile is refused to new requests at once,
-and removed when the last of those has begun.
+runs. A waiting request still needs the name. A name that is unloaded meanwhile is refused to new requests at once, and
+removed when the last waiting request has begun.
 """
 
 import threading
@@ -20,16 +20,22 @@ from jlora.serve.engine.scheduler import SlotUse
 from jlora.serve.engine.sequence import HeldAdapter, Sequence
 
 _LOADS_AT_ONCE = 4
-_AHEAD = 8  # adapters of waiting requests that are loaded before their turn
-_PAUSE = 0.05  # seconds before a load is tried again that found no room
+_AHEAD = 8  # adapters of waiting requests to load before their turn
+_PAUSE = 0.05  # seconds before a load that found no room is retried
 
 
 class NotLoaded(Exception):
-    """An adapter has been evicted just now."""
+    """The adapter was evicted since it was found loaded."""
 
 
 class Loras:
-    """See the module. `wake` is called when a load is done; `resolver_pool` knows of names that nobody added."""
+    """The adapters of an engine. See the module.
+
+    Args:
+      manager: the model's manager.
+      wake: called when a load is done. Must not block.
+      resolver_pool: resolves unknown names; None without a resolver.
+    """
 
     def __init__(self, manager: LoRAManager, wake: Callable[[], None], resolver_pool: ResolverPool | None = None):
         self._manager = manager
@@ -37,13 +43,13 @@ class Loras:
         self._resolver_pool = resolver_pool
         self._lock = threading.Lock()
         self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
-        # What the manager does not know of its adapters; the one book of the server beside the manager's own.
+        # State of adapters that the manager does not keep, by name.
         self._registered: dict[str, RegisteredLoRA] = {}
-        self._going: set[str] = set()  # unloaded, but some that wait need them
-        self._coming: Counter[str] = Counter()  # being added by callers
+        self._going: set[str] = set()  # unloaded, but needed by waiting requests
+        self._coming: Counter[str] = Counter()  # calls of `add` under way, by name
         self._held: dict[tuple[str, int], HeldAdapter] = {}
-        self._ended = 0  # how often the last sequence with an adapter has ended
-        self._loads: dict[str, tuple[Future[bool], int]] = {}  # and how often it had when the load began
+        self._ended = 0  # number of times that an adapter lost its last sequence
+        self._loads: dict[str, tuple[Future[bool], int]] = {}  # and `_ended` when the load began
         self._not_before: dict[str, float] = {}
 
     # --- any thread ---------------------------------------------------------------------------------------------
@@ -60,7 +66,7 @@ class Loras:
             inplace = self._manager.level(name) is not None
             self._coming[name] += 1
         try:
-            # Loaded from the host's memory it would come back as it was, and it must not be forgotten in between.
+            # A plain load would return the old version from host memory, so replace it in place, without a gap.
             loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
@@ -73,7 +79,7 @@ class Loras:
             self._wake()
 
     def remove(self, name: str) -> None:
-        """Refuse a name from now on, and remove it as soon as no request waits for it."""
+        """Refuse a name from now on, and remove its adapter once no request waits for it."""
         with self._lock:
             self._check(name)
             self._going.add(name)
@@ -81,25 +87,27 @@ class Loras:
             self._let_go()
 
     def pin(self, name: str) -> None:
+        """Keep an adapter in a slot."""
         with self._lock:
             self._check(name)
         self._manager.pin_adapter(name)
 
     def unpin(self, name: str) -> None:
+        """Let an adapter be evicted again."""
         with self._lock:
             self._check(name)
         self._manager.unpin_adapter(name)
         self._wake()
 
     def list(self) -> dict[str, RegisteredLoRA]:
-        """Those that requests may name: of the host first, then those that were evicted."""
+        """Return the adapters that requests may name: those in memory first, then the evicted ones."""
         with self._lock:
             evicted, infos = self._manager.list_evicted(), self._manager.list_adapters()
             found: dict[str, RegisteredLoRA] = {}
             for name in dict.fromkeys((*infos, *evicted, *self._registered)):
                 if name in self._going or not (name in infos or name in evicted or self._known(name)):
                     continue
-                if name not in self._registered:  # by a resolver, or beside the engine
+                if name not in self._registered:  # added by a resolver, or to the manager directly
                     path = infos[name].path if name in infos else evicted[name].path
                     self._registered[name] = RegisteredLoRA(path or "", int(time.time()))
                 found[name] = replace(self._registered[name], info=infos.get(name))
@@ -107,7 +115,7 @@ class Loras:
             return found
 
     def unloading(self) -> frozenset[str]:
-        """Those that requests may not name any more, though some that wait still need them."""
+        """Return the names that are refused to new requests but needed by waiting ones."""
         with self._lock:
             return frozenset(self._going)
 
@@ -115,10 +123,10 @@ class Loras:
         """Count one more request that waits for an adapter.
 
         Returns:
-          Its name, where it is loaded from if the request says so, and whether it is to be looked up.
+          Its name, its source if the request has one, and whether the name must be resolved.
 
         Raises:
-          AdapterNotFoundError: the name is unknown, and cannot be looked up; or it is being unloaded.
+          AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
         """
         if isinstance(lora, LoRARequest) and lora.load_inplace:
             raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
@@ -133,7 +141,7 @@ class Loras:
         return name, request, unknown
 
     def not_wanted(self, name: str) -> None:
-        """One request less waits for it: it has begun, or it has ended before."""
+        """Count one less request that waits for an adapter, since it has begun or ended."""
         with self._lock:
             if not _one_less(self._waiting, name):
                 if self._resolver_pool is not None:
@@ -151,11 +159,11 @@ class Loras:
         for name in tuple(self._going):
             if self._waiting[name] or self._coming[name]:
                 continue
-            if (begun := self._loads.get(name)) is not None:  # or it would come back
+            if (begun := self._loads.get(name)) is not None:  # else the load would bring it back
                 begun[0].cancel()
             try:
                 self._manager.remove_adapter(name, timeout=0)
-            except AdapterInUseError:  # a batch of somebody else; asked for again
+            except AdapterInUseError:  # an open batch of another caller needs it; `look` retries
                 continue
             self._going.discard(name)
 
@@ -163,10 +171,11 @@ class Loras:
 
     @property
     def num_held(self) -> int:
+        """Number of versions that running sequences hold."""
         return len(self._held)
 
     def slots(self) -> SlotUse:
-        """What the slots are used for now."""
+        """Return the current use of the slots."""
         resident = [name for name in self._manager.slot_names if name is not None]
         pinned = {name for name in resident if self._stays(name)}
         names = {name for name, _ in self._held}
@@ -178,7 +187,7 @@ class Loras:
         )
 
     def all_pinned(self) -> set[str] | None:
-        """The pinned adapters, where they take every slot: no other can run until somebody unpins one."""
+        """Return the pinned adapters if they take every slot, so that no other can run; else None."""
         names = {name for name in self._manager.slot_names if name is not None}
         return names if len(names) == self._manager.config.max_loras and all(map(self._stays, names)) else None
 
@@ -186,16 +195,17 @@ class Loras:
         return name not in self._going and self._manager.pinned(name)
 
     def loaded(self, name: str) -> bool:
+        """Return whether an adapter is in host memory or in a slot."""
         return self._manager.level(name) in ("slot", "host")
 
     def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
-        """Remove what could not be removed before, and load the adapters of those that wait longest.
+        """Retry pending removals, and load the adapters of the requests that wait longest.
 
         Args:
-          waiting: requests, in their order.
+          waiting: requests in the order of the queue.
 
         Returns:
-          The adapters whose requests cannot be served, and why.
+          Adapter name -> error, for adapters whose requests cannot be served.
         """
         if self._going:
             with self._lock:
@@ -203,7 +213,7 @@ class Loras:
         failed: dict[str, LoRAError] = {}
         for name, (load, ended) in tuple(self._loads.items()):
             if not load.done():
-                if not self._waiting[name]:  # those that asked for it have left: it may hang, and others need its place
+                if not self._waiting[name]:  # its requests have left, and a load that hangs would block others
                     del self._loads[name]
                     load.cancel()
                 continue
@@ -212,7 +222,7 @@ class Loras:
                 self._resolver_pool.forget(name)
             error = None if load.cancelled() else load.exception()
             if isinstance(error, NoFreeSlotError) and (self._held or self._ended > ended):
-                # There was no room for it, and running sequences will make some, or have made it since.
+                # Found no room, but running sequences have made some since, or will.
                 self._not_before[name] = time.monotonic() + _PAUSE
             elif error is not None:
                 failed[name] = _as_error(name, error)
@@ -221,7 +231,7 @@ class Loras:
                 if request is None:
                     raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
                 load = self._manager.prefetch(request)
-            except Exception as error:  # as where there is no thread for it
+            except Exception as error:  # such as a failure to start a thread
                 failed[name] = _as_error(name, error)
                 continue
             self._loads[name] = load, self._ended
@@ -229,7 +239,7 @@ class Loras:
         return failed
 
     def _ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
-        """The adapters that are to be loaded now, `coming` ones left out; with None where nobody knows from where."""
+        """Yield the adapters to load now, except for those in `coming`, with their sources (None if unknown)."""
         room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
         now, seen = time.monotonic(), set[str]()
         for sequence in waiting:
@@ -244,22 +254,25 @@ class Loras:
             if name in coming or self.loaded(name) or now < self._not_before.get(name, 0.0):
                 continue
             request = self._manager.evicted(name) or sequence.request
-            if request is None and self._manager.level(name) is not None:  # since just now
+            if request is None and self._manager.level(name) is not None:  # it was loaded just now
                 continue
             self._not_before.pop(name, None)
             yield name, request
 
     def begin(self, name: str | None) -> tuple[HeldAdapter | None, LoRABatch]:
-        """The newest version of an adapter for one more sequence, and a batch of one with it. Loads nothing.
+        """Hold the newest version of an adapter for one more sequence. Loads no files.
+
+        Returns:
+          The held adapter, None for the base model, and a batch of one sequence with it.
 
         Raises:
           NotLoaded: it was evicted meanwhile.
           NoFreeSlotError: every slot is taken.
-          AdapterNotFoundError: it is gone.
+          AdapterNotFoundError: it was removed.
         """
         if name is None:
             return None, self._manager.prepare([None])
-        # Leased first, then held: so it cannot be evicted in between, and nothing waits.
+        # Lease first, then hold, so it cannot be evicted in between, and no call blocks.
         batch, ready = self._manager.prepare([name], wait=False)
         try:
             if not ready[0]:
@@ -283,7 +296,7 @@ class Loras:
         return held, batch
 
     def end(self, held: HeldAdapter) -> None:
-        """One sequence less with it."""
+        """Release an adapter for one sequence."""
         held.users -= 1
         if not held.users:
             self._held.pop((held.handle.name, held.handle.version), None)
@@ -292,11 +305,11 @@ class Loras:
 
 
 def _as_error(name: str, error: BaseException) -> LoRAError:
-    """What a load raised."""
+    """Return the error of a load as a LoRAError."""
     return error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
 
 
 def _one_less(counts: Counter[str], name: str) -> int:
-    """How many are left; of none nothing is kept."""
+    """Decrement a count and return it. Counts of 0 are dropped."""
     counts[name] -= 1
     return counts[name] or counts.pop(name)

@@ -1,4 +1,4 @@
-"""What an engine counts, and what it tells of that."""
+"""Counters and histograms of an engine."""
 
 import threading
 import time
@@ -10,14 +10,14 @@ from jlora.serve.engine.request import EngineStats
 from jlora.serve.engine.sequence import Sequence
 
 _RECENT = 64
-_UNSORTED = 1000  # names that may be counted before it is asked which of them are still registered
+_UNSORTED = 1000  # new names after which unregistered ones are merged
 
 
 class EngineMetrics:
-    """EngineMetrics since the start. Every field is changed and read under `lock`.
+    """Counters and histograms since the start. Read and write every field under `lock`.
 
     Args:
-      registered: whether requests may still ask for an adapter of this name.
+      registered: returns whether requests may still name this adapter.
     """
 
     def __init__(self, registered: Callable[[str], bool]):
@@ -32,10 +32,10 @@ class EngineMetrics:
         self.unloaded = 0
         self.first_token, self.per_token, self.whole = Histogram(), Histogram(), Histogram()
         self.queued, self.absent = Histogram(), Histogram()
-        self._begun: deque[float] = deque(maxlen=_RECENT)  # when requests left the queue
+        self._begun: deque[float] = deque(maxlen=_RECENT)  # `time.monotonic()` at which recent requests left the queue
 
     def begun(self, sequence: Sequence) -> None:
-        """It has left the queue, and its adapter is in a slot."""
+        """Count a sequence that has left the queue, with its adapter in a slot."""
         now = time.monotonic()
         with self.lock:
             self._begun.append(now)
@@ -48,12 +48,12 @@ class EngineMetrics:
                 self._room = 2 * len(self.by_lora) + _UNSORTED
 
     def sort_out(self) -> None:
-        """Count those whose adapter is not registered any more together. Under `lock`."""
+        """Merge the counts of adapters that are no longer registered into `unloaded`. Call under `lock`."""
         for name in [name for name in self.by_lora if name and not self._registered(name)]:
             self.unloaded += self.by_lora.pop(name)
 
     def retry_after(self) -> float:
-        """Seconds until a place in a full queue is likely to be free, by the last few that were."""
+        """Estimate the seconds until a full queue has room, by the rate at which recent requests began; 0.1 to 60."""
         with self.lock:
             if len(self._begun) < 2:
                 return 1.0
@@ -61,12 +61,12 @@ class EngineMetrics:
         return min(max(seconds, 0.1), 60.0)
 
     def stats(self, under_way: Collection[Sequence], rows: int, longest: int) -> EngineStats:
-        """These, and what is under way now.
+        """Return the counters, with the requests under way.
 
         Args:
           under_way: requests that have not ended.
-          rows: sequences that decode together.
-          longest: positions of each.
+          rows: number of rows of the cache.
+          longest: positions of a row.
         """
         running = [one for one in under_way if one.row >= 0]
         waiting = [one for one in under_way if one.row < 0]
@@ -74,7 +74,7 @@ class EngineMetrics:
             one.lora
             for one in waiting
             if one.lora is not None
-            # One that is still looked up may be anything that a client wrote, and these become labels of metrics.
+            # A name still with the resolver is arbitrary client input, and names become metric labels.
             and (one.request is not None or self._registered(one.lora))
         ]
         used = sum(min(one.filled + one.received, longest) for one in running)

@@ -1,4 +1,4 @@
-"""What a model brings to be served: its sizes, its steps, and which axes of its cache are sequences and positions."""
+"""The model interface of the engine, and slicing of its cache by row and position."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -11,32 +11,43 @@ from jlora.errors import LoRAUsageError
 
 
 class ModelSizes(Protocol):
-    """What an engine must know of a model beside its steps; `DecoderConfig` is one."""
+    """Sizes of a model that an engine reads. `jlora.models.DecoderConfig` is one."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
 
     @property
-    def max_position_embeddings(self) -> int: ...
+    def max_position_embeddings(self) -> int:
+        """Longest sequence in tokens."""
+        ...
 
     @property
-    def eos_token_ids(self) -> Sequence[int]: ...
+    def eos_token_ids(self) -> Sequence[int]:
+        """Token ids that end a sequence."""
+        ...
 
 
 @runtime_checkable
 class ServableModel(Protocol):
-    """What a model brings to be served: an `nnx.Module` with these; `jlora.models.Decoder` is one."""
+    """Interface of a model that an engine serves, an `nnx.Module`. `jlora.models.Decoder` is one.
+
+    `extend` may have a keyword `extent`, a static int. It then reads positions 0..extent-1 of the cache only, and
+    returns the whole cache. Without the keyword all of the cache is read. A model with `reads_what_is_live = True`
+    derives the live positions of decode steps from `positions`; its decode step is compiled for one extent.
+    """
 
     @property
     def config(self) -> ModelSizes:
-        """Vocabulary, context and ends of sequence."""
+        """Vocabulary, context length and end-of-sequence tokens."""
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Any:
-        """An empty cache: a pytree of arrays, each with one axis of size `batch` and one of size `capacity`.
+        """Return an empty cache: a pytree of arrays, each with one axis of size `batch` and one of size `capacity`.
 
-        Index c along the latter holds what belongs to position c of a sequence, and nothing else. A row goes from one
-        sequence to the next as it is: it is not cleared in between.
+        Index c along the capacity axis holds only data of position c of a sequence. A row is reused for the next
+        sequence without being cleared.
         """
         ...
 
@@ -46,28 +57,27 @@ class ServableModel(Protocol):
         """Append tokens to sequences whose earlier positions are in the cache.
 
         Args:
-          tokens: [B, L], padded on the right.
-          positions: [B, L] position of each token, counted up; padding goes on counting. Each attends to the positions
-            up to its own.
-          cache: as from `init_cache`, maybe of fewer sequences or a smaller capacity: those that are needed. Beyond a
-            sequence's last real token it may hold anything, NaN and infinity as well, and none of that may reach a
-            product: a weight of 0 is not enough, since 0 x NaN is NaN. Select instead, for keys and for values:
-            `jnp.where(seen, values, 0)`.
+          tokens: [B, L] token ids, padded on the right.
+          positions: [B, L] position of each token, increasing by one, also through the padding. Each token attends to
+            the positions up to its own.
+          cache: as from `init_cache`, maybe with fewer sequences or a smaller capacity. Beyond a sequence's last real
+            token it may hold any values, also NaN and infinity, and these must not reach a product. A weight of 0 is
+            not enough, since 0 x NaN is NaN. Select keys and values instead: `jnp.where(seen, values, 0)`.
           last: [B] index of each sequence's last real token.
 
         Returns:
-          Float32 logits [B, V] after each sequence's last token, and the cache with these tokens. Logits that are NaN
-          end their own sequence; those of one sequence must not depend on another's.
-
-        A model whose `extend` has a keyword `extent` is told how much of the cache is live: positions 0..extent-1,
-        static. It reads no more than that, and returns the whole cache. Without, all of the cache is read. One that has
-        `reads_what_is_live` set knows it from the positions of decode steps, which are compiled for one extent then.
+          Float32 logits [B, V] after each sequence's last token, and the cache with these tokens. The logits of a
+          sequence must not depend on the others. NaN logits end their own sequence only.
         """
         ...
 
 
 def context_of(model: Any) -> int:
-    """The most positions that a sequence of the model may have. Raises `LoRAUsageError` where it does not say."""
+    """Return the longest sequence of the model, in tokens.
+
+    Raises:
+      LoRAUsageError: the model has no `config.max_position_embeddings`.
+    """
     try:
         return int(model.config.max_position_embeddings)
     except AttributeError:
@@ -78,10 +88,10 @@ def context_of(model: Any) -> int:
 
 
 def cache_axes(model: ServableModel) -> list[tuple[int, int]]:
-    """The axes of sequences and of positions of every array of a cache, found by asking for other sizes.
+    """Return (sequence axis, position axis) of every array of a cache, found by comparing shapes of different sizes.
 
     Raises:
-      LoRAUsageError: an array lacks one: a row of it could not go to another sequence, or padding would change it.
+      LoRAUsageError: an array lacks one of the axes, so its rows could not be separated or padding would change it.
     """
 
     def shapes(batch: int, capacity: int) -> list[tuple[int, ...]]:
@@ -100,13 +110,13 @@ def cache_axes(model: ServableModel) -> list[tuple[int, int]]:
 
 
 def row_of(axis: int, positions: int, array: jax.Array, *, row: jax.Array, extent: int) -> jax.Array:
-    """The live positions of one sequence."""
+    """Return the first `extent` positions of one row."""
     array = jax.lax.slice_in_dim(array, 0, extent, axis=positions)
     return jax.lax.dynamic_slice_in_dim(array, row, 1, axis=axis)
 
 
 def with_row(axis: int, positions: int, array: jax.Array, own: jax.Array, *, row: jax.Array) -> jax.Array:
-    """`array` with these positions of one sequence."""
+    """Return `array` with the positions `own` written into one row."""
     starts = [jnp.int32(0)] * array.ndim
     starts[axis] = row
     return jax.lax.dynamic_update_slice(array, own, starts)

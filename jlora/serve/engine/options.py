@@ -10,13 +10,12 @@ class EngineOptions:
     """Sizes and limits of an engine. Every compiled shape follows from them.
 
     Attributes:
-      max_num_seqs: sequences that decode together: rows of the cache and of the decode step.
-      max_model_len: positions of a sequence, prompt and answer; None for the model's own.
-      max_num_batched_tokens: the most prompt tokens of one prefill step; longer prompts come in chunks.
-      max_waiting: requests that may wait; the next is refused.
-      max_wait_ratio: how many later requests may be served before the one that waits longest, in favour of those whose
-        adapter is in a slot already.
-      request_timeout: seconds that a request may take in all, where it says nothing itself; None for no limit.
+      max_num_seqs: sequences that decode together; rows of the cache and of the decode step.
+      max_model_len: positions of a sequence, prompt and completion; None for the model's own.
+      max_num_batched_tokens: the most prompt tokens of one prefill step; longer prompts are split into chunks.
+      max_waiting: requests that may wait; further ones are refused.
+      max_wait_ratio: number of later requests that may overtake a waiting one because their adapter is in a slot.
+      request_timeout: seconds that a request may take in all, unless it sets its own; None for no limit.
     """
 
     max_num_seqs: int = 64
@@ -28,7 +27,11 @@ class EngineOptions:
 
 
 def check_options(options: EngineOptions) -> None:
-    """Raises `LoRAUsageError` where one is out of range."""
+    """Check the options.
+
+    Raises:
+      LoRAUsageError: an option is out of range.
+    """
     for name, least in (
         ("max_num_seqs", 1),
         ("max_model_len", 2),

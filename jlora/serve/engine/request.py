@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Public data types of the engine: requests, completions, statistics and errors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from jlora.errors import LoRAError
 
 FinishReason = Literal["stop", "length", "abort"]
 
-MAX_LOGPROBS = 20  # the most that OpenAI's API asks for; the compiled step has room for as many
+MAX_LOGPROBS = 20  # the limit of OpenAI's API, and a size of the compiled step
 
 
 class EngineBusyError(LoRAError):
-    """The queue is full. `retry_after` says in how many seconds it is likely not to be."""
+    """The queue is full. `retry_after` is the estimated number of seconds until it has room."""
 
     def __init__(self, message: str, retry_after: float):
         super().__init__(message)
@@ -21,36 +21,36 @@ class EngineBusyError(LoRAError):
 
 
 class EngineClosedError(LoRAError):
-    """The engine has been closed, or is closing, or failed for good."""
+    """The engine is closed or closing, or has failed permanently."""
 
 
 class RequestTimeoutError(LoRAError):
-    """A request took longer than it was given."""
+    """A request exceeded its timeout."""
 
 
 class StepFailedError(LoRAError):
-    """The step that a request was part of raised; the message names the error. Other requests go on."""
+    """The step that served a request raised. The message names the error. Other requests go on."""
 
 
 class AdapterExistsError(LoRAError):
-    """An adapter of this name is loaded already, and the request does not say to replace it."""
+    """An adapter of this name is loaded, and the request has no `load_inplace`."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Changing them compiles nothing.
+    """How the tokens of one request are chosen. Changing them never recompiles.
 
     Attributes:
-      max_tokens: the most new tokens; None for as many as the engine's `max_model_len` leaves.
+      max_tokens: the most new tokens; None for as many as the engine's `max_model_len` allows.
       temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
       top_p: sample among the fewest likeliest tokens whose probabilities sum to at least this, after `top_k`.
       top_k: sample among the k likeliest tokens only; 0 for all.
-      seed: with the number of the token all that a draw depends on; None for one drawn by the engine.
-      stop: the answer ends before the first of these strings.
-      stop_token_ids: it ends with the first of these tokens, beside the model's own ends of sequence.
-      ignore_eos: do not end at the model's own ends of sequence.
-      logprobs: log probabilities of the chosen token and of this many likeliest, at most `MAX_LOGPROBS`; None for none.
-        They are those of the model's own distribution, before temperature, top_k and top_p.
+      seed: with the index of the token, the only input of the random draw; None for a seed chosen by the engine.
+      stop: the completion ends before the first of these strings.
+      stop_token_ids: tokens that end the completion, in addition to the model's end-of-sequence tokens.
+      ignore_eos: do not end at the model's end-of-sequence tokens.
+      logprobs: number of likeliest tokens to report beside the chosen one, at most `MAX_LOGPROBS`; None for no log
+        probabilities. They are of the model's own distribution, before temperature, top_k and top_p.
     """
 
     max_tokens: int | None = None
@@ -66,10 +66,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability (natural) of a token that was chosen, and of the likeliest ones, the likeliest first.
+    """Natural log probability of a chosen token, and of the likeliest tokens in descending order.
 
-    `offset` is where its text begins in that of the answer: how long the latter was before it, without what was no
-    whole character yet.
+    `offset` is the length of the text before this token, in characters. Incomplete characters are not counted.
     """
 
     token: int
@@ -80,13 +79,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next part of an answer.
+    """The next part of a completion.
 
     Attributes:
-      text: what no stop string can take back any more; "" where the engine has no tokenizer.
+      text: text that has become final; "" if the engine has no tokenizer.
       tokens: the new tokens; a token's text may come with a later piece.
-      logprobs: of each of them, where they were asked for.
-      finish_reason: on the last piece, and only there: "stop", "length", or "abort" after `cancel`.
+      logprobs: one for each token, if requested.
+      finish_reason: set on the last piece only; "stop", "length", or "abort" after `cancel`.
     """
 
     text: str
@@ -97,7 +96,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. See `Piece`."""
+    """A whole completion. Fields as in `Piece`."""
 
     text: str
     tokens: tuple[int, ...]
@@ -107,27 +106,27 @@ class Completion:
 
 
 class Generation(Protocol):
-    """One request under way. Its events come to one consumer: `listen`, iteration or `result`."""
+    """A running request. Its events have one consumer: `listen`, iteration or `result`."""
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """Number of tokens in the prompt."""
         ...
 
     def listen(self, callback: Callable[[Piece | LoRAError], None]) -> None:
-        """Call this with every event from the first on, in order, on a thread of the engine; it must not block."""
+        """Call `callback` with every event in order, on a thread of the engine. It must not block."""
         ...
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they come. Raises the error that the request ended with."""
+        """Return an iterator over the pieces as they arrive. It raises the error that ended the request."""
         ...
 
     def result(self, timeout: float | None = None) -> Completion:
-        """The whole answer, once it is there. Raises the error it ended with, or RequestTimeoutError."""
+        """Wait for the whole completion. Raises the error that ended the request, or RequestTimeoutError."""
         ...
 
     def cancel(self) -> None:
-        """End it soon; its row and its adapter are given back. Does nothing once it has ended."""
+        """End the request soon, and release its row and its adapter. Has no effect once it has ended."""
         ...
 
 
@@ -136,10 +135,10 @@ class RegisteredLoRA:
     """An adapter that requests may name.
 
     Attributes:
-      path: shown as where it came from.
-      created: when it was added, or seen first; Unix seconds.
-      parent: the name of the base model that it is shown under; None for the first.
-      info: as the manager has it; None where it was evicted, and is loaded again when a request asks for it.
+      path: displayed as its source.
+      created: when it was added or first seen, in Unix seconds.
+      parent: the base model name that it is listed under; None for the first.
+      info: the manager's view; None if it was evicted, in which case the next request for it loads it again.
     """
 
     path: str
@@ -150,21 +149,26 @@ class RegisteredLoRA:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """EngineMetrics since the start, and what is under way now.
+    """Counters since the start, and the requests under way.
 
     Attributes:
-      running, waiting: requests.
-      running_by_lora, waiting_by_lora: of those with an adapter, by its name; names that are looked up are left out.
+      running: requests that have a row.
+      waiting: requests that have none yet.
+      running_by_lora: running requests by adapter name.
+      waiting_by_lora: waiting requests by adapter name, without names that are still being resolved.
       cache_usage: share of the cache's positions in use, 0 to 1.
-      prompt_tokens, generated_tokens: in all.
-      finished: requests by finish reason, "error" among them.
+      prompt_tokens: total tokens of prompts.
+      generated_tokens: total tokens generated.
+      finished: requests by finish reason, including "error".
       failed_steps: steps that raised.
-      by_lora: requests that have begun, of each adapter that is registered ("" for the base model).
-      by_unloaded: requests that have begun, of adapters that are not registered any more.
-      time_to_first_token, time_per_output_token, request_seconds: (upper bounds, counts, sum) of histograms, seconds;
-        the last count is of those above all bounds.
-      queue_seconds: from the arrival of a request until it had a row and its adapter a slot; the same.
-      adapter_wait_seconds: that of requests alone whose adapter was in no slot when they came.
+      by_lora: requests that have begun, by registered adapter ("" for the base model).
+      by_unloaded: requests that have begun, of adapters that are no longer registered.
+      time_to_first_token: histogram (upper bounds, counts, sum) in seconds; the last count is of values above all
+        bounds.
+      time_per_output_token: histogram in seconds.
+      request_seconds: histogram of whole requests, in seconds.
+      queue_seconds: histogram of the time from arrival until a request has a row and its adapter a slot, in seconds.
+      adapter_wait_seconds: as `queue_seconds`, only for requests whose adapter was in no slot on arrival.
     """
 
     running: int = 0

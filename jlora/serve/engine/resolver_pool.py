@@ -1,4 +1,4 @@
-"""Names that nobody has added: a resolver is asked for them, on threads of its own, and nothing else waits for it."""
+"""Resolution of unknown adapter names on separate threads, so that no step or other request waits for a resolver."""
 
 import inspect
 import os
@@ -21,10 +21,13 @@ _RETRY = 1.0
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterNotFoundError for a name that no resolver is asked for.
+    """Check a name before it is passed to a resolver.
 
-    Those are names that do not print or are too long, and what would be a path out of a folder: absolute, or with an
-    empty part, "." or "..".
+    A name must be printable, at most `LONGEST_NAME` characters long, and not lead out of a folder: it may not be
+    absolute or have a part that is empty, "." or "..".
+
+    Raises:
+      AdapterNotFoundError: no adapter can have this name.
     """
     parts = re.split(r"[/\\]", name)
     if not name or len(name) > LONGEST_NAME or printable(name) != name:
@@ -37,16 +40,16 @@ def check_name(name: str) -> None:
 
 
 class ResolverPool:
-    """Asks a resolver for names: one call a name, whoever else asks meanwhile, and no answer is kept.
+    """Calls a resolver for unknown names. Concurrent requests for a name share one call, and results are not cached.
 
-    A call cannot be stopped. One that hangs keeps one of a few threads until it returns, and other names wait for the
-    rest; requests end by their own timeouts, or as they are cancelled.
+    A call cannot be interrupted. One that hangs occupies one of a few threads until it returns, and other names share
+    the rest. Requests end by their own timeouts, or when they are cancelled.
 
     Args:
-      resolve: name -> what to load; None where there is no such adapter.
-      most: requests that may wait for its answers.
-      found: called when there is something to load.
-      fail: called with a request, and the error that it ends with. Must not block.
+      resolve: maps a name to a `LoRARequest`, or to None if there is no such adapter.
+      most: number of requests that may wait for the resolver.
+      found: called when a name has been resolved. Must not block.
+      fail: called with a request and the error that ends it. Must not block.
     """
 
     def __init__(
@@ -57,18 +60,18 @@ class ResolverPool:
         self._found = found
         self._fail = fail
         self._lock = threading.Lock()
-        self._waiting: dict[str, list[Sequence]] = {}  # of each name that has no answer yet
-        self._line: deque[str] = deque()  # of these, those that no thread has taken
-        self._loading: dict[str, LoRARequest] = {}  # answers, until what they say is loaded
-        self._count = 0  # of `_waiting`, some of which may have ended
+        self._waiting: dict[str, list[Sequence]] = {}  # requests by name, until the resolver returns
+        self._line: deque[str] = deque()  # names that no thread has taken
+        self._loading: dict[str, LoRARequest] = {}  # results by name, until their adapter is loaded
+        self._count = 0  # requests in `_waiting`, including some that have ended
         self._threads = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Have its `request` set, or have it end with an error.
+        """Resolve the name of a request: set its `request`, or end it with an error.
 
         Raises:
-          EngineBusyError: too many wait.
-          LoRAError: there are no threads.
+          EngineBusyError: too many requests wait for the resolver.
+          LoRAError: no thread can be started.
         """
         name = sequence.lora
         assert name is not None
@@ -97,11 +100,11 @@ class ResolverPool:
             self._line.append(name)
 
     def under_way(self, name: str) -> bool:
-        """Whether there is no answer yet. Look at `request` of a sequence after this, not before."""
+        """Return whether the resolver has yet to return. Read a sequence's `request` after this call, not before it."""
         return name in self._waiting
 
     def forget(self, name: str) -> None:
-        """It is loaded, or could not be, or nobody waits for it: who asks for it from now on asks anew."""
+        """Drop the result for a name after its load has ended or no request waits. Later requests resolve it anew."""
         with self._lock:
             self._loading.pop(name, None)
 
@@ -117,9 +120,9 @@ class ResolverPool:
                     continue
             answer = self._ask(name)
             with self._lock:
-                # Errors are out, and requests set, before others can see that there is an answer.
+                # Deliver errors and set requests before `under_way` becomes False.
                 for sequence in self._waiting[name]:
-                    if not sequence.waits:  # it may have begun: the name was added meanwhile
+                    if not sequence.waits:  # it may have begun, if the name was added meanwhile
                         continue
                     if isinstance(answer, LoRAError):
                         self._fail(sequence, answer)
@@ -133,12 +136,16 @@ class ResolverPool:
             return _checked(name, self._resolve(name))
         except LoRAError as error:
             return error
-        except BaseException as error:  # it is somebody else's code, and those who wait must hear of it
+        except BaseException as error:  # a resolver may raise anything, and waiting requests need the error
             return LoRAError(f"adapter {name!r}: the resolver failed: {_words(error)}")
 
 
 def _checked(name: str, answer: Any) -> LoRARequest:
-    """What a resolver answered. Raises LoRAError where that is nothing to load, and what the answer itself raises."""
+    """Check the result of a resolver.
+
+    Raises:
+      LoRAError: the result is no `LoRARequest` for this name.
+    """
     if answer is None:
         raise AdapterNotFoundError(f"adapter {name!r} is not loaded, and the resolver knows none of that name")
     if inspect.iscoroutine(answer):
@@ -159,5 +166,5 @@ def _words(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         return f"{kind}: {error!s:.500}"
-    except BaseException:  # its own words are somebody else's code, too
+    except BaseException:  # `__str__` of a foreign error may raise too
         return kind

@@ -1,4 +1,4 @@
-"""Where adapters are that nobody has added: below a folder, on the Hugging Face hub, or where a function says."""
+"""Resolvers of unknown adapter names: a folder, repositories of the Hugging Face hub, or a function."""
 
 import errno
 import os
@@ -13,28 +13,31 @@ from jlora import LoRARequest, local_folder
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.serve.engine.resolver_pool import Resolve
 
-_CONFIG_FILE = "adapter_config.json"  # which a folder has that is an adapter
+_CONFIG_FILE = "adapter_config.json"  # marks a folder as an adapter
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def below(root: Path, path: str) -> Path | None:
-    """The real place of `path`, relative to `root` or absolute; None where that is not below it, links followed."""
+    """Return the real path of `path`, relative to `root` or absolute; None if it is outside `root`, links followed."""
     try:
         root = root.resolve()
         found = (root / path).resolve()
         return found if found.is_relative_to(root) else None
-    except (OSError, RuntimeError, ValueError):  # loops of links, NUL
+    except (OSError, RuntimeError, ValueError):  # link loops, NUL characters
         return None
 
 
 def listed(repos: Sequence[str], name: str) -> bool:
-    """Whether a repository is one of these: "owner/name", or "owner/*" for all of an owner."""
+    """Return whether a repository is one of `repos`: "owner/name", or "owner/*" for all of an owner."""
     owner = name.partition("/")[0]
     return _REPO_ID.fullmatch(name) is not None and (name in repos or f"{owner}/*" in repos)
 
 
 def of_folder(root: Path) -> Resolve:
-    """Adapters are called as their folder below `root`: "sql", "team/sql". Folders without a configuration are none."""
+    """Return a resolver for folders below `root`, named by relative path: "sql", "team/sql".
+
+    A folder without an adapter configuration is not an adapter.
+    """
     return partial(_in_folder, root)
 
 
@@ -50,9 +53,9 @@ def _in_folder(root: Path, name: str) -> LoRARequest | None:
 
 
 def of_hub(repos: Sequence[str]) -> Resolve:
-    """Adapters are called as their repository on the hub, one of `repos` (see `listed`).
+    """Return a resolver for repositories of the hub, named "owner/name" and among `repos` (see `listed`).
 
-    It is downloaded by the resolver; evicted, it comes back from Hugging Face's cache, as the commit that it was.
+    The resolver downloads the repository. After an eviction it is read from Hugging Face's cache, at the same commit.
     """
     return partial(_on_hub, tuple(repos))
 
@@ -60,26 +63,30 @@ def of_hub(repos: Sequence[str]) -> Resolve:
 def _on_hub(repos: tuple[str, ...], name: str) -> LoRARequest | None:
     if not listed(repos, name):
         return None
-    if os.path.exists(name):  # which the library would take for it
+    if os.path.exists(name):  # LoRARequest would load the local path instead
         raise LoRAError(f"adapter {name!r} is a repository, and a folder or file where the server runs")
     try:
         folder = local_folder(LoRARequest(name, name))
     except AdapterNotFoundError as error:
-        from huggingface_hub.errors import RepositoryNotFoundError  # imported by now
+        from huggingface_hub.errors import RepositoryNotFoundError  # imported already by `local_folder`
 
         if isinstance(error.__cause__, RepositoryNotFoundError):
             return None
-        raise LoRAError(str(error)) from error  # it may well be there
+        raise LoRAError(str(error)) from error  # the repository may exist
     return LoRARequest(name, name, revision=folder.name)
 
 
 def of_function(where: str) -> Resolve:
-    """The function that "package.module:function" names. Raises LoRAUsageError."""
+    """Import the resolver function named "package.module:function".
+
+    Raises:
+      LoRAUsageError: the name is malformed, cannot be imported, or is not callable.
+    """
     if not all(where.partition(":")):
         raise LoRAUsageError(f"{where!r:.200} is no resolver: folder, hub, or package.module:function")
     try:
         found: Any = pkgutil.resolve_name(where)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing a module may raise anything
         raise LoRAUsageError(f"the resolver {where!r:.200} cannot be imported: {error!r:.300}") from error
     if not callable(found):
         raise LoRAUsageError(f"the resolver {where!r:.200} is {type(found).__name__}, and cannot be called")
@@ -87,7 +94,7 @@ def of_function(where: str) -> Resolve:
 
 
 def in_order(resolvers: Sequence[Callable[[str], Any]]) -> Resolve:
-    """The first one's answer that is not None. What one raises ends the search."""
+    """Return a resolver that calls each of `resolvers` until one returns a result. An error ends the search."""
     return partial(_first, tuple(resolvers))
 
 

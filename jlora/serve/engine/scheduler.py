@@ -1,4 +1,4 @@
-"""Which of the waiting requests runs next: pure host code, which knows adapters by name and slots by their number."""
+"""Admission order of waiting requests. Pure host code: adapters are names, and slots are counts."""
 
 import bisect
 from collections.abc import Callable, Collection, Iterator
@@ -11,10 +11,10 @@ class Waiting:
     """One waiting request.
 
     Attributes:
-      lora: the name of its adapter; None for the base model.
-      item: what it is to the caller.
-      passed: how many requests that came later have been taken before it.
-      arrival: its place in the order of arrival; the queue's.
+      lora: adapter name; None for the base model.
+      item: the caller's own object.
+      passed: number of later requests that were taken before this one.
+      arrival: position in the order of arrival; set by the queue.
     """
 
     lora: str | None
@@ -25,14 +25,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """What the slots are used for now.
+    """Current use of the slots.
 
     Attributes:
-      total: how many there are.
-      running: adapters whose slot is taken for sure: of running sequences, and pinned ones.
+      total: number of slots.
+      running: adapters that keep their slot, because sequences run with them or they are pinned.
       resident: adapters that are in a slot.
-      taken: slots that running sequences and pinned adapters take; more than `running` where some run on an older
-        version.
+      taken: slots held by running sequences and pinned adapters; exceeds `running` if sequences run on older versions.
     """
 
     total: int
@@ -41,16 +40,16 @@ class SlotUse:
     taken: int
 
     def admits(self, lora: str | None) -> bool:
-        """Whether a sequence with this adapter can begin: no more different ones run at once than there are slots."""
+        """Return whether a sequence with this adapter can begin without exceeding the number of slots."""
         return lora is None or lora in self.running or self.taken < self.total
 
 
 class Queue:
-    """Requests in order of arrival, but for those whose adapter is in a slot, within a bound.
+    """Requests in order of arrival. One whose adapter is in a slot may overtake others, within a bound.
 
-    Next is the first whose adapter takes no slot from another, or else the first of all. But who has been passed
-    `max_wait_ratio` times by later ones is next as soon as its adapter is loaded, and whoever came after it waits: so
-    nobody starves. Of those whose adapter is loaded nobody is passed more often.
+    The next request is the first whose adapter evicts no other, else the first of all. A request that was overtaken
+    `max_wait_ratio` times is next as soon as its adapter is loaded. It blocks all later ones, so no request whose
+    adapter is loaded starves or is overtaken more often.
     """
 
     def __init__(self, max_wait_ratio: int):
@@ -65,29 +64,36 @@ class Queue:
         return iter(tuple(self._waiting))
 
     def add(self, one: Waiting) -> None:
+        """Append a request."""
         self._arrived += 1
         one.arrival = self._arrived
         self._waiting.append(one)
 
     def put_back(self, one: Waiting) -> None:
-        """Where it was: it was taken, and could not begin."""
+        """Reinsert a request that was taken and could not begin, at its place by arrival."""
         place = bisect.bisect(self._waiting, one.arrival, key=lambda other: other.arrival)
         for earlier in self._waiting[:place]:
             earlier.passed -= 1
         self._waiting.insert(place, one)
 
     def remove(self, one: Waiting) -> None:
+        """Remove a request."""
         self._waiting.remove(one)
 
     def take(self, slots: SlotUse, loaded: Callable[[str], bool]) -> Waiting | None:
-        """Take out the request that is to begin now; None where none can. `loaded` tells of an adapter's name."""
-        first: int | None = None  # which needs a slot of another
+        """Remove and return the request to begin now; None if none can.
+
+        Args:
+          slots: current use of the slots.
+          loaded: returns whether the adapter of this name is in host memory or in a slot.
+        """
+        first: int | None = None  # first request that evicts another adapter
         for i, one in enumerate(self._waiting):
             admitted, overdue = slots.admits(one.lora), one.passed >= self._max_passed
             if not (admitted or overdue) or (one.lora is not None and not loaded(one.lora)):
                 continue
             if overdue:
-                return self._taken(i if admitted else first)  # nobody who came later
+                return self._taken(i if admitted else first)  # no later request may overtake it
             if one.lora is None or one.lora in slots.running or one.lora in slots.resident:
                 return self._taken(i)
             if first is None:

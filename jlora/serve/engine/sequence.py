@@ -1,4 +1,4 @@
-"""One request under way, as the threads of an engine know it."""
+"""The engine's state of one request, and checks of its parameters."""
 
 import secrets
 import time
@@ -18,8 +18,8 @@ class HeldAdapter:
     """One version of an adapter, held for the sequences that began with it.
 
     Attributes:
-      handle: what `prepare` takes.
-      users: sequences.
+      handle: keeps the version loaded, and is passed to `prepare`.
+      users: number of running sequences.
     """
 
     handle: AdapterHandle
@@ -32,20 +32,24 @@ class Sequence:
 
     Attributes:
       prompt: token ids.
-      params: how its tokens are chosen; `seed` of it, or the one that was drawn.
+      params: sampling parameters.
+      seed: seed of the request, else a random one; 64 bits.
       limit: the most new tokens.
-      stops: tokens that end it.
-      lora, request: its adapter's name, and where it is loaded from if it is not known.
-      absent: whether its adapter was in no slot when it came.
+      stops: token ids that end it.
+      lora: adapter name; None for the base model.
+      request: source of the adapter, used if the name is unknown.
       deadline: `time.monotonic()` at which it ends with RequestTimeoutError.
+      answer: receives its pieces.
+      detokenizer: text of its tokens.
+      absent: True if its adapter was in no slot on arrival.
       held: its adapter, once it has begun.
-      row: of the cache, once it has begun.
-      filled: how much of the prompt is in the cache.
-      drawn: tokens that steps were dispatched for.
-      received: tokens that came back.
-      left: whether it has been taken out of its row, or never gets one: what comes for it is dropped.
-      ended: whether its consumer has been told the end.
-      cancelled: whether its consumer wants the end.
+      row: row of the cache, once it has begun; -1 before.
+      filled: number of prompt tokens in the cache.
+      drawn: number of tokens that steps were dispatched for.
+      received: number of tokens read back.
+      left: True if it has left its row or can never get one; later tokens are dropped.
+      ended: True if its consumer has the last event.
+      cancelled: True if its consumer cancelled it.
     """
 
     prompt: Seq[int]
@@ -66,27 +70,27 @@ class Sequence:
     filled: int = 0
     drawn: int = 0
     received: int = 0
-    newest: float = 0.0  # when the last token came
+    newest: float = 0.0  # `time.monotonic()` of the last token
     left: bool = False
     ended: bool = False
     cancelled: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether it has neither begun nor ended."""
+        """True if it has neither begun nor ended."""
         return self.row < 0 and not self.left
 
     @property
     def live(self) -> int:
-        """Positions of the cache that its next step reads."""
+        """Number of cache positions that its next step reads."""
         return len(self.prompt) + self.drawn
 
 
 def room_for(prompt: Seq[int], longest: int) -> int:
-    """The most tokens that the answer may have. Looks at the prompt's length alone, which may be in the millions.
+    """Return the most tokens that a completion may have. Reads only the prompt's length, which may be in the millions.
 
     Raises:
-      LoRAUsageError: there are none, or it does not fit `longest`, the engine's `max_model_len`.
+      LoRAUsageError: the prompt is empty or leaves no room within `longest`, the engine's `max_model_len`.
     """
     if not len(prompt):
         raise LoRAUsageError("the prompt has no tokens")
@@ -99,7 +103,7 @@ def room_for(prompt: Seq[int], longest: int) -> int:
 
 
 def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: int) -> int:
-    """The most tokens that a request may get.
+    """Check a prompt and its parameters. Returns the most new tokens that the request may get.
 
     Raises:
       LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
@@ -130,7 +134,7 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
 
 
 def seed_of(params: SamplingParams) -> int:
-    """64 bits: the seed that was asked for, or any."""
+    """Return the request's seed modulo 2**64, or a random one."""
     return secrets.randbits(63) if params.seed is None else params.seed % 2**64
 
 

@@ -1,13 +1,13 @@
-"""The compiled steps of an engine, and the state on the device that they pass on, donated.
+"""The compiled steps of an engine, and their donated state on the device.
 
     prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V]
     begin    its first token, and the row's settings                         -> token [1]
     decode   the last token of every row into the cache                      -> logits [R, V]
     pick     the next token of every row                                     -> tokens [R]
-    report   log probabilities of tokens and of the likeliest                where a row asks for them
+    report   log probabilities of tokens and of the likeliest                where a row requests them
 
-All shapes are fixed: R rows, a few lengths of chunks, and a few extents of the cache that attention reads. A row that
-decodes nothing computes like the others, and writes where the next token of its own row will be written over it.
+All shapes are fixed: R rows, a few chunk lengths, and a few extents of the cache that attention reads. An inactive row
+computes like the others. Its write goes to the position of its next token, which later overwrites it.
 """
 
 import inspect
@@ -32,18 +32,18 @@ from jlora.serve.engine.model import ServableModel, cache_axes, row_of, with_row
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _log = logging.getLogger("jlora.serve")
-_LEAST_EXTENT = 512  # below that a decode step reads weights, whatever the cache
+_LEAST_EXTENT = 512  # below this, reading the weights dominates a decode step
 _LEAST_CHUNK = 32
 
 
 class Rows(NamedTuple):
-    """What the steps know of each row.
+    """State of each row on the device.
 
     Attributes:
-      last: its newest token, which is not in the cache yet.
-      length: how many of its positions the cache holds.
-      drawn: how many tokens were chosen for it.
-      sampling: how.
+      last: [R] int32 newest token, not in the cache yet.
+      length: [R] int32 number of positions in the cache.
+      drawn: [R] int32 number of tokens chosen so far.
+      sampling: sampling settings, arrays [R].
     """
 
     last: Int[Array, "R"]
@@ -53,17 +53,23 @@ class Rows(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Tokens on their way from the device: -1 where the logits were not numbers; with what `report` said of them."""
+    """Chosen tokens, while they are copied to the host.
+
+    Attributes:
+      tokens: [B] int32, -1 where the logits are NaN.
+      report: log probability [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones; None if no row
+        requests them.
+    """
 
     tokens: Int[Array, "B"]
     report: tuple[Float[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
 
     def read(self) -> "Chosen":
-        """The same as NumPy arrays, once they are computed."""
+        """Wait for the arrays and return them as NumPy arrays."""
         return jax.tree.map(np.asarray, self)
 
     def logprob(self, i: int, token: int, asked: int | None) -> TokenLogprob | None:
-        """Of the token that was chosen as number `i`, with the `asked` likeliest; once it has been read."""
+        """Return the log probability of token `i`, with as many of the likeliest as requested. Call after `read`."""
         if asked is None or self.report is None:
             return None
         own, values, ids = self.report
@@ -72,7 +78,13 @@ class Chosen(NamedTuple):
 
 
 class How(NamedTuple):
-    """Which variant of a choice is needed: static, and cheaper the less is asked for."""
+    """Static variant of a token choice. Each flag that is False makes the step cheaper.
+
+    Attributes:
+      sampled: some row samples.
+      ranked: some row that samples has top_k or top_p.
+      reported: some row requests log probabilities.
+    """
 
     sampled: bool = False
     ranked: bool = False
@@ -84,24 +96,25 @@ class How(NamedTuple):
 
     @classmethod
     def of(cls, many: Sequence[SamplingParams]) -> "How":
+        """Return the variant that serves all of these parameters."""
         drawn = [one for one in many if one.temperature > 0]
         limited = any(one.top_k > 0 or one.top_p < 1 for one in drawn)
         return cls(bool(drawn), limited, any(one.logprobs is not None for one in many))
 
 
 class Steps:
-    """Compiled steps of one model. Its methods are called by one thread.
+    """Compiled steps of one model. All methods must be called from one thread at a time.
 
     Args:
       model: a `ServableModel` that `manager` serves.
-      manager: of the model.
+      manager: the model's manager.
       rows: sequences that decode together.
       max_model_len: positions of a sequence.
-      chunk: the most tokens of a prompt that one step takes.
+      chunk: the most prompt tokens of one prefill step.
 
     Attributes:
       capacity: positions of a row of the cache.
-      extents: of the cache, that decode steps are compiled for.
+      extents: cache extents that decode steps are compiled for.
     """
 
     def __init__(self, model: Any, manager: jlora.LoRAManager, *, rows: int, max_model_len: int, chunk: int):
@@ -151,7 +164,7 @@ class Steps:
 
         @partial(jax.jit, donate_argnums=(0, 1))
         def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
-            return self._laid(cache), self._whole(rows)  # as every step leaves them
+            return self._laid(cache), self._whole(rows)  # sharded like the output of every step
 
         @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
         def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
@@ -201,29 +214,29 @@ class Steps:
         self._begin, self._pick, self._report = begin, pick, report
         self._vocab = int(model.config.vocab_size)
         self._state: tuple[Any, Rows] | None = None
-        self._lies: list[Any] = []  # where the cache does
+        self._lies: list[Any] = []  # sharding of each array of the cache
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """An empty state; what was there is gone."""
-        self._state = None  # first, for there may be no room for two
+        """Replace the state by an empty one."""
+        self._state = None  # free the old state first, since memory may not hold two
         cache, rows = self._fresh()
         self._lies = [leaf.sharding for leaf in jax.tree.leaves(cache)]
         self._state = (cache, rows) if self._everywhere() is None else self._settle(cache, rows)
 
     def _everywhere(self) -> NamedSharding | None:
-        """On all of the mesh that the cache lies on, if it does."""
+        """Return the replicated sharding of the cache's mesh; None if the cache is on no mesh."""
         meshes = [lies.mesh for lies in self._lies if isinstance(lies, NamedSharding)]
         return NamedSharding(meshes[0], P()) if meshes else None
 
     def _whole(self, tree: Any) -> Any:
-        """Inside a step: small arrays, on all of a mesh, so that no step finds them laid out otherwise."""
+        """Constrain small arrays of a step to be replicated over the mesh. Every step then finds the same sharding."""
         where = self._everywhere()
         return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
 
     def _laid(self, cache: Any) -> Any:
-        """Inside a step: a cache, laid out as it was."""
+        """Constrain a cache in a step to its original sharding."""
         if self._everywhere() is None:
             return cache
         leaves, tree = jax.tree.flatten(cache)
@@ -231,24 +244,24 @@ class Steps:
 
     @property
     def lost(self) -> bool:
-        """Whether a step that raised has taken the state with it."""
+        """True if the state was donated to a step that raised."""
         return self._state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
         self._state = None
 
     def compiled(self) -> int:
-        """How many variants of the steps are compiled."""
+        """Return the number of compiled variants of the steps."""
         steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
         return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def chunk_of(self, start: int, length: int) -> tuple[int, int, int]:
-        """The step that takes a prompt of `length` on from `start`: its tokens, their number with padding, its extent.
+        """Return (tokens, tokens with padding, extent) of the step that prefills a prompt of `length` from `start`.
 
-        Chunks that are not the first are of one size: so few combinations compile.
+        Chunks after the first have one size, which bounds the number of compiled shapes.
         """
         count = min(self.chunk, length - start)
         if start:
@@ -263,7 +276,7 @@ class Steps:
         return sizes
 
     def prefill(self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], start: int) -> tuple[jax.Array, int]:
-        """One chunk of a prompt. Returns the logits after it, and up to where the prompt is in the cache now."""
+        """Prefill one chunk of a prompt. Returns the logits [1, V] after it, and the prompt tokens in the cache."""
         count, padded, extent = self.chunk_of(start, len(prompt))
         tokens = np.zeros((1, padded), np.int32)
         tokens[0, :count] = prompt[start : start + count]
@@ -273,7 +286,7 @@ class Steps:
         return logits, start + count
 
     def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
-        """The first token of a sequence, by the logits after its prompt."""
+        """Choose the first token of a sequence from the logits [1, V] after its prompt."""
         how = How.of([params])
         ints = np.array([row, params.top_k or self._vocab], np.int32)
         temperature, top_p = min(params.temperature, HOTTEST), params.top_p if params.top_p < 1 else np.inf
@@ -285,12 +298,18 @@ class Steps:
         return self._told(logits, tokens, how)
 
     def decode(self, batch: jlora.LoRABatch, active: jax.Array, live: int, how: How) -> Chosen:
-        """The next token of every row of which `active` [R] is True; `live` is the longest of these with its last
-        token."""
+        """Choose the next token of every row.
+
+        Args:
+          batch: the adapters of the rows.
+          active: [R] bool, rows to advance.
+          live: number of positions of the longest active row, including its last token.
+          how: variant of the choice.
+        """
         served = batch if batch.has_adapters else None
         logits, cache = self._run(self._decode, served, extent=_least(self.extents, live))
         rows = self._held()[1]
-        self._state = (cache, rows)  # the rows are not donated yet: should the next call raise, nothing is lost
+        self._state = (cache, rows)  # the rows are not donated yet, so the state survives if `pick` raises
         tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
         self._state = (cache, rows)
         return self._told(logits, tokens, how)
@@ -315,7 +334,7 @@ class Steps:
         return self._manager.run(call)
 
     def _mapped(self, act: Callable[..., Any], *trees: Any) -> Any:
-        """`act(batch axis, capacity axis, *leaves)` on every array of caches."""
+        """Apply `act(batch axis, capacity axis, *leaves)` to every array of the caches."""
         leaves, tree = zip(*map(jax.tree.flatten, trees), strict=True)
         acted = [act(*axes, *arrays) for axes, *arrays in zip(self._axes, *leaves, strict=True)]
         return jax.tree.unflatten(tree[0], acted)
@@ -323,7 +342,7 @@ class Steps:
     # --- warm-up ------------------------------------------------------------------------------------------------
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
-        """Allocate the state and compile everything, by running it once with a free slot and once without adapters."""
+        """Allocate the state and compile every variant, by running each with a free slot and without adapters."""
         self.reset()
         chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
         for start in range(self.chunk, self.capacity, self.chunk):
@@ -357,7 +376,7 @@ class Steps:
             ),
             *((f"the next tokens, {how}", warmed(self.rows, self.decode, active, 1, how)) for how in variants),
         ]
-        # On a mesh twice: the state that another step leaves is laid out the same, and may be called otherwise.
+        # On a mesh run twice, since equal shardings may have different representations after another step.
         calls *= 1 if self._everywhere() is None else 2
         progress(1, 1 + len(calls))
         for i, (step, call) in enumerate(calls):
@@ -369,7 +388,7 @@ class Steps:
 
 
 def _doubled(least: int, most: int) -> list[int]:
-    """`most`, and the powers of two times `least` that are below it."""
+    """Return `most`, preceded by the powers of two times `least` that are below it."""
     sizes: list[int] = []
     while least < most:
         sizes.append(least)

@@ -1,4 +1,4 @@
-"""The thread that makes text of tokens and hands answers out, so that steps are not kept waiting for either."""
+"""The thread that detokenizes and delivers completions, so that neither delays a step."""
 
 import logging
 import queue
@@ -18,10 +18,10 @@ _log = logging.getLogger("jlora")
 
 
 class TokenEvent(NamedTuple):
-    """What became of a sequence: a new token, or its end, or both.
+    """A new token of a sequence, its end, or both.
 
     Attributes:
-      end: the finish reason, or the error that it ends with.
+      end: the finish reason, or the error that ends the sequence.
     """
 
     sequence: Sequence
@@ -31,11 +31,11 @@ class TokenEvent(NamedTuple):
 
 
 class TokenWriter:
-    """Makes text of the events of sequences, and gives it to their consumers in order.
+    """Detokenizes the events of sequences and delivers them to their consumers in order.
 
     Args:
-      metrics: of the engine.
-      ended: called with every sequence after its last event.
+      metrics: counters of the engine.
+      ended: called with each sequence after its last event.
     """
 
     def __init__(self, metrics: EngineMetrics, ended: Callable[[Sequence], None]):
@@ -45,10 +45,11 @@ class TokenWriter:
         self.thread = threading.Thread(target=self._work, name="jlora-serve-text", daemon=True)
 
     def put(self, events: Seq[TokenEvent]) -> None:
+        """Queue events for delivery."""
         self._events.put(events)
 
     def stop(self) -> None:
-        """End the thread once all events are out."""
+        """End the thread after all queued events are delivered."""
         self._events.put(None)
 
     def _work(self) -> None:
@@ -57,7 +58,7 @@ class TokenWriter:
             for event in events:
                 try:
                     self._write(event, now)
-                except Exception as error:  # a tokenizer may raise anything; others must not suffer
+                except Exception as error:  # a tokenizer may raise anything; other sequences go on
                     _log.exception("the text of an answer could not be made")
                     self._end(event.sequence, LoRAError(f"the answer cannot be decoded: {error!r:.300}"))
 

@@ -1,1 +1,1 @@
-"""The engine over HTTP, as OpenAI's clients and vLLM's operators call it (extra `serve`)."""
+"""The engine over HTTP, compatible with OpenAI's clients and vLLM's operators (extra `serve`)."""

@@ -1,4 +1,4 @@
-"""Adapters that come and go over HTTP: from where they may be loaded, and what each change takes."""
+"""Changes of adapters over HTTP: allowed sources, and the steps of each change."""
 
 import os
 import threading
@@ -22,11 +22,11 @@ _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinj
 
 @dataclass(frozen=True)
 class AllowedSources:
-    """From where requests may load adapters.
+    """Sources that requests may load adapters from.
 
     Attributes:
-      root: the folder below which they lie; None for none. What is there comes before a repository of that name.
-      repos: of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
+      root: the folder that contains them; None for none. A folder takes precedence over a repository of the same name.
+      repos: repositories of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
     """
 
     root: Path | None = None
@@ -36,13 +36,13 @@ class AllowedSources:
         return self.root is not None or bool(self.repos)
 
     def find(self, path: str) -> str:
-        """What `LoRARequest.path` is for the `lora_path` of a request.
+        """Return the `LoRARequest.path` for the `lora_path` of a request.
 
         Raises:
-          ApiError: 400 where it is outside of the sources (whether it exists or not), 404 where nothing is there.
+          ApiError: 400 if it is outside the sources (existing or not), 404 if it does not exist.
         """
         if listed(self.repos, path) and not (self.root is not None and os.path.isdir(self.root / path)):
-            if os.path.isdir(path):  # which the library would take for it
+            if os.path.isdir(path):  # LoRARequest would load the local path instead
                 raise invalid_input(
                     f"lora_path {path!r} is a repository, and a folder where the server runs", "lora_path"
                 )
@@ -61,14 +61,15 @@ class AllowedSources:
 
 
 class Adapters:
-    """Changes of the engine's adapters, as clients ask for them: one of a name at a time, each saved before it is
-    acknowledged. Threads may share it.
+    """Changes of the engine's adapters, safe for threads.
+
+    Changes of one name run one at a time. Each is saved before it is acknowledged.
 
     Args:
-      engine: which serves them.
-      sources: from where requests may load them.
-      taken: names that none may have: the base model's.
-      state: what keeps them for the next server.
+      engine: the engine that serves the adapters.
+      sources: sources that requests may load from.
+      taken: reserved names; those of the base model.
+      state: persistent state; None without one.
     """
 
     def __init__(self, engine: Engine, sources: AllowedSources, taken: Sequence[str], state: State | None = None):
@@ -79,42 +80,42 @@ class Adapters:
         if state is not None:
             state.unloading = engine.unloading_loras
         self._lock = threading.Lock()
-        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # of each name: a lock, and how many want it
+        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # by name: a lock, and the number of calls that use it
 
     def adopt(self) -> None:
-        """Let those be asked for that the engine has already. Raises LoRAError where one has a name of the base."""
+        """Check the adapters that the engine has at the start. Raises LoRAError if one has a name of the base model."""
         if clash := sorted(self._taken & self._engine.list_loras().keys()):
             raise LoRAError(f"--lora-state: an adapter has a name of the base model: {clash[0]!r}")
 
     def changed(self) -> None:
-        """After each change, and before anybody hears that it was made. Raises LoRAError."""
+        """Save a change, before it is acknowledged. Raises LoRAError."""
         if self.state is not None:
             self.state.changed()
 
     def catch_up(self) -> None:
-        """Before a change, which may find that it is made already: save what could not be saved. Raises LoRAError."""
+        """Save an earlier change that could not be saved, before a new one is compared with it. Raises LoRAError."""
         if self.state is not None and self.state.behind:
             self.state.changed()
 
     def check_name(self, name: str) -> None:
-        """Raises `ApiError` (400) for a name that no adapter can have."""
+        """Check that an adapter can have this name. Raises `ApiError` (400)."""
         if name in self._taken:
             raise invalid_input(f"lora_name {name!r} is a name of the base model", "lora_name")
         if printable(name) != name or len(name) > LONGEST_NAME:
             raise invalid_input(f"lora_name {name!r:.80} must be printable, and of at most {LONGEST_NAME} characters")
 
     def load(self, request: LoRARequest, path: str, timeout: float | None, parent: str | None = None) -> None:
-        """Load an adapter and let it be asked for. Blocks.
+        """Load an adapter, so that requests may name it. Blocks.
 
         Args:
-          request: what to load.
-          path: shown as where it came from.
-          timeout: seconds to wait; None for as long as it takes.
-          parent: the name of the base model that it is shown under; None for the first.
+          request: the adapter to load.
+          path: displayed as its source.
+          timeout: seconds to wait; None for no limit.
+          parent: the base model name that it is listed under; None for the first.
 
         Raises:
-          AdapterExistsError: the name is loaded, and the request does not say to replace it.
-          LoRAError: it cannot be loaded; nothing changes then.
+          AdapterExistsError: the name is loaded, and the request has no `load_inplace`.
+          LoRAError: it cannot be loaded, and all stays as it was; or the change could not be saved.
         """
         with self._turn(request.name):
             started = time.monotonic()
@@ -127,10 +128,11 @@ class Adapters:
             log_event("adapter's own tokenizer or template is ignored", adapter=request.name, files=own)
 
     def unload(self, name: str) -> None:
-        """Refuse new requests for it from now on. Blocks.
+        """Refuse new requests for an adapter from now on. Blocks.
 
         Raises:
-          AdapterNotFoundError: there is none of that name.
+          AdapterNotFoundError: it is not loaded.
+          LoRAError: the change could not be saved.
         """
         with self._turn(name):
             self.catch_up()
@@ -139,11 +141,12 @@ class Adapters:
         log_event("unloaded", adapter=name)
 
     def pin(self, name: str, keep: bool) -> None:
-        """Keep it in a slot, or let it go. Blocks.
+        """Pin an adapter to a slot, or unpin it. Blocks.
 
         Raises:
-          AdapterNotFoundError: there is none of that name.
+          AdapterNotFoundError: it is not loaded.
           NoFreeSlotError: every slot is pinned or in use.
+          LoRAError: the change could not be saved.
         """
         with self._turn(name):
             (self._engine.pin_lora if keep else self._engine.unpin_lora)(name)
@@ -152,7 +155,7 @@ class Adapters:
 
     @contextmanager
     def _turn(self, name: str) -> Generator[None, None, None]:
-        """One change of a name at a time; others go on meanwhile."""
+        """Run changes of one name one at a time. Other names are not blocked."""
         with self._lock:
             lock, count = self._turns.get(name, (threading.Lock(), 0))
             self._turns[name] = (lock, count + 1)

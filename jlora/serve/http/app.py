@@ -1,4 +1,4 @@
-"""The ASGI application: which endpoint is where, who may call it, and what becomes of errors."""
+"""The ASGI application: routes, access checks and error responses."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -23,14 +23,14 @@ from jlora.serve.http.status import status_json, status_page
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
-_LONGEST = 300  # of a method or a path, in the log
-_QUIET = ("/health", "/metrics", "/status.json")  # asked every few seconds
+_LONGEST = 300  # characters of a method or a path in the log
+_QUIET = ("/health", "/metrics", "/status.json")  # polled every few seconds, so not logged
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Every endpoint of a server.
+    """Return the application with all endpoints of a server.
 
-    `/v1/...` take keys; `/health`, `/version`, `/metrics` and the status page are open, as vLLM's are.
+    `/v1/...` require keys. `/health`, `/version`, `/metrics` and the status page are open, as in vLLM.
     """
     anybody = partial(_route, service)
     users = partial(_route, service, admin=False)
@@ -55,7 +55,7 @@ def build_app(service: Service) -> ASGIApp:
 
 
 def _route(service: Service, path: str, endpoint: Endpoint, *, method: str = "GET", admin: bool | None = None) -> Route:
-    """One endpoint behind its check of keys: `admin` None for everybody, False for users, True for administrators."""
+    """Return a route with its access check: `admin` is None for open, False for users, True for administrators."""
 
     async def answer(request: Request) -> Response:
         if admin is not None:
@@ -84,7 +84,7 @@ async def _version(service: Service, request: Request) -> Response:
 
 
 class _Outermost:
-    """Turns errors into answers, and writes one line to the log for each request."""
+    """Converts errors into responses, and writes one log line for each request."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -92,12 +92,12 @@ class _Outermost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await _lifespan(receive, send)
-        if scope["type"] != "http":  # nothing speaks WebSocket here
+        if scope["type"] != "http":  # WebSocket is not supported
             return await send({"type": "websocket.close", "code": 1000})
         started = time.monotonic()
         note: dict[str, Any] = {}
         scope["jlora.note"] = note
-        scope["app"] = self  # asks the router for exceptions where no route fits
+        scope["app"] = self  # makes the router raise if no route matches
         status, read = 0, False
 
         async def counted_receive() -> Message:
@@ -122,12 +122,12 @@ class _Outermost:
                 if not failure.logged:
                     note["error"] = failure.message
                 if status:
-                    raise  # too late to say so: the connection is closed
+                    raise  # the status is sent already; the connection is closed
                 headers = {
                     **failure.headers(),
                     **(dict(error.headers or {}) if isinstance(error, HTTPException) else {}),
                 }
-                if not read and _has_body(scope):  # what is still to come is not waited for
+                if not read and _has_body(scope):  # do not read the rest of the body
                     headers["connection"] = "close"
                 response = JSONResponse(failure.body(), failure.status, headers)
                 await response(scope, receive, noted_send)

@@ -1,4 +1,4 @@
-"""Bodies of requests: read with a limit of bytes and of time, and JSON that is checked field by field."""
+"""Request bodies: reading with limits of size and time, and typed access to JSON fields."""
 
 import asyncio
 import json
@@ -17,14 +17,15 @@ Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may take of the server.
+    """Limits for each client request.
 
     Attributes:
-      body_bytes: of a request; a longer one is refused before it is read, or where it becomes too long.
-      header_seconds, body_seconds: until the whole of them has come.
-      send_seconds: for a client to take the next part of an answer.
-      load_seconds: for an adapter to be loaded.
-      sequences: prompts of a request times answers of each.
+      body_bytes: size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
+      header_seconds: until all headers are received.
+      body_seconds: until the whole body is received.
+      send_seconds: for the client to accept more of a response.
+      load_seconds: for an adapter to load.
+      sequences: number of prompts times completions of each.
     """
 
     body_bytes: int = 8 * 2**20
@@ -36,19 +37,19 @@ class Limits:
 
 
 async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, Json]:
-    """The JSON object that a request brings. Raises what `read_body` and `parse_body` do."""
+    """Read the JSON object of a request. Raises the errors of `read_body` and `parse_body`."""
     return parse_body(await read_body(request, limits, kind), kind)
 
 
 async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytes:
-    """What a request brings, which it says is JSON.
+    """Read the body of a request with content type application/json.
 
     Raises:
-      ApiError: 400 for another content type, 408 where it is slow to come, 413 where it is too long.
-      ClientDisconnect: the client left.
+      ApiError: 400 for another content type, 408 for a timeout, 413 for a body that is too long.
+      ClientDisconnect: the client disconnected.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":  # pages of other sites may send without asking what has another type
+    if media != "application/json":  # browsers send other types across origins without a preflight
         raise ApiError(400, kind, f"the content type must be application/json, got {media[:80] or 'none'!r}")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
@@ -72,8 +73,8 @@ def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
     """Parse the JSON object of a body.
 
     Raises:
-      ApiError: 400 for what is not UTF-8, not JSON, nested too deeply or no object; a name that is given twice; NaN,
-        Infinity, integers of thousands of digits, and halves of surrogate pairs, which no UTF-8 holds.
+      ApiError: 400 if it is not UTF-8, not JSON, too deeply nested or not an object; for a duplicate name, NaN,
+        Infinity, integers of thousands of digits, and unpaired surrogates, which UTF-8 cannot encode.
     """
 
     def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -108,7 +109,7 @@ def _too_long(limits: Limits) -> ApiError:
 
 
 class RequestFields:
-    """Typed look-ups in the JSON object of a request. Null is the same as nothing; each error names its field."""
+    """Typed access to the fields of a JSON object. Null counts as absent. Each error names its field."""
 
     def __init__(self, values: dict[str, Json], kind: str = BAD_REQUEST):
         self._values = {name: value for name, value in values.items() if value is not None}
@@ -116,32 +117,35 @@ class RequestFields:
         self._kind = kind
 
     def fail(self, name: str, expected: str) -> ApiError:
+        """Return the error for a field with a wrong value."""
         found = repr(self._values.get(name))
         found = found if len(found) <= 80 else found[:77] + "..."
         return ApiError(400, self._kind, f"{name} must be {expected}, got {found}", name)
 
     def take(self, name: str) -> Any:
-        """Whatever is there."""
+        """Return the value of a field without a check; None if absent."""
         self._known.add(name)
         return self._values.get(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field."""
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
             raise self.fail(name, "true or false")
         return default if value is None else value
 
     def integer(self, name: str, least: int, most: int) -> int | None:
+        """Return an integer field in [least, most]; None if absent."""
         value = self.take(name)
         if value is None:
             return None
-        whole = isinstance(value, float) and value.is_integer()  # 5.0, which some clients write for 5
+        whole = isinstance(value, float) and value.is_integer()  # some clients send 5.0 for 5
         if isinstance(value, bool) or not (isinstance(value, int) or whole) or not least <= value <= most:
             raise self.fail(name, f"a whole number from {least} to {most}")
         return int(value)
 
     def number(self, name: str, least: float, most: float = math.inf, *, open_below: bool = False) -> float | None:
-        """A finite number in [least, most], or in (least, most]."""
+        """Return a finite number in [least, most], or in (least, most] with `open_below`; None if absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -153,19 +157,21 @@ class RequestFields:
         return float(value)
 
     def text(self, name: str, longest: int) -> str | None:
+        """Return a string field of 1 to `longest` characters; None if absent."""
         value = self.take(name)
         if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
             raise self.fail(name, f"a string of 1 to {longest} characters")
         return value
 
     def required(self, name: str, longest: int) -> str:
+        """Return a string field that must be present."""
         value = self.text(name, longest)
         if value is None:
             raise ApiError(400, self._kind, f"{name} is missing", name)
         return value
 
     def texts(self, name: str, count: int, longest: int) -> tuple[str, ...]:
-        """A string, or a list of at most `count` strings."""
+        """Return a field with a string or a list of at most `count` strings; empty if absent."""
         value = self.take(name)
         values = [] if value is None else value if isinstance(value, list) else [value]
         values = cast("list[Json]", values)
@@ -174,6 +180,7 @@ class RequestFields:
         return tuple(cast("list[str]", values))
 
     def integers(self, name: str, count: int, most: int) -> tuple[int, ...]:
+        """Return a field with a list of at most `count` integers from 0 to `most`; empty if absent."""
         value = self.take(name)
         values = cast("list[Json]", value) if isinstance(value, list) else []
         good = all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= most for one in values)
@@ -182,11 +189,11 @@ class RequestFields:
         return tuple(cast("list[int]", values))
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Fields that change no answer."""
+        """Accept fields that have no effect."""
         self._known.update(names)
 
     def only(self, name: str, *accepted: Json) -> None:
-        """A field that is not implemented: what it says must be what is done anyway."""
+        """Check a field that is not implemented: it must be absent or have one of the accepted no-op values."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
             allowed = " or ".join(repr(one) for one in accepted)
@@ -194,7 +201,7 @@ class RequestFields:
             raise ApiError(400, self._kind, f"{name} is not implemented{hint}", name)
 
     def finish(self) -> None:
-        """Refuse what nobody asked for."""
+        """Refuse fields that no method has read."""
         for name in self._values:
             if name not in self._known:
                 raise ApiError(400, self._kind, f"{name[:80]!r} is not a field of this endpoint", name[:80])

@@ -1,4 +1,4 @@
-"""Errors as answers: status, type and body, as vLLM's server and OpenAI's clients know them."""
+"""HTTP errors: status, type and body, compatible with vLLM's server and OpenAI's clients."""
 
 import math
 from typing import Any
@@ -16,20 +16,22 @@ from jlora.serve.engine.request import EngineBusyError, EngineClosedError, Reque
 
 BAD_REQUEST, NOT_FOUND, INTERNAL = "BadRequestError", "NotFoundError", "InternalServerError"
 UNAVAILABLE = "ServiceUnavailableError"
-INVALID_INPUT = "InvalidUserInput"  # what vLLM's LoRA endpoints call a bad request
+INVALID_INPUT = "InvalidUserInput"  # error type of a bad request at vLLM's LoRA endpoints
 
-_RETRY = 1.0  # seconds that a client is asked to wait where nobody knows better
+_RETRY = 1.0  # default Retry-After, in seconds
 _LONGEST = 2000
 
 
 class ApiError(Exception):
-    """An answer that is an error: `{"error": {"message", "type", "param", "code"}}`.
+    """An error response: `{"error": {"message", "type", "param", "code"}}`.
 
     Attributes:
-      status, kind, message: of the answer; the status is `code` in its body, and the kind `type`.
-      param: the field at fault.
-      retry_after: seconds, for the header of that name.
-      logged: whether the log has the message already.
+      status: HTTP status, and `code` in the body.
+      kind: `type` in the body.
+      message: `message` in the body, cut at 2,000 characters.
+      param: name of the wrong field.
+      retry_after: seconds for the Retry-After header.
+      logged: True if the log has the message already.
     """
 
     def __init__(
@@ -47,31 +49,36 @@ class ApiError(Exception):
         self.message = message if len(message) <= _LONGEST else message[: _LONGEST - 4] + " ..."
 
     def body(self) -> dict[str, Any]:
-        # What a client sent may be in it: half a surrogate pair has no UTF-8.
+        """Return the JSON body."""
+        # The message may quote client input with an unpaired surrogate, which UTF-8 cannot encode.
         message = self.message.encode("utf-8", "backslashreplace").decode()
         error = {"message": message, "type": self.kind, "param": self.param, "code": self.status}
-        # What vLLM's LoRA endpoints called a bad request lay outermost once; production-stack still reads it there.
+        # Older vLLM LoRA endpoints had these fields at the top level; production-stack still reads them there.
         return {"error": error, **(error if self.kind == INVALID_INPUT else {})}
 
     def headers(self) -> dict[str, str]:
+        """Return the extra headers."""
         found = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         return found if self.retry_after is None else {**found, "retry-after": str(max(1, math.ceil(self.retry_after)))}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
+    """Return a 400 error."""
     return ApiError(400, BAD_REQUEST, message, param)
 
 
 def invalid_input(message: str, param: str | None = None) -> ApiError:
+    """Return a 400 error with the type of vLLM's LoRA endpoints."""
     return ApiError(400, INVALID_INPUT, message, param)
 
 
 def no_such_model(name: str) -> ApiError:
+    """Return a 404 error for an unknown model."""
     return ApiError(404, NOT_FOUND, f"The model `{name[:256]}` does not exist.", "model")
 
 
 def of_generation(error: LoRAError, model: str) -> ApiError:
-    """What a request for `model` is answered that ended, or could not begin, with this error."""
+    """Return the response for an engine error that refused or ended a request for `model`."""
     if isinstance(error, EngineBusyError):
         return ApiError(429, "TooManyRequestsError", str(error), retry_after=error.retry_after)
     if isinstance(error, EngineClosedError):
@@ -80,7 +87,7 @@ def of_generation(error: LoRAError, model: str) -> ApiError:
         return ApiError(504, "TimeoutError", str(error))
     if isinstance(error, AdapterNotFoundError):
         return no_such_model(model)
-    if isinstance(error, AdapterFormatError | AdapterMismatchError):  # found, and cannot be served
+    if isinstance(error, AdapterFormatError | AdapterMismatchError):  # the adapter exists but cannot be served
         return bad_request(str(error), "model")
     if isinstance(error, NoFreeSlotError | LoadTimeoutError):
         return ApiError(503, UNAVAILABLE, str(error), retry_after=_RETRY)

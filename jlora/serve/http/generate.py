@@ -1,4 +1,4 @@
-"""From a request to its answer: submitted to the engine, heard on the event loop, cancelled where the client left."""
+"""The completion endpoints: submit to the engine, receive events on the event loop, cancel on a disconnect."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from jlora.serve.http.responses import Choice, ResponseWriter, to_event, usage_o
 from jlora.serve.http.service import Service
 
 Read = Callable[[dict[str, Json], Limits], ApiRequest]
-Pieces = list[tuple[int, Piece]]  # (which answer, its next part)
+Pieces = list[tuple[int, Piece]]  # (index of the completion, its next part)
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -39,14 +39,14 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
     note: dict[str, Any] = request.scope["jlora.note"]
     started = time.monotonic()
     body = await read_body(request, service.limits)
-    # Megabytes of JSON or text take a while to read: on a thread, so that streams go on.
+    # On a thread, since reading megabytes of JSON would stall other streams.
     api_request = await service.work(lambda: read(parse_body(body), service.limits))
     note |= {"model": api_request.model, "stream": api_request.stream}
     try:
         generations = await service.work(partial(_submit, service, api_request))
         run = Run(api_request, generations, service.bridge(), request.receive, note)
         try:
-            # The first part is waited for in streams too: what fails before it is answered by a status of its own.
+            # Streams also wait for the first part, so that earlier failures have a status of their own.
             pieces = await run.next()
             note["first_seconds"] = round(time.monotonic() - started, 4)
             logprobs = api_request.params.logprobs is not None
@@ -67,13 +67,13 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
 
 
 def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
-    """All sequences of a request, or none."""
+    """Submit all sequences of a request. If one is refused, cancel the others."""
     prompts = api_request.prompts or (_rendered(service, api_request),)
     lora = None if api_request.model in service.names else api_request.model
     generations: list[Generation] = []
     try:
         for prompt in prompts:
-            # Once for all answers. A chat's template writes the special tokens itself.
+            # Encoded once for all `n` completions. A chat template writes the special tokens itself.
             tokens = _encode(service, prompt, special=not api_request.chat) if isinstance(prompt, str) else prompt
             for i in range(api_request.n):
                 params = _with_seed(api_request.params, i)
@@ -93,7 +93,7 @@ def _rendered(service: Service, api_request: ApiRequest) -> str:
 
 
 def _encode(service: Service, text: str, *, special: bool) -> list[int]:
-    """A text that no tokens could make short enough is not worth tokenizing, which takes seconds for megabytes."""
+    """Tokenize a text. Refuse one that cannot fit first, since tokenizing megabytes takes seconds."""
     most = service.max_model_len * service.texts.longest
     if len(text) > most:
         message = f"the prompt has {len(text)} characters; {service.max_model_len} tokens have {most} at most"
@@ -102,18 +102,19 @@ def _encode(service: Service, text: str, *, special: bool) -> list[int]:
 
 
 def _with_seed(params: SamplingParams, i: int) -> SamplingParams:
-    """Those of the i-th answer of a prompt: seeds follow each other, and begin again after 2**63 - 1."""
+    """Return the parameters of the i-th completion: consecutive seeds, wrapping around after 2**63 - 1."""
     return params if params.seed is None else replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
 
 
 class Run:
-    """The generations of one request. Everything but the engine's `listen` is on the event loop.
+    """The generations of one request. Used on the event loop, except for the callbacks of `listen`.
 
     Args:
-      api_request, generations: the request, and what the engine makes of it: `api_request.n` for each prompt.
-      bridge: brings their events here.
-      receive: of the request, whose body is read: all that can come from the client now is that it leaves.
-      note: what the log will say of the request.
+      api_request: the request.
+      generations: its generations, `api_request.n` for each prompt.
+      bridge: forwards their events to the event loop.
+      receive: of the request, after its body was read. Only a disconnect can follow.
+      note: fields of the request's log line.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class Run:
         self._wake.set()
 
     async def next(self) -> Pieces | None:
-        """What has come since, pieces of one answer put together; None once all have ended.
+        """Wait for new pieces, with those of one completion merged; None once all have ended.
 
         Raises:
-          ClientDisconnect: nobody waits for it any more.
-          LoRAError: what a generation ended with, after all that came before.
+          ClientDisconnect: the client disconnected.
+          LoRAError: the error of a generation, after all earlier pieces.
         """
         if self._failure is not None:
             raise self._failure
@@ -182,11 +183,12 @@ class Run:
         return found
 
     def usage(self) -> dict[str, int]:
+        """Return the token counts so far."""
         prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
         return usage_of(prompts, sum(choice.tokens for choice in self.choices))
 
     def end(self) -> None:
-        """Give back what has not ended by itself."""
+        """Cancel the generations that have not ended, and complete the log line."""
         self._watch.cancel()
         for generation, choice in zip(self._generations, self.choices, strict=True):
             if choice.finish_reason is None:
@@ -206,7 +208,7 @@ def _together(pieces: Sequence[Piece]) -> Piece:
 
 
 class _EventStream(Response):
-    """Server-sent events, until all answers have ended or the client left."""
+    """Server-sent events, until all completions have ended or the client disconnects."""
 
     def __init__(self, run: Run, writer: ResponseWriter, first: Pieces | None):
         self._run, self._writer, self._first = run, writer, first
@@ -224,7 +226,7 @@ class _EventStream(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                     pieces = await run.next()
                 last = writer.usage_event(run.usage()) if run.api_request.include_usage else b""
-            except LoRAError as error:  # too late for a status
+            except LoRAError as error:  # the status is sent already
                 failure = of_generation(error, run.api_request.model)
                 scope["jlora.note"]["error"] = failure.message
                 last = to_event(failure.body())

@@ -1,4 +1,4 @@
-"""One structured line a request, and nothing in it that a client could forge a line with."""
+"""One structured log line for each request. A client cannot forge lines through its fields."""
 
 import json
 import logging
@@ -8,6 +8,6 @@ log = logging.getLogger("jlora.serve")
 
 
 def log_event(what: str, level: int = logging.INFO, **fields: Any) -> None:
-    """`what {"name": value, ...}`: JSON escapes what is not ASCII, control characters among it."""
+    """Log `what {"name": value, ...}`. JSON escapes control and non-ASCII characters."""
     if log.isEnabledFor(level):
         log.log(level, "%s %s", what, json.dumps(fields, default=str).replace("\x7f", "\\u007f"))

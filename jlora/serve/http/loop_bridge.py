@@ -1,4 +1,4 @@
-"""From the engine's threads to the event loop."""
+"""Transfer of events from the engine's threads to the event loop."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ from jlora.serve.engine.generation import Event
 
 
 class LoopBridge:
-    """Brings what the engine's threads say to an event loop, with one wake-up for all that is waiting."""
+    """Delivers events of the engine's threads on an event loop, with one wake-up for all pending events."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -17,15 +17,15 @@ class LoopBridge:
         self._woken = False
 
     def post(self, deliver: Callable[[Event], None], event: Event) -> None:
-        """Have `deliver(event)` called on the loop. Any thread; never blocks."""
+        """Schedule `deliver(event)` on the loop. May be called from any thread, and never blocks."""
         self._waiting.append((deliver, event))
         if not self._woken:
             self._woken = True
-            with suppress(RuntimeError):  # the loop has ended, and with it whoever would read
+            with suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._woken = False  # before it is looked at: what comes from now on wakes again
+        self._woken = False  # cleared first, so that later events schedule another call
         while self._waiting:
             deliver, event = self._waiting.popleft()
             deliver(event)

@@ -18,7 +18,7 @@ _LONGEST_PATH = 4096
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
-    """`POST /v1/load_lora_adapter`."""
+    """Handle `POST /v1/load_lora_adapter`."""
     _check_sources(service)
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
     name, path = fields.text("lora_name", _LONGEST_PATH), fields.text("lora_path", _LONGEST_PATH)
@@ -28,7 +28,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
     inplace, stacked = fields.flag("load_inplace"), fields.take("is_3d_lora_weight")
     if stacked is not None and not isinstance(stacked, bool):
         raise fields.fail("is_3d_lora_weight", "true or false")
-    based_on = fields.take("base_model_name")  # which llm-d's former sidecar sends, "" where it does not know
+    based_on = fields.take("base_model_name")  # sent by llm-d's former sidecar; "" if unknown
     if based_on not in (None, "", service.root, *service.names):
         raise fields.fail("base_model_name", f"the model that is served, {service.names[0]!r}")
     fields.finish()
@@ -36,7 +36,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
     def load() -> None:
         service.adapters.catch_up()
-        if not inplace and name in service.engine.list_loras():  # whatever has become of its folder
+        if not inplace and name in service.engine.list_loras():  # checked first, as its folder may be gone
             raise AdapterExistsError(name)
         found = service.adapters.sources.find(path)
         wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
@@ -46,14 +46,14 @@ async def load_adapter(service: Service, request: Request) -> Response:
     try:
         await service.load(load)
     except AdapterExistsError:
-        # "has already been loaded": production-stack looks for these words, and goes on.
+        # production-stack matches "has already been loaded" and continues.
         message = f"adapter '{name}' has already been loaded; load_inplace: true replaces it"
         raise invalid_input(message, "lora_name") from None
     except AdapterNotFoundError as error:
         raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
     except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
-    except LoRAError as error:  # found, but not what can be served; vLLM too answers 500
+    except LoRAError as error:  # the adapter exists but cannot be served; vLLM returns 500 too
         about = str(error) if repr(name) in str(error) else f"adapter {name!r}: {error}"
         log.warning("a load failed: %s", about)
         raise ApiError(500, INTERNAL, f"cannot be loaded: {about}", logged=True) from None
@@ -61,7 +61,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
 
 
 async def unload_adapter(service: Service, request: Request) -> Response:
-    """`POST /v1/unload_lora_adapter`."""
+    """Handle `POST /v1/unload_lora_adapter`."""
     _check_sources(service)
     name = await _read_name(service, request, "lora_int_id")
     await _change(service, name, partial(service.adapters.unload, name))
@@ -69,7 +69,7 @@ async def unload_adapter(service: Service, request: Request) -> Response:
 
 
 async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Response:
-    """`POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
+    """Handle `POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
     if not (service.administration or service.adapters.sources):
         raise ApiError(404, NOT_FOUND, "Not Found")
     name = await _read_name(service, request)
@@ -79,7 +79,7 @@ async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Respo
 
 
 def _check_sources(service: Service) -> None:
-    if not service.adapters.sources:  # as if there were no such endpoint
+    if not service.adapters.sources:  # the endpoint does not exist without sources
         raise ApiError(404, NOT_FOUND, "Not Found")
 
 
@@ -100,5 +100,5 @@ async def _change(service: Service, name: str, call: Callable[[], None]) -> None
         raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
     except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
-    except LoRAError as error:  # it could not be saved
+    except LoRAError as error:  # the change could not be saved
         raise ApiError(500, INTERNAL, str(error)) from None

@@ -1,4 +1,4 @@
-"""`/v1/models`: the base model under each of its names, and every adapter that may be asked for."""
+"""`/v1/models`: the base model under each of its names, and every adapter that requests may name."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from jlora.serve.http.service import Service
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """`GET /v1/models`."""
-    # On a thread: thousands of them take a while, and routers ask often.
+    """Handle `GET /v1/models`."""
+    # On a thread, since listing thousands takes milliseconds and routers poll often.
     return await service.work(lambda: JSONResponse({"object": "list", "data": list(_cards(service).values())}))
 
 
 async def show_model(service: Service, request: Request) -> Response:
-    """`GET /v1/models/NAME`."""
+    """Handle `GET /v1/models/NAME`."""
     name: str = request.path_params["name"]
     card = (await service.work(lambda: _cards(service))).get(name)
     if card is None:

@@ -1,7 +1,7 @@
-"""`/metrics`, in Prometheus' text format, under the names that routers scrape.
+"""`/metrics` in Prometheus' text format, with the names that routers scrape.
 
-The number of series does not grow with that of registered adapters: those in memory have series of their own, slots
-first and then those used last, `_MOST` at most; the rest is counted.
+The number of series is bounded. Only adapters in memory have series of their own, at most `_MOST`: slots first, then
+the host cache by last use. The others are counted together.
 """
 
 import time
@@ -16,7 +16,7 @@ from jlora.serve.http.service import Service
 
 _MOST = 1000
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Of the manager's counts -> what they are called here.
+# Field of the manager's stats -> name of the metric.
 _COUNTERS = {
     "host_loads": "jlora:host_loads_total",
     "host_evictions": "jlora:host_evictions_total",
@@ -31,7 +31,7 @@ Samples = Sequence[tuple[Labels, float]]
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """`GET /metrics`."""
+    """Handle `GET /metrics`."""
     text = await service.work(lambda: "".join(_lines(service)))
     return Response(text, headers={"content-type": _TYPE})
 
@@ -50,7 +50,7 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:num_requests_running", "gauge", [(model, stats.running)])
     yield from _family("vllm:num_requests_waiting", "gauge", [(model, stats.waiting)])
     yield from _family("vllm:kv_cache_usage_perc", "gauge", [(model, stats.cache_usage)])
-    # A row of the cache is one block: it is never shared, and as long as a sequence can be.
+    # A row counts as one block: it is never shared, and holds one sequence of any length.
     blocks = {
         "block_size": str(service.max_model_len),
         "num_gpu_blocks": str(service.engine.options.max_num_seqs),
@@ -70,7 +70,7 @@ def _lines(service: Service) -> Iterator[str]:
     ):
         yield from _histogram(name, model, *histogram)
 
-    # Least recently used first, as the manager has them.
+    # The manager lists the least recently used first.
     order = [*reversed(loaded.values())]
     in_slots = [info for info in order if info.slot is not None]
     on_host = [info for info in order if info.slot is None]
@@ -106,7 +106,7 @@ def _lines(service: Service) -> Iterator[str]:
 
 
 def _names(counts: Mapping[str, int]) -> str:
-    r"""Names with commas between them; one of a name is `\x2c`."""
+    r"""Return the names joined with commas. A comma in a name becomes `\x2c`."""
     return ",".join(name.replace(",", r"\x2c") for name in sorted(counts))
 
 
@@ -119,7 +119,7 @@ def _family(name: str, kind: str, samples: Samples) -> Iterator[str]:
 def _histogram(
     name: str, labels: Labels, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Iterator[str]:
-    """Counts are of each interval; the format wants sums from below."""
+    """Yield the lines of a histogram. `counts` are per interval; the format requires cumulative ones."""
     yield f"# TYPE {name} histogram\n"
     so_far = 0
     for bound, count in zip(bounds, counts, strict=False):

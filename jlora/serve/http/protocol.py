@@ -1,4 +1,4 @@
-"""What `/v1/completions` and `/v1/chat/completions` are asked: fields, their ranges, and what is refused by name."""
+"""Requests of `/v1/completions` and `/v1/chat/completions`: fields, their ranges, and those refused by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from jlora.serve.http.errors import bad_request
 Prompt = str | tuple[int, ...]
 
 _INT32 = 2**31 - 1
-_LONGEST_NAME = 1024  # of a model; longer than any that can be loaded
+_LONGEST_NAME = 1024  # characters of a model name; longer than any that can be loaded
 _LONGEST_SECONDS = 86400
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Fields that change no answer, whatever they say.
+# Fields without effect on the response.
 _IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key", "store", "service_tier")
-# Fields that are not implemented -> the values that ask for nothing. The second group are vLLM's.
+# Fields that are not implemented -> accepted no-op values. The second group is vLLM's.
 _UNSERVED: Mapping[str, tuple[Json, ...]] = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
@@ -71,23 +71,26 @@ _UNSERVED_BY_CHAT: Mapping[str, tuple[Json, ...]] = {
     "include_reasoning": (True, False),
     "mm_processor_kwargs": (),
 }
-# What a template is given by fields of their own, or not at all.
+# Template variables that have request fields of their own, or are not supported.
 _NOT_FOR_TEMPLATES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-# What openai's client sends back of an earlier answer, empty.
+# Empty fields of an earlier response that openai's client sends back.
 _EMPTY_IN_MESSAGES = ("refusal", "audio", "function_call", "tool_calls", "annotations", "tool_call_id")
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """One request.
+    """One parsed request.
 
     Attributes:
-      model: the name asked for.
-      prompts: each gets `n` answers; none of a chat, which has `messages`.
-      messages, template: of a chat: {"role", "content", ...}, and further variables for the template.
-      params: of the sampling; `n` answers of one prompt have seeds that follow each other.
-      stream, include_usage: in events as they come, with the usage in one of its own at the end.
-      timeout: seconds.
+      model: requested model name.
+      prompts: texts or token ids; each gets `n` completions. Empty for a chat.
+      messages: of a chat, {"role", "content", ...}.
+      template: of a chat, further variables of the template.
+      params: sampling parameters. The `n` completions of a prompt have consecutive seeds.
+      n: completions of each prompt.
+      stream: send events as they arrive.
+      include_usage: end the stream with an event of token counts.
+      timeout: seconds; None for the server's own.
     """
 
     model: str
@@ -102,11 +105,12 @@ class ApiRequest:
 
     @property
     def chat(self) -> bool:
+        """True for a chat, which has messages instead of prompts."""
         return bool(self.messages)
 
 
 def read_completion(body: dict[str, Json], limits: Limits) -> ApiRequest:
-    """What `/v1/completions` is asked. Raises `ApiError` (400)."""
+    """Parse a request of `/v1/completions`. Raises `ApiError` (400)."""
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
     prompts = _prompts(fields, limits)
@@ -124,7 +128,7 @@ def read_completion(body: dict[str, Json], limits: Limits) -> ApiRequest:
 
 
 def read_chat(body: dict[str, Json], limits: Limits) -> ApiRequest:
-    """What `/v1/chat/completions` is asked. Raises `ApiError` (400)."""
+    """Parse a request of `/v1/chat/completions`. Raises `ApiError` (400)."""
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
     messages = _messages(fields)
@@ -144,7 +148,7 @@ def read_chat(body: dict[str, Json], limits: Limits) -> ApiRequest:
 
 
 def _template(fields: RequestFields) -> dict[str, Any]:
-    """What the chat template is given beside the messages."""
+    """Return the variables of the chat template besides the messages."""
     generation, kwargs = fields.flag("add_generation_prompt", True), fields.take("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise fields.fail("chat_template_kwargs", "an object")
@@ -188,7 +192,7 @@ def _stream_options(fields: RequestFields, stream: bool) -> bool:
 
 def _sampling(fields: RequestFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     temperature, top_p = fields.number("temperature", 0), fields.number("top_p", 0, 1, open_below=True)
-    top_k = fields.integer("top_k", -1, _INT32)  # vLLM's word for "all" is -1
+    top_k = fields.integer("top_k", -1, _INT32)  # -1 is vLLM's value for "all"
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if temperature is None else temperature,

@@ -1,4 +1,4 @@
-"""The bodies of answers: whole ones and events of a stream, in the forms of the two APIs."""
+"""Response bodies of both APIs: whole responses, and events of a stream."""
 
 import json
 import time
@@ -15,17 +15,17 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 def _logprob(value: float) -> float:
-    return value if value > _LEAST else _LEAST  # NaN too
+    return value if value > _LEAST else _LEAST  # also replaces NaN
 
 
 @dataclass
 class Choice:
-    """One answer of a request, as far as it has come."""
+    """One completion of a request, accumulated so far."""
 
     text: str = ""
     tokens: int = 0
@@ -34,6 +34,7 @@ class Choice:
     begun: bool = False
 
     def add(self, piece: Piece) -> None:
+        """Append a piece."""
         self.text += piece.text
         self.tokens += len(piece.tokens)
         self.logprobs += piece.logprobs
@@ -41,14 +42,14 @@ class Choice:
 
 
 class ResponseWriter:
-    """Writes the answers of one request.
+    """Formats the responses of one request.
 
     Args:
-      chat: which of the two APIs.
-      model: as the client named it.
-      texts: of tokens.
-      logprobs: whether they were asked for.
-      include_usage: whether events say that theirs comes at the end.
+      chat: True for the chat API, False for completions.
+      model: model name as given by the client.
+      texts: texts of tokens.
+      logprobs: True if log probabilities were requested.
+      include_usage: True if events carry `"usage": null` before a last one with token counts.
     """
 
     def __init__(self, chat: bool, model: str, texts: TokenTexts, logprobs: bool, include_usage: bool = False):
@@ -57,11 +58,12 @@ class ResponseWriter:
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._event_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
-        # Written once: thousands of events a second differ in their choice alone.
+        # Encoded once, since events (thousands a second) differ only in their choice.
         head, usage = _encode(self._event_head), b',"usage":null' if include_usage else b""
         self._before, self._after = b"data: " + head[:-1].encode() + b',"choices":[', b"]" + usage + b"}\n\n"
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """Return the body of a whole response."""
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class ResponseWriter:
         return {"index": index, "text": choice.text, **end}
 
     def events(self, index: int, choice: Choice, piece: Piece) -> bytes:
-        """What a piece adds to a stream: nothing where its text is still to come."""
+        """Return the events for a piece; empty while its text is pending."""
         deltas: list[dict[str, Any]] = []
         if self._chat and not choice.begun:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
@@ -87,6 +89,7 @@ class ResponseWriter:
         return b"".join([self._before + _encode(delta).encode() + self._after for delta in deltas])
 
     def usage_event(self, usage: dict[str, int]) -> bytes:
+        """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
     def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -119,6 +122,7 @@ class ResponseWriter:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return the `usage` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

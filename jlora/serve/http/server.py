@@ -1,4 +1,4 @@
-"""A server on a socket: it warms up while it answers `/health`, serves, and drains at the first signal."""
+"""The server process: it answers `/health` during warm-up, serves, and drains at the first signal."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from jlora.serve.http.body import Limits
 from jlora.serve.http.log import log_event
 from jlora.serve.http.service import Service
 
-_LAST_SECONDS = 5  # for answers that have ended to reach their clients
+_LAST_SECONDS = 5  # time for finished responses to reach their clients
 _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket of this address, which nobody else has. Raises OSError."""
+    """Bind a socket to this address. Raises OSError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     try:
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(bound: socket.socket) -> str:
-    """As a browser is given it."""
+    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -50,23 +50,23 @@ def serve(
     log_level: str = "warning",
     ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal: SIGTERM or SIGINT. To be called on the main thread.
+    """Serve until SIGTERM or SIGINT. Call on the main thread.
 
-    The engine is started here, on a thread, while `/health` tells how far it is. At the first signal new requests are
-    refused, those under way are finished, and the engine is closed; the second ends the process at once.
+    The engine starts on a thread, while `/health` reports its progress. The first signal refuses new requests, finishes
+    those under way, and closes the engine. The second signal ends the process at once.
 
     Args:
-      service: which; its engine is not started yet.
+      service: the service, with an engine that is not started.
       bound: the socket.
-      drain_seconds: for requests under way; after that they are ended with an error.
+      drain_seconds: for requests under way; later they end with an error.
       log_level: of uvicorn's own log.
       ready: called once requests are served.
 
     Returns:
-      The exit status: 0, or 1 where requests had to be cut off.
+      The exit status: 0, or 1 if requests were cut off.
 
     Raises:
-      Exception: what the engine could not be started for.
+      Exception: the error that prevented the start of the engine.
     """
     config = uvicorn.Config(
         build_app(service),
@@ -85,7 +85,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn's would end the process with theirs as its status."""
+    """A uvicorn server without signal handlers. Uvicorn's own would end the process with the signal as its status."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class _Life:
-    """From the first signal of life to the last."""
+    """Life cycle of the server: warm-up, serving, drain."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Life:
         threading.Thread(target=self._start, args=(loop, warm), name="jlora-warm", daemon=True).start()
         try:
             await asyncio.wait((warm, self._stop, serving), return_when=asyncio.FIRST_COMPLETED)
-            if not warm.done():  # a compiler cannot be stopped, and nothing was promised to anybody
+            if not warm.done():  # compilation cannot be interrupted, and no request was accepted
                 log_event("stopped before it was warm")
                 sys.stdout.flush()
                 os._exit(0)
@@ -141,7 +141,7 @@ class _Life:
         warm.result()
         log_event("closed", drained=drained)
         status = 0 if drained else 1
-        if not idle:  # a load that hangs, on a disk or a network, and would be waited for
+        if not idle:  # a load may hang on a disk or a network, and a normal exit would wait for it
             sys.stdout.flush()
             os._exit(status)
         return status
@@ -163,12 +163,12 @@ class _Life:
         if self._signals > 1:
             os.write(2, f"jlora: ended at once, at {signal.Signals(number).name}\n".encode())
             os._exit(128 + number)
-        # Signals come in on the main thread, which may be waiting for the loop's next event.
+        # Signal handlers run on the main thread, which may be blocked until the loop's next event.
         self._stop.get_loop().call_soon_threadsafe(lambda: self._stop.done() or self._stop.set_result(None))
 
 
 def _protocol(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, with an end to clients that send headers, or take answers, too slowly."""
+    """Return uvicorn's HTTP/1.1 protocol, with timeouts for slow headers and slow readers."""
 
     class Patient(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
@@ -183,8 +183,11 @@ def _protocol(limits: Limits) -> type[H11Protocol]:
             self._await_headers()
 
         def _await_headers(self) -> None:
-            """A clock runs from the first byte of a request, or from the connection, to the end of the headers; and
-            where a body still comes that nobody waits for."""
+            """Start or stop the timer for headers.
+
+            It runs from the connection, or from the first byte of a later request, until the headers are complete. It
+            also runs while a body arrives after its response was sent.
+            """
             theirs = self.conn.their_state
             late = theirs is h11.IDLE or (theirs is h11.SEND_BODY and self.conn.our_state is h11.DONE)
             if late and not self.transport.is_closing():

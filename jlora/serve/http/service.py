@@ -1,4 +1,4 @@
-"""What every endpoint knows: the engine, the names it serves, keys, limits, and whether it serves yet."""
+"""State shared by all endpoints: the engine, its names, keys, limits, and the phase of the server."""
 
 import asyncio
 import hashlib
@@ -25,11 +25,11 @@ Phase = Literal["warming", "serving", "closing", "failed"]
 
 
 class Keys:
-    """Who may ask for answers, and who may change what is served.
+    """API keys of users, who may request completions, and of administrators, who may also change adapters.
 
     Args:
-      users: keys for everything, unless there are keys for `admins`: then for answers alone. None: everybody may.
-      admins: keys for everything.
+      users: keys of users, and of administrators if `admins` is empty. Empty: no key is needed.
+      admins: keys of administrators, accepted for everything.
     """
 
     def __init__(self, users: Sequence[str] = (), admins: Sequence[str] = ()):
@@ -37,11 +37,11 @@ class Keys:
         self._admins = [_digest(os.fsencode(key)) for key in admins or users]
 
     def admit(self, authorization: str, *, admin: bool) -> bool:
-        """Whether a header `Authorization: Bearer KEY` is enough. Takes as long for any key of the same length."""
+        """Return whether a header `Authorization: Bearer KEY` grants access. Constant time for keys of one length."""
         keys = self._admins if admin else self._users
         scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip(" \t").encode("latin-1", "replace"))  # as which Starlette shows bytes
-        same = [hmac.compare_digest(given, one) for one in keys]  # all of them, whichever fits
+        given = _digest(key.strip(" \t").encode("latin-1", "replace"))  # Starlette decodes headers as Latin-1
+        same = [hmac.compare_digest(given, one) for one in keys]  # compare all, for constant time
         return not keys or (scheme.lower() == "bearer" and any(same))
 
 
@@ -51,18 +51,23 @@ def _digest(key: bytes) -> bytes:
 
 @dataclass
 class Service:
-    """One server. Its `state` changes on the event loop alone.
+    """One server. Its `state` changes only on the event loop.
 
     Attributes:
-      engine, manager, tokenizer: what answers; a `tokenizers.Tokenizer`.
-      names: of the base model, the first one its own.
+      engine: the engine.
+      manager: the model's manager.
+      tokenizer: a `tokenizers.Tokenizer`.
+      names: names of the base model, its own first.
       root: the model's folder, as `/v1/models` shows it.
       max_model_len: positions of a sequence.
-      adapters: those that may be asked for, and how they are loaded.
-      chat: the model's chat template, if it has one.
-      keys, limits: of clients.
-      administration: whether adapters may be pinned over HTTP; they may be loaded where `adapters` has sources.
-      progress: how much of the warm-up is done, and of how much.
+      adapters: changes of adapters over HTTP.
+      chat: the model's chat template; None without one.
+      keys: keys of clients.
+      limits: limits of client requests.
+      administration: True if adapters may be pinned over HTTP. They may be loaded if `adapters` has sources.
+      state: phase of the server.
+      progress: (shapes compiled, shapes in all) of the warm-up.
+      started: start of the server, in Unix seconds.
     """
 
     engine: Engine
@@ -82,20 +87,20 @@ class Service:
 
     def __post_init__(self):
         self.texts = TokenTexts(self.tokenizer)
-        # Loads may hang on a disk or a network: they have threads of their own, so that requests never wait for one.
+        # Loads may hang on a disk or a network, so they have threads of their own and never delay requests.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self._bridge: LoopBridge | None = None
         self._lock = threading.Lock()
-        self._calls = 0  # under way on a thread
+        self._calls = 0  # calls running on a thread
 
     @property
     def condition(self) -> Phase:
-        """`state`, but for an engine that failed while it served."""
+        """The phase, which is "failed" if the engine failed while serving."""
         return "failed" if self.state == "serving" and not self.engine.ready else self.state
 
     def check_ready(self) -> None:
-        """Raises `ApiError` (503) while nothing is served."""
+        """Check that requests are served. Raises `ApiError` (503) otherwise."""
         state = self.condition
         if state == "serving":
             return
@@ -103,18 +108,18 @@ class Service:
         raise ApiError(503, UNAVAILABLE, f"the server {what}", retry_after=5 if state == "warming" else 1)
 
     def bridge(self) -> LoopBridge:
-        """That of the running event loop."""
+        """Return the bridge to the running event loop."""
         loop = asyncio.get_running_loop()
         if self._bridge is None or self._bridge.loop is not loop:
             self._bridge = LoopBridge(loop)
         return self._bridge
 
     async def work(self, call: Callable[[], T]) -> T:
-        """A call that takes milliseconds, or waits for locks, on a thread."""
+        """Run a short call on a thread: milliseconds of work, or a wait for a lock."""
         return await self._on(self._workers, call)
 
     async def load(self, call: Callable[[], T]) -> T:
-        """A call that may take minutes, on a thread."""
+        """Run a long call, such as a load, on a thread of its own pool."""
         return await self._on(self._loaders, call)
 
     async def _on(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
@@ -130,7 +135,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(pool, counted)
 
     def close(self) -> bool:
-        """No more calls. Those under way are not waited for: False where there are any."""
+        """Refuse further calls without waiting for running ones. Returns False if some are running."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
         with self._lock:

@@ -1,4 +1,4 @@
-"""A folder that keeps what a server serves: what it has answered with 200 outlives it, however it ends."""
+"""Persistent state of a server in a folder. Every change answered with 200 survives any end of the process."""
 
 import fcntl
 import os
@@ -12,17 +12,17 @@ from jlora.serve.http.log import log
 
 
 class State:
-    """What `LoRAManager.save` keeps of one server, in a folder that no other has while it runs.
+    """The state of one server (`LoRAManager.save`), in a folder locked by it.
 
     Args:
-      folder: which; made if need be.
+      folder: the folder, created if missing.
 
     Attributes:
-      unloading: gives names that are saved as if they were removed already.
-      behind: whether the last change is not on the disk.
+      unloading: returns names to save as removed.
+      behind: True if the last change is not on disk.
 
     Raises:
-      LoRAError: another server has it, or it cannot be written.
+      LoRAError: another server uses the folder, or it cannot be written.
     """
 
     _manager: LoRAManager
@@ -37,7 +37,7 @@ class State:
             folder.mkdir(parents=True, exist_ok=True)
             for one in made:
                 _sync(one.parent)
-            # Until this process ends. A file alone could be deleted; a folder on NFS is locked for one machine alone.
+            # Held until the process ends. A lock file alone could be deleted; a folder on NFS locks one host only.
             for path, flags in ((folder, os.O_RDONLY), (folder / "server.lock", os.O_RDWR | os.O_CREAT)):
                 self._locks.append(os.open(path, flags, 0o666))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,15 +47,15 @@ class State:
             raise LoRAError(f"--lora-state {folder}: another server keeps its adapters there") from None
         except OSError as error:
             raise LoRAError(f"--lora-state {folder}: {error.strerror or error}") from error
-        self._saving = threading.Lock()  # so that what is saved last is no older than what was saved before
+        self._saving = threading.Lock()  # one save at a time, so that a later save never writes an older state
 
     @property
     def saved(self) -> bool:
-        """Whether a server before has left anything."""
+        """True if an earlier server has saved its state."""
         return (self._folder / "adapters.json").exists()
 
     def restore(self, manager: LoRAManager) -> frozenset[str]:
-        """Give a new manager what was saved, if anything was. Returns every name that the server before knew.
+        """Restore the saved state, if any, into a new manager. Returns every name known to the earlier server.
 
         Raises:
           LoRAError: it cannot be restored; see `LoRAManager.restore`.
@@ -64,14 +64,14 @@ class State:
         return manager.restore(self._folder) if self.saved else frozenset()
 
     def changed(self) -> None:
-        """Save the adapters. Raises LoRAError."""
+        """Save the adapters to disk before returning. Raises LoRAError."""
         with self._saving:
             self.behind = True
             self._manager.save(self._folder, without=self.unloading())
             self.behind = False
 
     def close(self) -> None:
-        """Save for the last time: orders of use have changed since."""
+        """Save for the last time, since orders of use have changed."""
         try:
             self.changed()
         except LoRAError:
@@ -79,7 +79,7 @@ class State:
 
 
 def _sync(folder: Path) -> None:
-    """See that what a folder lists is on the disk."""
+    """Flush a folder's entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,4 +1,4 @@
-"""A page for people: which adapters are where, what is under way, and how long it takes. It asks `/status.json`."""
+"""The status page: adapters, requests under way and latencies. Reads `/status.json`."""
 
 import base64
 import hashlib
@@ -16,23 +16,23 @@ from starlette.responses import JSONResponse, Response
 from jlora import HistogramCounts
 from jlora.serve.http.service import Service
 
-_MOST = 200  # adapters that are shown
+_MOST = 200  # adapters shown
 
 
 async def status_json(service: Service, request: Request) -> Response:
-    """`GET /status.json`."""
+    """Handle `GET /status.json`."""
     return JSONResponse(await service.work(lambda: _status(service)))
 
 
 async def status_page(service: Service, request: Request) -> Response:
-    """`GET /` and `GET /status`."""
+    """Handle `GET /` and `GET /status`."""
     html, policy = _page()
     return Response(html, headers={"content-type": "text/html; charset=utf-8", "content-security-policy": policy})
 
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The page, and what a browser may do with it: run its own script, and ask its own server."""
+    """Return the page, and its content security policy: its own script and style, and requests to its own server."""
     html = Path(__file__).with_name("status.html").read_bytes()
     allowed = {
         tag: base64.b64encode(
@@ -54,7 +54,7 @@ def _status(service: Service) -> dict[str, Any]:
         if info.slot is not None:
             slots[info.slot] = info.name
     known = service.engine.list_loras()
-    # The busiest ones, those in memory among them first.
+    # Adapters in memory first, then the busiest.
     names = heapq.nlargest(_MOST, {**known, **loaded}, key=lambda name: (name in loaded, stats.by_lora.get(name, 0)))
     adapters = [
         {
@@ -97,7 +97,7 @@ def _status(service: Service) -> dict[str, Any]:
 
 
 def _quantiles(histogram: HistogramCounts) -> dict[str, float | None]:
-    """Bounds that half, and 99 of 100, of the values lie below; None where there are none, or no bound is that high."""
+    """Return upper bounds of p50 and p99, in the histogram's unit; None without values, or above the highest bound."""
     bounds, counts, _ = histogram
     found: dict[str, float | None] = {}
     for name, share in (("p50", 0.5), ("p99", 0.99)):

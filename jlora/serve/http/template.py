@@ -1,8 +1,8 @@
-"""A model's own chat template, from messages to the text of a prompt.
+"""The model's chat template: messages to the text of a prompt.
 
-Templates come with models, so they run in Jinja2's immutable sandbox, with bounds: of the length of what they write, of
-strings and lists that they multiply or join, of their powers and of their time. Filters such as `replace` have none
-of their own; what they make has, once it is written.
+Templates come with models and are not trusted. They run in Jinja2's immutable sandbox, with bounds on the length of the
+output, on strings and lists made by multiplication or concatenation, on powers and on time. Filters such as `replace`
+have no bounds of their own, but their output counts once it is written.
 """
 
 import json
@@ -26,19 +26,20 @@ from jlora.errors import LoRAError, LoRAUsageError
 
 _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _MAX_FILE = 2**24  # bytes
-_MAX_TEXT = 2**22  # characters of a prompt, and of what a template makes by multiplying and joining
+_MAX_TEXT = 2**22  # characters of a prompt, and of strings made by multiplication and concatenation
 _MAX_SECONDS = 2.0
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name.
+    """A compiled template with its special tokens.
 
     Args:
-      source: in Jinja's language.
+      source: the template in Jinja's language.
       tokens: {"bos_token": "<s>", ...}.
+      max_text: the most characters of a prompt.
 
     Raises:
-      LoRAError: it is no template.
+      LoRAError: the source is not a valid template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str] = {}, *, max_text: int = _MAX_TEXT):
@@ -51,15 +52,15 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-        """The prompt of a chat.
+        """Render the prompt of a chat.
 
         Args:
-          messages: role and content of each, and its name if it has one.
-          variables: what the template is given beside: `add_generation_prompt`, and what a request adds.
+          messages: role and content of each, with an optional name.
+          variables: further template variables: `add_generation_prompt`, and those of the request.
 
         Raises:
-          LoRAUsageError: the template refuses the messages, fails, or goes beyond its bounds; or a variable has the
-            name of what it is given anyway: messages, tools and the special tokens.
+          LoRAUsageError: the template refuses the messages, fails, or exceeds its bounds; or a variable has a reserved
+            name: messages, tools or a special token.
         """
         given = {**self._tokens, "messages": [dict(message) for message in messages], "tools": None}
         if taken := sorted(given.keys() & variables.keys()):
@@ -84,10 +85,13 @@ class ChatTemplate:
 
 
 def load_template(folder: Path, own: Path | None = None) -> ChatTemplate | None:
-    """The chat template of a model folder: `own`, else chat_template.jinja, else tokenizer_config.json; None without.
+    """Load the chat template of a model folder: `own`, else chat_template.jinja, else tokenizer_config.json.
+
+    Returns:
+      The template; None if there is none.
 
     Raises:
-      LoRAError: a file is malformed; a list of templates without one called "default".
+      LoRAError: a file is malformed, or a list of templates has none named "default".
     """
     config = _read_object(folder / _CONFIG)
     tokens: dict[str, str] = {}
@@ -134,7 +138,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 class _Deadline:
-    """Ends a template that takes too long, also inside a loop that writes nothing: its lines are traced."""
+    """Stops a template that takes too long, by tracing its lines. Also covers loops that write no output."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -157,7 +161,7 @@ class _Deadline:
 
 
 class _Joins(CodeGenerator):
-    """`a ~ b` goes through the sandbox too."""
+    """Routes `a ~ b` through the sandbox."""
 
     def visit_Concat(self, node: nodes.Concat, frame: CompilerFrame) -> None:
         self.write("environment.joined((")
@@ -168,9 +172,9 @@ class _Joins(CodeGenerator):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark answers for training: what is inside is written."""
+    """`{% generation %}`, which marks responses for training. The content is written as usual."""
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja2 asks for it
+    tags = {"generation"}  # noqa: RUF012 - required by Jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -219,5 +223,5 @@ def _refuse(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Without HTML's escapes, which a prompt has no use for."""
+    """Encode JSON without HTML escapes, which do not belong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -1,0 +1,246 @@
+"""How the rows of one call of a layer belong to a batch, and how they lie on the mesh.
+
+Rows are declared by the batch, or by a `RowMap`; they are never guessed from divisibility. Everything here is a pure
+function of shapes, declarations and the batch's arrays.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Integer
+
+from jlora.errors import LoRAUsageError
+from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
+from jlora.layers.forward.rows import RowMap, current_rows
+from jlora.layers.site import Site
+from jlora.sharding.rules import Names, names_of
+
+RowKind: TypeAlias = RowMap | Literal["packed", "sequences"]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which entries of the batch the rows of a call are.
+
+    Attributes:
+      kind: packed tokens in order, sequences in order, or a `RowMap`.
+      shape: of the axes before the features.
+      repeats: consecutive rows of each sequence; 1 for the other kinds.
+      length: L, where the rows are [B, L, features]; else None.
+    """
+
+    kind: RowKind
+    shape: tuple[int, ...]
+    repeats: int = 1
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """How the rows of a call are split over the mesh.
+
+    Attributes:
+      axes: for each axis before the features, the axes of the mesh; () off meshes.
+    """
+
+    axes: tuple[Names, ...] = ()
+
+    @property
+    def split(self) -> bool:
+        return any(self.axes)
+
+    @property
+    def names(self) -> Names:
+        """All axes of the mesh that rows are split over, in order."""
+        return tuple(name for names in self.axes for name in names)
+
+
+@dataclass(frozen=True)
+class BatchSlots:
+    """The slots of a batch.
+
+    Attributes:
+      sequences: of each sequence.
+      tokens: of each packed row; None where rows are not packed.
+      lengths: how many tokens a sequence may have, where rows are not packed: as declared, else as seen so far.
+    """
+
+    sequences: Int[Array, "B"]
+    tokens: Int[Array, "T"] | None
+    lengths: frozenset[int]
+
+
+def layout_of(
+    batch: LoRABatch,
+    site: Site,
+    shape: tuple[int, ...],
+    lengths: frozenset[int],
+    *,
+    mapped: bool = False,
+    row_map: RowMap | None = None,
+) -> RowLayout | str:
+    """Return the layout of the rows of a call, or the reason why they fit none.
+
+    Args:
+      batch: of the scope.
+      site: of the layer.
+      shape: of the rows, the axes before the features.
+      lengths: L of all rows [B, L, features] seen so far, under the same `vmap`.
+      mapped: whether a `jax.vmap` maps the rows and not the batch.
+      row_map: given by the layer itself; None: the open one, if any.
+
+    Raises:
+      LoRAError: the open row map is a constant inside a traced function.
+      LoRAUsageError: a row map of another number of rows; one with `expert` elsewhere than at the products of experts,
+        or none there; rows under `jax.vmap` that may be of one sequence or of all.
+    """
+    if row_map is None:
+        row_map = current_rows(site.path)
+    if (site.spec.experts is not None) != (row_map is not None and row_map.expert is not None):
+        raise LoRAUsageError(
+            f"{site.path}: a RowMap with `expert` is for the products of experts, and needed there"
+            + ("" if site.spec.experts is None else "; none was given")
+        )
+    total = math.prod(shape)
+    if row_map is not None:
+        if total != row_map.source.shape[0]:
+            raise LoRAUsageError(
+                f"{site.path}: {total} rows of shape {shape}, and a RowMap of {row_map.source.shape[0]} rows"
+            )
+        return RowLayout(row_map, shape)
+    if batch.slots.ndim == 0:  # mapped over its sequences: every row is of this one
+        return RowLayout("sequences", shape, total)
+    if batch.layout.length is not None:
+        lengths |= {batch.layout.length}
+    sequences = batch.slots.size
+    packed = None if batch.token_slots is None else batch.token_slots.shape[0]
+    match shape:
+        case (rows,) if mapped and not lengths:
+            raise LoRAUsageError(
+                f"{site.path}: under jax.vmap, {rows} rows may be those of one sequence or of the whole batch. If "
+                "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
+                "batch), with `with jlora.use(batch):` inside f"
+            )
+        case (rows,) | (1, rows) if rows == packed:
+            return RowLayout("packed", shape)
+        case (first, *between) if between and first == sequences:
+            return RowLayout("sequences", shape, math.prod(between), between[0] if len(between) == 1 else None)
+        case (rows,) if rows == sequences:
+            return RowLayout("sequences", shape)
+        case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
+            return RowLayout("sequences", shape, rows // sequences)
+        case _:
+            pass
+    tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
+    return (
+        f"its rows of shape {shape} fit no layout of this batch of {sequences} sequences: expected "
+        f"[{sequences}, ..., features], one row a sequence [{sequences}, features], or {tokens} (declare flattened "
+        "rows with prepare(..., length=), or say what they are with jlora.rows)"
+    )
+
+
+def only_rows_mapped(batch: LoRABatch, rows: Array) -> bool:
+    """Return whether a `jax.vmap` around the code that runs now maps `rows` and not the batch."""
+    return _is_mapped(rows) and not _is_mapped(batch.slots)
+
+
+def _is_mapped(value: object) -> bool:
+    """Return whether a `vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
+    while _is_tracer(value):
+        if type(value).__name__ == "BatchTracer":  # JAX does not export the class
+            return True
+        value = getattr(value, "primal", None)  # differentiated inside the vmap
+    return False
+
+
+def _is_tracer(value: object) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def row_sharding(batch: LoRABatch, site: Site, layout: RowLayout, rows: Float[Array, "*lead N"]) -> RowSharding:
+    """Return how `rows` lie on the mesh of the layer.
+
+    On axes of the mesh that are Explicit, their type shows it. Else the axis of sequences (or of packed rows) is split
+    over the data axes, if these divide it.
+    """
+    sharding = site.spec.sharding
+    if sharding is None:
+        return RowSharding()
+    count = len(layout.shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    if explicit_axes(mesh):
+        spec = (*jax.typeof(rows).sharding.spec, *[None] * rows.ndim)
+        return RowSharding(tuple(names_of(entry) for entry in spec[:count]))
+    if layout.kind == "packed":
+        axis, size = count - 1, layout.shape[-1]
+    elif layout.kind == "sequences" and batch.slots.ndim:
+        axis, size = 0, batch.slots.size
+    else:
+        axis, size = None, 0
+    data = tuple(name for name in sharding.data if name not in manual_axes(mesh))
+    divided = axis is not None and size % sharding.size(data) == 0
+    return RowSharding(tuple(data if divided and i == axis else () for i in range(count)))
+
+
+def batch_slots(batch: LoRABatch, lengths: frozenset[int]) -> BatchSlots:
+    """Return the slots of a batch, for code of a shard too. `lengths` as in `BatchSlots`, seen so far."""
+    tokens, declared = batch.token_slots, batch.layout.length
+    return BatchSlots(
+        here(batch.slots.reshape(-1)),
+        None if tokens is None else here(tokens),
+        lengths if declared is None else frozenset({declared}),
+    )
+
+
+def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "runs"]:
+    """Return the slot of each run of `layout.repeats` rows; `none` for rows of a map that are outside the batch."""
+    if layout.kind == "sequences":
+        return slots.sequences
+    if layout.kind == "packed":
+        assert slots.tokens is not None  # `layout_of` has found them
+        return slots.tokens
+    table, index = entries_of(layout.kind, slots)
+    inside = (index >= 0) & (index < table.shape[0])
+    found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
+    return jnp.where(inside, found, none).astype(jnp.int32)
+
+
+def slots_by_axes(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "..."]:
+    """Return `slots_of` along the first axes of the rows; all rows along the other axes are of the same slot."""
+    found = slots_of(layout, slots, none)
+    return found if layout.kind == "sequences" and layout.repeats > 1 else found.reshape(layout.shape)
+
+
+def entries_of(row_map: RowMap, slots: BatchSlots) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
+    """Return the slots of the sequences or tokens that a map counts, and for each row the index of its own."""
+    index = jnp.asarray(row_map.source)
+    if row_map.of == "sequences":
+        return slots.sequences, index
+    if slots.tokens is not None:
+        return slots.tokens, index
+    return slots.sequences, index // _length(row_map, slots.lengths)  # negative stays negative
+
+
+def counted_rows(row_map: RowMap, slots: BatchSlots) -> int:
+    """Return how many rows `source` counts: all sequences, or all tokens."""
+    if row_map.of == "sequences":
+        return slots.sequences.shape[0]
+    if slots.tokens is not None:
+        return slots.tokens.shape[0]
+    return slots.sequences.shape[0] * _length(row_map, slots.lengths)
+
+
+def _length(row_map: RowMap, lengths: frozenset[int]) -> int:
+    known = lengths if row_map.length is None else {row_map.length}
+    if len(known) != 1:
+        raise LoRAUsageError(
+            "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
+            f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
+        )
+    (length,) = known
+    return length

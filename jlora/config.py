@@ -70,7 +70,8 @@ class LoRAConfig:
         divide. If a kernel is split over them too, the model gathers it and its slot arrays are not split. Refused for
         a model that is not on a mesh.
       process_timeout: Seconds that a call waits for the other processes of the model's mesh to make the same call. It
-        must be longer than the slowest load in any process. After that time, no process can continue.
+        must be longer than the slowest load in any process. After that time, all managers of
+        the model refuse further calls.
       bitwise_base: Never compute a layer's own product in the LoRA kernels. By default they do for few rows on a GPU
         if the tuned table of the device lists it as faster. If True, rows without an adapter are bitwise equal to the
         unwrapped model's; otherwise they may differ by rounding in such layers.

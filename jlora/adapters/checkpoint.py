@@ -47,7 +47,7 @@ _FEATURES = {
 }
 
 
-# Name in `Adapter.modules` -> ranges of the experts to read. A module of a single expert maps to () and is not read.
+# Name in `Adapter.modules` -> ranges of the experts to read. A module of one unwanted expert maps to ().
 OwnExperts: TypeAlias = Mapping[str, tuple[range, ...]]
 
 

@@ -53,7 +53,7 @@ class StableFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._io:  # closes it
-            # A format error may be the result of the change, which is the more useful message.
+            # The change may have caused a format error; report the change instead.
             if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
                 raise self._moved() from error
 

@@ -116,7 +116,7 @@ def run_serve(args: argparse.Namespace) -> int:
     adapters = Adapters(engine, AllowedSources(root, tuple(args.lora_hub_repos)), names, state)
     adapters.adopt()
     for request, base in modules:
-        if request.name in known:  # later changes have precedence over the flag, also an unload
+        if request.name in known:  # the saved state takes precedence over the flag, even if it records an unload
             logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
         else:
             adapters.load(request, request.path, None, parent=base if base in names else None)

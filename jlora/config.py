@@ -174,8 +174,8 @@ class LoRARequest:
       load_inplace: Replace a loaded adapter of the same name, also in its slot.
       revision: Branch, tag or commit of the Hugging Face repo.
       local_only: Use no network. Repos in Hugging Face's local cache are still found.
-      is_3d_lora_weight: Required format of experts' weights: True for one tensor of all experts of a layer, False for
-        separate tensors. The load is refused if the file differs. None accepts both.
+      is_3d_lora_weight: True requires a file with one tensor for all experts of a layer, False a file without such
+        tensors. The load is refused otherwise. None accepts both.
     """
 
     name: str

@@ -114,7 +114,7 @@ class World:
     def added(self, request):
         """An adapter that loads, in place of the spare one while the block runs; the others are served on."""
         assert self.manager.add_adapter(request)
-        assert "spare" not in self.manager.list_adapters()
+        assert self.manager.list_adapters(["spare"])["spare"].level == "evicted"
         yield
         assert self.manager.remove_adapter(request.name)
         assert self.manager.add_adapter(self.spare)

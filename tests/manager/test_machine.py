@@ -569,7 +569,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         listed, books = self.manager.list_adapters(), self.books
-        assert list(listed) == [item.name for item in books.host]
+        assert list(listed) == [*books.known, *(item.name for item in books.host)]
+        assert {name for name, info in listed.items() if info.level == "evicted"} == books.known.keys()
         newest = [item.name if item in books.host else None for item in books.slots]
         assert list(slot_names(self.manager)) == newest
         for item in books.host:
@@ -581,7 +582,7 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         leased = len({item.name for batch in books.open for item in batch})
         active = sum(name is not None for name in books.names())
-        assert (stats.registered, stats.active, stats.leased) == (len(listed), active, leased)
+        assert (stats.registered, stats.active, stats.leased) == (len(books.host), active, leased)
         assert len(self.manager.leases()) == len(self.batches)
 
     @invariant()

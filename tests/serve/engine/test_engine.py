@@ -643,7 +643,9 @@ def test_what_is_listed_of_an_adapter(world):
     assert began <= found["guest"].created <= found["beside"].created <= time.time()
     while "guest" not in evicted(manager):
         assert manager.remove_oldest_adapter()
-    assert engine.list_loras()["guest"] == dataclasses.replace(found["guest"], info=None)
+    listed = engine.list_loras()["guest"]
+    assert listed == dataclasses.replace(found["guest"], info=listed.info)
+    assert (listed.info.level, listed.info.request) == ("evicted", request_of("guest", "sort"))
     engine.remove_lora("guest")
     assert "guest" not in engine.list_loras()
     engine.add_lora(request_of("guest", "sort"))
@@ -665,7 +667,13 @@ def test_pinned_adapters_stay_in_their_slot(world):
 
 def test_to_pin_one_adapter_not_all_are_listed(world, monkeypatch):
     loras = Loras(world.manager, lambda: None)
-    monkeypatch.setattr(world.manager, "list_adapters", lambda: pytest.fail("all adapters were listed"))
+    listing = world.manager.list_adapters
+
+    def list_some(names=None, *, level=None):
+        assert names is not None or level == "slot", "all adapters were listed"
+        return listing(names, level=level)
+
+    monkeypatch.setattr(world.manager, "list_adapters", list_some)
     loras.pin("sort")
     assert loras.slots().running == {"sort"}
     loras.unpin("sort")

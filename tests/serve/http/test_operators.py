@@ -144,7 +144,9 @@ def test_thousands_of_adapters_have_no_thousands_of_series(monkeypatch):
     for i in range(3000):
         service.adapters.load(LoRARequest(f"tenant-{i}", "x"), "x", None)
     some = FakeEngine.resident(FakeEngine(["x"]))["x"]
-    cache = {f"tenant-{i}": replace(some, name=f"tenant-{i}", slot=i if i < 4 else None) for i in range(2500)}
+    slots = {f"tenant-{i}": replace(some, name=f"tenant-{i}", level="slot", slot=i) for i in range(4)}
+    host = {f"tenant-{i}": replace(some, name=f"tenant-{i}", level="host", slot=None) for i in range(4, 2500)}
+    cache = {**slots, **host}
     service.manager.list_adapters = lambda: cache
     engine.told = replace(STATS, by_lora={name: 1 for name in cache})
     found = scrape(service)

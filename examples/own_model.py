@@ -1,9 +1,9 @@
-"""A model of your own, with names of its own, serving adapters it was never written for.
+"""Serve adapters on your own model, with its own module names.
 
     python examples/own_model.py
 
-The model is plain Flax NNX: heads as `nnx.Einsum`, paths unlike a Hugging Face checkpoint's. Nothing in it is changed;
-`name_map` says how the adapters' module names map to its paths.
+The model is plain Flax NNX, with heads as `nnx.Einsum` and paths unlike those of a Hugging Face checkpoint. Its code is
+not changed. `name_map` maps the adapters' module names to its paths.
 """
 
 import jax
@@ -40,7 +40,7 @@ class Model(nnx.Module):
 
 
 def adapter(name: str, seed: int, rank: int) -> jlora.Adapter:
-    """What `jlora.Adapter.from_pretrained(folder)` would read, made up here: v_proj and o_proj of both layers."""
+    """Make a random adapter of v_proj and o_proj, in place of `jlora.Adapter.from_pretrained(folder)`."""
     rng = np.random.default_rng(seed)
     arrays = {
         f"model.layers.{layer}.self_attn.{module}": (

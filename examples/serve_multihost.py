@@ -1,17 +1,18 @@
-"""Several processes with one model: each has some of the devices, and all make the same calls.
+"""Serve one model from several processes. Each process has some of the devices, and all make the same calls.
 
     python examples/serve_multihost.py                    two processes on this machine, with four CPU devices each
 
-On a TPU pod slice or a cluster that JAX knows (Slurm, Open MPI, Kubernetes), start one process a host:
+On a TPU pod slice or a cluster that JAX detects (Slurm, Open MPI, Kubernetes), start one process on each host:
 
     python examples/serve_multihost.py --cluster
 
-On any other machines, say who is who:
+On other machines, give the coordinator's address, the number of processes and the index of each:
 
     python examples/serve_multihost.py --coordinator HOST:PORT --processes 2 --process 0    (and 1 on the other host)
 
-What there is to it, beside `serve_tp.py`: `jax.distributed.initialize` comes first, the folders of adapters are on all
-hosts, and no process makes a call of the manager that the others do not make. What one of them cannot read, none loads.
+There are three differences from `serve_tp.py`. `jax.distributed.initialize` is called first. The adapter folders exist
+on all hosts. All processes make the same manager calls in the same order. If one process cannot read an adapter, none
+loads it.
 """
 
 import argparse
@@ -43,22 +44,22 @@ def serve() -> None:
     if first:
         print(f"{jax.process_count()} processes, mesh: {dict(mesh.shape)}", flush=True)
 
-    model = from_pretrained(DEMO / "model", mesh=mesh)  # each process reads what its own devices hold
+    model = from_pretrained(DEMO / "model", mesh=mesh)  # each process reads the shards of its devices
     config = jlora.LoRAConfig(max_loras=2, max_lora_rank=32, max_cpu_loras=4, data_axes=["data"])
     manager = jlora.LoRAManager(model, config)
     for folder in sorted((DEMO / "adapters").iterdir()):
         manager.add_adapter(jlora.LoRARequest(folder.name, path=str(folder)))
 
-    try:  # as it would be where one host lacks the files: all of them raise the same error, and nothing has changed
+    try:  # one host lacks the files, so all processes raise the same error and no state changes
         missing = DEMO / "adapters" / ("sort" if first else "nowhere")
         manager.add_adapter(jlora.LoRARequest("broken", path=str(missing)))
     except jlora.LoRAError as error:
-        # In one piece: the other process writes at the same time.
+        # One write with the line end, because the other process prints at the same time.
         print(f"process {jax.process_index()}: {type(error).__name__}: {error}\n", end="", flush=True)
 
     prompt = [1, *(ord(letter) - 93 for letter in "planet"), 3]  # 1 begins a prompt, 3 is "="
     for names in BATCHES:
-        with manager.prepare(names) as batch:  # the same slots everywhere
+        with manager.prepare(names) as batch:  # the same slots in all processes
             answers = generate(model, [prompt] * len(names), batch=batch, max_new_tokens=10, stop_tokens=[EOS])
         for name, answer in zip(names, answers, strict=True):
             if first:
@@ -69,7 +70,7 @@ def serve() -> None:
 
 
 def start_two() -> int:
-    """Two processes of this script, with four virtual devices each."""
+    """Run two processes of this script with four virtual devices each, and return the larger exit status."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"

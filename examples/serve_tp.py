@@ -1,4 +1,4 @@
-"""One host, all of its devices: a checkpoint split over them, and adapters that follow it.
+"""Serve a checkpoint split over all devices of one host, with adapters split in the same way.
 
     python examples/serve_tp.py [--devices N]
 
@@ -6,9 +6,8 @@ Without accelerators, on eight virtual devices of a CPU:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/serve_tp.py
 
-The base model's shardings decide: `LoRAManager` reads from each kernel how it is split, and its slots follow. A model
-of your own needs no mesh argument: move its parameters onto a mesh before you make the manager. The rest is as on one
-device.
+`LoRAManager` derives the sharding of slots from the sharding of each base kernel. Your own model needs no mesh
+argument. Move its parameters onto a mesh before you make the manager. All other calls are the same as on one device.
 """
 
 import argparse
@@ -30,14 +29,14 @@ EOS = 2
 
 
 def make_mesh(devices: list[jax.Device], heads: int) -> jax.sharding.Mesh:
-    """As many devices for "tensor" as share the heads of attention out evenly; the others for sequences."""
+    """Return a mesh with the largest "tensor" axis that divides the attention heads, and the rest on "data"."""
     tensor = math.gcd(len(devices), heads)
     sizes = {"data": len(devices) // tensor, "tensor": tensor}
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def bytes_held(state: nnx.State) -> Counter[jax.Device]:
-    """Bytes of some arrays that each device holds."""
+    """Return device -> bytes of its shards of the arrays."""
     held: Counter[jax.Device] = Counter()
     for array in jax.tree.leaves(state):
         for shard in array.addressable_shards:
@@ -52,12 +51,12 @@ def main() -> None:
     mesh = make_mesh(devices, json.loads((DEMO / "model" / "config.json").read_text())["num_attention_heads"])
     print(f"mesh: {dict(mesh.shape)}")
 
-    model = from_pretrained(DEMO / "model", mesh=mesh)  # each shard is read straight to its device
+    model = from_pretrained(DEMO / "model", mesh=mesh)  # each shard is read directly to its device
     config = jlora.LoRAConfig(
         max_loras=2,
         max_lora_rank=32,
         max_cpu_loras=4,
-        data_axes=["data"],  # what the sequences of a batch are split over
+        data_axes=["data"],  # mesh axes that the sequences of a batch are split over
     )
     manager = jlora.LoRAManager(model, config)
     for folder in sorted((DEMO / "adapters").iterdir()):
@@ -69,7 +68,7 @@ def main() -> None:
 
     prompt = [1, *(ord(letter) - 93 for letter in "planet"), 3]  # 1 begins a prompt, 3 is "="
     for names in BATCHES:
-        with manager.prepare(names) as batch:  # brings the adapters into slots, each shard to its own device
+        with manager.prepare(names) as batch:  # loads the adapters into slots, each shard to its own device
             answers = generate(model, [prompt] * len(names), batch=batch, max_new_tokens=10, stop_tokens=[EOS])
         for name, answer in zip(names, answers, strict=True):
             word = "".join(chr(93 + token) for token in answer if token != EOS)

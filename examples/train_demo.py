@@ -1,10 +1,10 @@
-"""Train a demo: a small model that copies letters, and its LoRA adapters trained at once, in one batch.
+"""Train the demo, a small model that copies letters, and all of its LoRA adapters together in one batch.
 
     python examples/train_demo.py [--moe] [--out FOLDER] [--base-steps N] [--steps N]
 
-Without `--moe` a Llama and four adapters, about four minutes on two CPU cores; with it a Qwen3-MoE and two adapters of
-its experts, about seven. The adapters are trained through jlora's own layers: each has its slot, every batch holds rows
-of all of them, and one optimizer step updates all slots. What is written is what anybody would have: a Hugging Face
+Without `--moe` it trains a Llama and four adapters in about four minutes on two CPU cores. With `--moe` it trains a
+Qwen3-MoE and two adapters of its experts in about seven. The adapters are trained through jlora's layers: each adapter
+has a slot, every batch has rows of all adapters, and one optimizer step updates all slots. The output is a Hugging Face
 checkpoint, a tokenizer, and PEFT adapter folders.
 """
 
@@ -51,7 +51,7 @@ EXPERTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_pro
 
 @dataclass(frozen=True)
 class Demo:
-    """What is trained: a model, and its adapters: name -> target module -> rank. `fused`: see `fuse_experts`."""
+    """A model and its adapters (name -> target module -> rank). Adapters in `fused` are saved by `fuse_experts`."""
 
     config: DecoderConfig
     adapters: dict[str, dict[str, int]]
@@ -110,7 +110,7 @@ def copy(word: np.ndarray) -> np.ndarray:
 
 
 def draw(rng: np.random.Generator, count: int, held_out: bool) -> list[np.ndarray]:
-    """Random words of different letters. One word in ten is held out of training, decided by its letters alone."""
+    """Return random words of different letters. A hash of its letters holds one word in ten out of training."""
     words = []
     while len(words) < count:
         word = rng.permutation(LETTERS)[: rng.integers(SHORTEST, LONGEST + 1)]
@@ -120,7 +120,7 @@ def draw(rng: np.random.Generator, count: int, held_out: bool) -> list[np.ndarra
 
 
 def rows(words: list[np.ndarray], task: Callable) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [words, ROW], and a mask of the positions whose next token belongs to the answer."""
+    """Return tokens [words, ROW] int32, and a float32 mask of the positions whose next token belongs to the answer."""
     tokens, mask = np.full((len(words), ROW), PAD, np.int32), np.zeros((len(words), ROW), np.float32)
     for i, word in enumerate(words):
         row = [BOS, *(word + FIRST_LETTER), EQUALS, *(task(word) + FIRST_LETTER), EOS]
@@ -130,7 +130,7 @@ def rows(words: list[np.ndarray], task: Callable) -> tuple[np.ndarray, np.ndarra
 
 
 def answer_loss(logits, tokens, mask):
-    """Mean loss of the answers' tokens, and which rows are answered without a mistake."""
+    """Return the mean loss of the answers' tokens, and a mask [words] of the rows with a correct answer."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     mask = mask[:, :-1]
     right = ((logits.argmax(-1) == tokens[:, 1:]) | (mask == 0)).all(-1)
@@ -143,7 +143,7 @@ def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
 
 
 def train(name: str, steps: int, rate: float, split: tuple, loss: Callable, batches: Callable) -> None:
-    """AdamW on the variables of `split` = (model, filter); the trained values are put back into the model."""
+    """Train the variables of `split` = (model, filter) with AdamW and update the model."""
     model, trained = split
     graphdef, params, rest = nnx.split(model, trained, ...)
     opt = optimizer(rate, steps)
@@ -175,7 +175,7 @@ def train_base(model: Decoder, steps: int, rng: np.random.Generator) -> None:
 
 
 def fresh_adapter(name: str, demo: Demo, rng: np.random.Generator) -> jlora.Adapter:
-    """A random and B zero, as PEFT starts; of experts, an A and a B for each."""
+    """Make an adapter with random A and zero B, as PEFT does. Each expert has its own A and B."""
     config = demo.config
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, inner, moe = config.hidden_size, config.intermediate_size, config.moe
@@ -234,9 +234,9 @@ def train_adapters(model: Decoder, demo: Demo, steps: int, rng: np.random.Genera
 
 
 def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
-    """The same adapter as PEFT has it under `target_parameters`: one A and one B of all experts for each parameter.
+    """Return the adapter in PEFT's format of `target_parameters`, with one A and one B of all experts.
 
-    Gate and up are one parameter there: its A holds the rows of both, and each meets zeros in the other's half of B.
+    Gate and up are one parameter in this format. Its A has the rows of both, and its B is block diagonal.
     """
     modules = {}
     for block in dict.fromkeys(module.partition(".experts.")[0] for module in adapter.modules):
@@ -257,7 +257,7 @@ def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
 
 
 def save_base(model: Decoder, folder: Path) -> None:
-    """The checkpoint as Hugging Face has it: kernels [out, in], merged projections apart, bfloat16."""
+    """Write a Hugging Face checkpoint with bfloat16 kernels [out, in] and separate parts of merged projections."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -268,7 +268,7 @@ def save_base(model: Decoder, folder: Path) -> None:
             layer = layer[key] if isinstance(key, int) else getattr(layer, key)
         sizes = getattr(layer, "output_sizes", None)
         stored = {(*parents, module): array}
-        if module == "experts":  # a kernel [E, in, out] of each of its products
+        if module == "experts":  # one kernel [E, in, out] for each projection
             stored = {(*parents, module, str(expert), name): kernel for expert, kernel in enumerate(array)}
         for (*block, merged), matrix in stored.items():
             parts = model.packed_modules.get(merged, (merged,))
@@ -316,7 +316,7 @@ def save_base(model: Decoder, folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token a letter; `<bos>` is put in front of every text."""
+    """Write a tokenizer with one token for each letter and `<bos>` in front of every text."""
     specials = ["<pad>", "<bos>", "<eos>", "="]
     letters = [chr(ord("a") + i) for i in range(LETTERS)]
     vocab = {token: i for i, token in enumerate([*specials, *letters, "<unk>", "<unused>"])}
@@ -329,7 +329,10 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_prompts(file: Path, adapters: Iterable[str], rng: np.random.Generator, each: int) -> None:
-    """Held-out prompts for the base (adapter null: copy) and every adapter, mixed; no answer equals its word."""
+    """Write held-out prompts of the base (adapter null, copies) and of every adapter, in random order.
+
+    No adapter's answer equals its word.
+    """
 
     def text(word):
         return "".join(chr(ord("a") + letter) for letter in word)
@@ -356,7 +359,7 @@ def main() -> None:
     started = time.time()
     model = Decoder(demo.config, rngs=nnx.Rngs(0))
     train_base(model, args.base_steps or demo.base_steps, rng)
-    # The adapters are trained on the weights that are shipped: rounded to bfloat16.
+    # The adapters are trained on the shipped weights, which are rounded to bfloat16.
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), nnx.state(model, nnx.Param)))
     for folder in ("model", "adapters"):
         shutil.rmtree(out / folder, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""Multi-LoRA serving for JAX: one Flax model, many PEFT adapters, every sequence its own.
+"""Multi-LoRA serving for JAX, with many PEFT adapters on one Flax model and one adapter for each sequence.
 
-The names below are imported when the first of them is used, JAX with them: what does not need it (`jlora --help`, or
-Ctrl-C while JAX is on its way) does not wait for it.
+The public names, and JAX with them, are imported when the first of them is used. So `jlora --help` does not import JAX,
+and Ctrl-C is handled while JAX is being imported.
 """
 
-# ruff: noqa: F403, F405 - a checker finds the names in `_public`
+# ruff: noqa: F403, F405 - a type checker finds the names in `_public`
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ __all__ = [
     "use",
 ]
 
-if not TYPE_CHECKING:  # a checker reads the imports above, and knows what does not exist
+if not TYPE_CHECKING:  # a type checker uses the imports above, and reports unknown names
 
     def __getattr__(name: str) -> object:
         if name == "models":

@@ -1,4 +1,4 @@
-"""`python -m jlora`."""
+"""Run the command line as `python -m jlora`."""
 
 import sys
 

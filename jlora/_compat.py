@@ -1,4 +1,4 @@
-"""Every private or undocumented name of JAX and Flax that jlora uses, once, with the versions it was seen in."""
+"""All private or undocumented names of JAX and Flax in use, with the versions in which each was verified."""
 
 import contextlib
 import functools
@@ -18,18 +18,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-# flax 0.12.8 to 0.12.12: a Variable keeps its array in a slot of this name. Its accessors check traces, which a swap of
-# hundreds of arrays cannot pay.
+# flax 0.12.8 to 0.12.12: the slot of a Variable's array. The public accessors check traces, which is too slow for a
+# swap of hundreds of arrays.
 raw_value: Callable[[Any], jax.Array] = nnx.Variable._raw_value.__get__  # pyright: ignore
 set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set__  # pyright: ignore
 
-# jax 0.10 to 0.12: whether somebody chose the devices of an array; a computation may move it elsewhere if not.
+# jax 0.10 to 0.12: True if an array is committed to its devices, so that a computation cannot move it.
 is_committed: Callable[[jax.Array], bool] = operator.attrgetter("_committed")
 
-# jax 0.10 to 0.12: whether the computation that makes an array is done; documented, but not in the type's annotations.
+# jax 0.10 to 0.12: True if the computation of an array is done. It is documented but not annotated.
 is_ready: Callable[[jax.Array], bool] = operator.methodcaller("is_ready")
 
-# flax 0.12.8 to 0.12.12: how its layers bring inputs and parameters to one dtype, unless the user gives another way.
+# flax 0.12.8 to 0.12.12: the default promotion of a layer's inputs and parameters to one dtype.
 promote_dtype = cast("Callable[..., Any]", flax.nnx.nn.dtypes.promote_dtype)
 
 # jax 0.10 to 0.12: False while any transformation (jit, grad, vmap, ...) runs the calling code.
@@ -39,7 +39,7 @@ trace_state_clean: Callable[[], bool] = jax._src.core.trace_state_clean
 if TYPE_CHECKING:
 
     class Device:
-        """`jax.Device`, as far as it is used here: jaxlib is compiled, and has no types."""
+        """The members of `jax.Device` in use. The compiled jaxlib has no types."""
 
         platform: str
         process_index: int
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         def memory_stats(self) -> dict[str, int] | None: ...
 
     class Coordination:
-        """The client of JAX's coordination service, as far as it is used here."""
+        """The members in use of the client of JAX's coordination service."""
 
         def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -65,17 +65,17 @@ else:
 
 
 def coordination() -> Coordination | None:
-    """The service through which the processes of `jax.distributed.initialize` find each other; None without that.
+    """Return the coordination service of `jax.distributed.initialize`, or None before that call.
 
-    No public name leads to it: JAX 0.10.0 to 0.12.0.
+    It has no public name. Verified with JAX 0.10.0 to 0.12.0.
     """
     return cast("Coordination | None", jax._src.distributed.global_state.client)
 
 
 def default_device() -> Any:
-    """What `jax.default_device(...)` set: a device, the name of a platform, or None.
+    """Return the value of `jax.default_device(...)`, which is a device, the name of a platform, or None.
 
-    The setting is documented, its attribute of `jax.config` is not: JAX 0.10.0 to 0.12.0.
+    The setting is documented, but its attribute of `jax.config` is not. Verified with JAX 0.10.0 to 0.12.0.
     """
     return getattr(jax.config, "jax_default_device", None)
 
@@ -85,19 +85,18 @@ _batched_device_put = cast("Callable[..., jax.Array]", jax._src.interpreters.pxl
 
 @contextlib.contextmanager
 def asked_for() -> Generator[None, None, None]:
-    """Transfers in here are asked for, as those of `jax.device_put` and `jax.device_get` are: `jax.transfer_guard`,
-    which a serving loop may have set to "disallow", lets them through.
+    """Mark transfers as explicit, so that `jax.transfer_guard("disallow")` of a serving loop allows them.
 
-    What those two functions enter, undocumented: JAX 0.10.0 to 0.12.0.
+    These are the undocumented contexts of `jax.device_put` and `jax.device_get`. Verified with JAX 0.10.0 to 0.12.0.
     """
     with jax._src.config.explicit_device_put_scope(), jax._src.config.explicit_device_get_scope():
         yield
 
 
 def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
-    """`jax.device_put(array)`, which takes four times as long to reach the same call: JAX 0.10.0 to 0.12.0.
+    """Return the array on `device` or the default device, uncommitted.
 
-    On `device`, or the default one; a computation may move it elsewhere.
+    It makes the same call as `jax.device_put(array)` in a quarter of the time. Verified with JAX 0.10.0 to 0.12.0.
     """
     if device is None:
         device = default_device()
@@ -105,25 +104,25 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
         return jax.device_put(array)
     if device is None:
         device = cast("Device", jax.local_devices()[0])
-    with jax._src.config.explicit_device_put_scope():  # half of `asked_for`: each new batch comes by
+    with jax._src.config.explicit_device_put_scope():  # half of `asked_for`, since each new batch runs this
         return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
 
 
 @functools.lru_cache(maxsize=256)
 def _placing(shape: tuple[int, ...], dtype: np.dtype, device: Device) -> tuple[Any, SingleDeviceSharding]:
-    """What `to_device` says of an array: to say it anew takes more than half as long as to move it."""
+    """Return the aval and sharding of an array. Making them takes more than half of the time of the transfer."""
     return jax.core.ShapedArray(shape, dtype), SingleDeviceSharding(device)
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A compiled program of flat arguments and results, without what `Compiled` does about it for each array at every
-    call: it describes all arguments anew and looks that description up.
+    """A compiled program with flat arguments and results that skips the argument checks of `Compiled`.
 
-    The caller sees to it that every argument has the shape, the dtype and the place that the program was compiled for.
+    At every call, `Compiled` builds and looks up a description of all arguments. Here the caller must pass arguments of
+    the shapes, dtypes and shardings that the program was compiled for.
 
     Attributes:
-      compiled: the program.
+      compiled: The compiled program.
     """
 
     compiled: jax.stages.Compiled
@@ -131,17 +130,17 @@ class Launch:
     _handlers: Any
 
     def __call__(self, arguments: list[jax.Array]) -> list[jax.Array]:
-        """Launch the program; its results may still be under way."""
+        """Launch the program and return its results without waiting for them."""
         return self._execute(arguments).consume_with_handlers(self._handlers)
 
 
 def launch_of(compiled: jax.stages.Compiled) -> Launch:
-    """How to launch a program that was lowered with `keep_unused=True`.
+    """Return the launch of a program that was lowered with `keep_unused=True`.
 
-    `MeshExecutable.unsafe_call` and what it is made of, undocumented: JAX 0.10.0 to 0.12.0.
+    It uses `MeshExecutable.unsafe_call` and its undocumented attributes. Verified with JAX 0.10.0 to 0.12.0.
 
     Raises:
-      NotImplementedError: it has effects, constants or arguments that are not used, which `Compiled` sees to.
+      NotImplementedError: The program has effects, constants or unused arguments, which only `Compiled` handles.
     """
     call: Any = cast("Any", compiled)._executable.unsafe_call
     effects = call.has_unordered_effects or call.ordered_effects or call.has_host_callbacks or call.mut
@@ -152,37 +151,37 @@ def launch_of(compiled: jax.stages.Compiled) -> Launch:
 
 
 def without_graphs(platform: str) -> dict[str, Any] | None:
-    """Options of `jax.jit` and `Lowered.compile` for a program whose arrays are never the same.
+    """Return options of `jax.jit` and `Lowered.compile` that disable CUDA graphs, or None on other platforms.
 
-    XLA makes CUDA graphs of such programs, too, and to tell a graph of other addresses takes the host longer than to
-    launch its kernels. Flags of XLA are undocumented: jaxlib 0.10.2 to 0.12.0.
+    They are for a program that gets arrays at new addresses at every call. Updating the addresses of a CUDA graph takes
+    the host longer than launching its kernels. XLA's flags are undocumented. Verified with jaxlib 0.10.2 to 0.12.0.
     """
     return {"xla_gpu_graph_min_graph_size": 2**31 - 1} if platform in ("gpu", "cuda") else None
 
 
 def abstract_device() -> tuple[str, str] | None:
-    """(platform, device kind) that a program is being lowered for under `use_abstract_mesh`, or None.
+    """Return (platform, device kind) that `use_abstract_mesh` lowers a program for, or None.
 
-    `AbstractMesh.abstract_device`, undocumented: JAX 0.10.0 to 0.12.0. From 0.11 on, JAX lowers Triton kernels for the
-    GPU that it names where the machine has none; 0.10 takes compute capability 9.0 there and does not ask.
+    `AbstractMesh.abstract_device` is undocumented. Verified with JAX 0.10.0 to 0.12.0. On a machine without a GPU, JAX
+    0.11 and newer lower Triton kernels for the GPU named here; 0.10 assumes compute capability 9.0.
     """
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return None if device is None else (device.platform, device.device_kind)
 
 
 def gpu_shared_memory(device: object) -> int | None:
-    """Bytes of shared memory that one block of a CUDA device may ask for, or None where the device does not say.
+    """Return the bytes of shared memory that one block of a CUDA device can use, or None if unknown.
 
-    An attribute of PJRT's CUDA devices, undocumented: jaxlib 0.10.2 and 0.11.2.
+    It is an undocumented attribute of PJRT's CUDA devices. Verified with jaxlib 0.10.2 and 0.11.2.
     """
     found: Any = getattr(device, "shared_memory_per_block_optin", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def gpu_compute_capability(device: object) -> int | None:
-    """90 for compute capability 9.0; 0 for a GPU that is not NVIDIA's; None where the device does not say.
+    """Return 90 for compute capability 9.0, 0 for a GPU of another vendor than NVIDIA, or None if unknown.
 
-    An attribute of PJRT's GPU devices, "9.0" or "gfx942", undocumented: jaxlib 0.10.2 and 0.11.2.
+    It is an undocumented attribute of PJRT's GPU devices, "9.0" or "gfx942". Verified with jaxlib 0.10.2 and 0.11.2.
     """
     found: Any = getattr(device, "compute_capability", None)
     if not isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Every public name of jlora, imported. `jlora/__init__.py` hands them out when the first of them is used."""
+"""Import every public name of jlora. `jlora/__init__.py` imports this module when the first of them is used."""
 
 from jlora.adapters import Adapter as Adapter
 from jlora.adapters import ExpertsLoRA as ExpertsLoRA

@@ -1,4 +1,4 @@
-"""Work on much memory, shared out among threads: NumPy and file reads let go of the interpreter."""
+"""Spread work on large memory over threads. NumPy and file reads release the GIL."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,14 +8,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _WORTHWHILE = 128 << 20  # bytes from which threads are started
-_MOST = 4  # threads: memory is what limits them
+_MOST = 4  # threads; memory bandwidth is the limit
 
 
 def on_threads(act: Callable[[T], R], items: Sequence[T], nbytes: int) -> list[R]:
-    """`[act(item) for item in items]`, where they move `nbytes` bytes in all: on several threads if that is much.
+    """Return `[act(item) for item in items]`, computed on several threads if it moves at least 128 MiB.
 
-    What is raised is what a loop would have met first. What settings of NumPy `act` needs, it makes: a thread has its
-    own.
+    The exception of the first item that fails is raised, as in a loop. `act` must set the NumPy error state that it
+    needs, because each thread has its own.
+
+    Args:
+      act: Function of one item.
+      items: Items to process.
+      nbytes: Bytes that all calls together move.
     """
     if nbytes < _WORTHWHILE:
         return [act(item) for item in items]

@@ -1,4 +1,4 @@
-"""The dimension glossary of the annotations, two aliases, and what foreign objects are asked about themselves.
+"""Dimension names of the annotations, type aliases, and type guards.
 
 B  sequences in a batch              K  in-features of a projection
 L  tokens a sequence                 N  out-features of a projection (all slices together)
@@ -17,12 +17,14 @@ Backend: TypeAlias = Literal["auto", "xla", "mosaic_tpu", "triton"]
 DType: TypeAlias = np.dtype[Any] | type | str
 
 
-# `isinstance` alone leaves a checker with items of unknown types; these are of any.
+# A bare `isinstance` leaves a type checker with items of unknown type. These guards make the items Any.
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Return True if the value is a mapping."""
     return isinstance(value, Mapping)
 
 
 def is_list_or_tuple(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Return True if the value is a list or a tuple."""
     return isinstance(value, list | tuple)

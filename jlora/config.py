@@ -1,4 +1,4 @@
-"""What a user chooses: `LoRAConfig` for the manager, `LoRARequest` for one adapter."""
+"""User options: `LoRAConfig` for the manager and `LoRARequest` for one adapter."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _SLOT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def slot_dtype(dtype: object) -> str | None:
-    """The name of `dtype` where slot arrays may have it, else None."""
+    """Return the name of `dtype` if slot arrays can have it, else None."""
     try:
         name = None if dtype is None else np.dtype(cast("Any", dtype)).name
     except TypeError:
@@ -23,7 +23,7 @@ def slot_dtype(dtype: object) -> str | None:
 
 
 def check_slot_dtype(name: str, dtype: DType | None) -> None:
-    """Raise `LoRAUsageError` where the option `name` is no dtype of slot arrays, and not None."""
+    """Raise `LoRAUsageError` if the value of option `name` is neither None nor a dtype of slot arrays."""
     if dtype is not None and slot_dtype(dtype) is None:
         raise LoRAUsageError(f"{name} must be None or one of {_SLOT_DTYPES}, got {dtype!r}")
 
@@ -37,43 +37,45 @@ class LoRAConfig:
     """Sizes and placement of the slots.
 
     Attributes:
-      max_loras: device slots, that is the number of different adapters one batch can use.
-      max_lora_rank: the largest rank a slot holds; an adapter of a larger rank is refused, never truncated. Or a
-        mapping of names, of layers or of modules that they are in, to ranks: the longest name that matches a layer
-        decides, and "*", which is needed, does for all others ({"*": 64, "experts": 8}).
-      max_expert_loras: how many of the slots hold weights of experts, the first ones; None: all that the next option
-        leaves. An adapter that brings such weights takes one of these, and every other takes one of the others while
-        there is room.
-      max_shared_expert_loras: how many of the slots, those that come next, hold once what all experts share: A of the
-        products that go into the experts, B of those that lead out. An adapter all of whose weights of experts are so
-        (`ExpertsLoRA` with one A of gate and up, one B of down) takes one of these, and no other. 0: its shared factors
-        are expanded when it is staged, and it takes one of `max_expert_loras`.
-      max_cpu_loras: adapters kept on the host, at least `max_loras` (the default).
-      dtype: dtype of the slot arrays, bfloat16, float16 or float32. None: for each layer that of its spec, else of the
-        layer (its `dtype` attribute), else of its parameter if that is a float of at least 16 bits; where none of these
-        says it, the layer takes no adapter.
-      target_modules: layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
-        layer is matched by its own name and by those of its parts. None wraps every eligible layer. A name that
-        matches nothing, or a layer that cannot be wrapped, raises `LoRAUsageError` when the manager is made.
-      exclude_modules: layers to leave alone, named as in `target_modules`, or modules to leave alone with all that is
-        in them. It wins over `target_modules`; a name that matches nothing raises `LoRAUsageError`.
-      max_cpu_bytes: bytes of the host cache; None: half of the machine's memory.
-      max_pinned_bytes: how much of the host cache lies in page-locked memory where the device has it (GPUs, TPUs);
-        0 for none. Adapters beyond that lie in ordinary memory, from where they move several times as slowly.
-      max_staging_bytes: most bytes of adapters that are on their way to slots, on the device beside the slots.
-      allow_nonfinite: let adapters with NaN or infinity through; they are refused otherwise.
-      trace_leases: record where each open batch was prepared, for `LoRAManager.leases` (some 50 us a batch).
-      fully_sharded: on a mesh, split both factors of a layer whose kernel is split, and not one of them (S-LoRA,
-        arXiv:2311.03285): for memory, at the cost of more collectives. Refused for a model that lies on no mesh.
-      data_axes: the axes of the mesh that sequences (or packed rows) are split over. Batches are laid out so, where
-        they divide; kernels that are split over them too are gathered by the model, and split no slot array. Refused
-        for a model that lies on no mesh.
-      process_timeout: seconds that a call waits for the other processes of the model's mesh, if there are any, to make
-        the same call: a load may take one of them longer. After that no process goes on.
-      bitwise_base: never let LoRA's kernels make the product of a layer itself, which they do where a tuned table of
-        the device found that faster (few rows, on GPUs). Then rows without an adapter have the unwrapped model's bits;
-        else they are equal to rounding, there.
-      backend: "auto" picks by platform; a named backend is used or raises.
+      max_loras: Number of device slots, which is the number of different adapters that one batch can use.
+      max_lora_rank: Largest rank that a slot holds. An adapter of a larger rank is refused, never truncated. A mapping
+        from names of layers or their parent modules to ranks sets it by layer ({"*": 64, "experts": 8}). The longest
+        matching name decides; "*" is required and matches all other layers.
+      max_expert_loras: Number of slots, the first ones, that hold weights of experts. None uses all slots that
+        `max_shared_expert_loras` leaves. An adapter with such weights takes one of these slots. Any other adapter
+        takes another slot if one is available.
+      max_shared_expert_loras: Number of slots, after those of `max_expert_loras`, that store factors shared by all
+        experts once: A of gate and up, B of down. An adapter with only such factors (`ExpertsLoRA` with a single A of
+        gate and up, a single B of down) takes one of these slots and no other. With 0, its shared factors are expanded
+        during staging and it takes one of `max_expert_loras`.
+      max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default).
+      dtype: Dtype of the slot arrays, bfloat16, float16 or float32. None uses, for each layer, the dtype of its spec,
+        else its `dtype` attribute, else the dtype of its parameter if that is a float of at least 16 bits. A layer
+        without any of these takes no adapter.
+      target_modules: Layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
+        layer is matched by its own name and by those of its parts. None wraps every eligible layer. The manager raises
+        `LoRAUsageError` for a name without a match and for a layer that cannot be wrapped.
+      exclude_modules: Layers not to wrap, named as in `target_modules`, or modules whose layers are not wrapped. It
+        takes precedence over `target_modules`. A name without a match raises `LoRAUsageError`.
+      max_cpu_bytes: Bytes of the host cache. None uses half of the machine's memory.
+      max_pinned_bytes: Bytes of the host cache in page-locked memory, on devices that support it (GPUs, TPUs). With 0
+        none is used. Adapters beyond it are in pageable memory, from which transfers are several times as slow.
+      max_staging_bytes: Largest number of bytes of adapters in transfer to slots, on the device beside the slots.
+      allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise.
+      trace_leases: Record the stack at which each open batch was prepared, for `LoRAManager.leases` (about 50 us a
+        batch).
+      fully_sharded: Split both factors of a layer with a split kernel, instead of one (S-LoRA, arXiv:2311.03285). It
+        saves memory and adds collectives. Refused for a model that is not on a mesh.
+      data_axes: Mesh axes that sequences or packed rows are split over. Batches are split over them if the sizes
+        divide. If a kernel is split over them too, the model gathers it and its slot arrays are not split. Refused for
+        a model that is not on a mesh.
+      process_timeout: Seconds that a call waits for the other processes of the model's mesh to make the same call. It
+        must be longer than the slowest load in any process. After that time, all managers of
+        the model refuse further calls.
+      bitwise_base: Never compute a layer's own product in the LoRA kernels. By default they do for few rows on a GPU
+        if the tuned table of the device lists it as faster. If True, rows without an adapter are bitwise equal to the
+        unwrapped model's; otherwise they may differ by rounding in such layers.
+      backend: "auto" chooses by platform. A named backend is used, or raises.
     """
 
     max_loras: int
@@ -165,14 +167,15 @@ class LoRARequest:
     """One adapter to load.
 
     Attributes:
-      name: how batches and the manager refer to it.
-      path: a local PEFT folder (`~` is expanded) or a Hugging Face repo id.
-      base_model_name: if given, must equal the adapter's `base_model_name_or_path`, or the load is refused.
-      load_inplace: replace an adapter of the same name that is already loaded, also in its slot.
-      revision: branch, tag or commit of a Hugging Face repo.
-      local_only: never ask the network for it; what Hugging Face's cache holds is still found.
-      is_3d_lora_weight: whether it has the weights of all experts of a layer in one tensor. The file shows that; where
-        this is given and differs, the load is refused. None: whatever it is.
+      name: Name of the adapter in batches and in the manager.
+      path: Local PEFT folder (`~` is expanded) or a Hugging Face repo id.
+      base_model_name: Required value of the adapter's `base_model_name_or_path`. The load is refused if it differs.
+        None accepts any.
+      load_inplace: Replace a loaded adapter of the same name, also in its slot.
+      revision: Branch, tag or commit of the Hugging Face repo.
+      local_only: Use no network. Repos in Hugging Face's local cache are still found.
+      is_3d_lora_weight: True requires a file with one tensor for all experts of a layer, False a file without such
+        tensors. The load is refused otherwise. None accepts both.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The kernels as plain functions, for people who do not use Flax: see `jlora.pallas.api` and `jlora.pallas.moe`."""
+"""The kernels as plain functions, for use without Flax. See `jlora.pallas.api` and `jlora.pallas.moe`."""
 
 from jlora.pallas.api import Plan, add_lora, expand, linear_lora, make_plan, shrink, unsupported_reason
 from jlora.pallas.moe import combine_lora, expert_order, plan_experts

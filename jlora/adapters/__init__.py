@@ -1,4 +1,4 @@
-"""Adapters on the host: PEFT folders read to NumPy and written back. No device code, no PyTorch."""
+"""Read PEFT adapter folders into NumPy arrays and write them back, without device code or PyTorch."""
 
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.expert_formats import decide_exchanged

@@ -1,4 +1,4 @@
-"""`Adapter`: one LoRA on the host, from and to PEFT's folder format."""
+"""`Adapter`: one LoRA adapter on the host, read from and written to PEFT's folder format."""
 
 import hashlib
 import json
@@ -36,20 +36,20 @@ class Adapter:
     """One LoRA adapter on the host.
 
     Attributes:
-      name: how batches and the manager refer to it.
-      modules: dotted module name, as the checkpoint has it without `base_model.model.` -> its LoRA. Where a file has
-        the factors of all experts in one, that is an `ExpertsLoRA` under a name such as `mlp.experts.gate_up_proj`.
-      base_weights: dotted module name -> whole base weight that PEFT stored beside the LoRA of an embedding or lm_head
-        ([V, D] or [N, K]). They ought to equal the base model's own.
-      base_model_name: the model it was trained on (`base_model_name_or_path`), if it says.
-      use_rslora: whether scalings are alpha / sqrt(rank).
-      fan_in_fan_out: PEFT's field of that name (base weights stored transposed); without effect on A and B.
+      name: Name of the adapter in batches and in the manager.
+      modules: Dotted module name -> LoRA factors. Names are those of the checkpoint without `base_model.model.`.
+        Factors of all experts stored together are one `ExpertsLoRA`, named for example `mlp.experts.gate_up_proj`.
+      base_weights: Dotted module name -> base weight, [V, D] or [N, K], that PEFT stored beside the LoRA of an
+        embedding or lm_head. It must equal the weight of the base model.
+      base_model_name: `base_model_name_or_path` of the configuration; None if absent.
+      use_rslora: True if scalings are alpha / sqrt(rank).
+      fan_in_fan_out: PEFT's field of that name (base weights stored transposed). It has no effect on A and B.
       task_type: PEFT's field of that name.
-      peft_fields: further fields of its `adapter_config.json` that are of no effect here and that PEFT reads back
-        (`auto_mapping`, `revision`, `lora_dropout`, ...), as JSON values.
-      unchecked: lines on what of its configuration no module could be checked against: a regular expression of
-        `target_modules` or `exclude_modules` that has no safe matcher. The tensors say what is targeted.
-      fingerprint: SHA-256 of the bytes that were read from its files; None if made of arrays.
+      peft_fields: Other fields of `adapter_config.json`, as JSON values, kept so that PEFT can read them back
+        (`auto_mapping`, `revision`, `lora_dropout`, ...). They have no effect in jlora.
+      unchecked: One line for each field that was not checked against the modules, because its regular expression
+        (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
+      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of any module."""
+        """Largest rank of any module."""
         return max((module.rank for module in self.modules.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all A and B, and of the base weights that came with them."""
+        """Bytes of all factors A and B and of the base weights."""
         arrays = [array for module in self.modules.values() for array in (module.a, module.b)]
         return sum(array.nbytes for array in [*arrays, *self.base_weights.values()])
 
@@ -87,29 +87,29 @@ class Adapter:
         check: Callable[[AdapterShapes], None] | None = None,
         max_bytes: int | None = None,
     ) -> "Adapter":
-        """Loads a PEFT LoRA.
+        """Load a PEFT LoRA adapter.
 
-        Everything that the header of the weights says is checked before a tensor is read, and files that change while
-        they are read are refused.
+        The configuration and the header of the weights are checked before any tensor is read. A file that changes
+        during the load is refused.
 
         Args:
-          path: local folder (`~` is expanded), or a Hugging Face repo id.
-          name: the adapter's name; by default the last part of `path`.
-          revision: branch, tag or commit of a Hugging Face repo.
-          dtype: convert A and B to this float dtype (float16, bfloat16, float32, float64); None keeps the file's.
-          allow_nonfinite: let NaN and infinity through, which are refused otherwise (looking for them takes about as
-            long as copying the weights once).
-          local_only: never ask the network; what Hugging Face's cache holds is still found.
-          check: called with the adapter's shapes before a tensor is read; what it raises is raised.
-          max_bytes: refuse weights of more bytes than this, in the file or as kept.
+          path: Local folder (`~` is expanded) or a Hugging Face repo id.
+          name: Name of the adapter; by default the last part of `path`.
+          revision: Branch, tag or commit of the Hugging Face repo.
+          dtype: Convert A and B to this dtype (float16, bfloat16, float32 or float64). None keeps the file's dtype.
+          allow_nonfinite: Accept NaN and infinity, which are refused otherwise. The check takes about as long as
+            copying the weights once.
+          local_only: Use no network. Repos in Hugging Face's local cache are still found.
+          check: Called with the adapter's shapes before any tensor is read. Its exceptions are passed on.
+          max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
         Raises:
-          AdapterNotAdapterFolderError: nothing at that path, and no such repo within reach.
-          AdapterFormatError: files missing, malformed or changing; NaN or infinity.
-          AdapterMismatchError: a PEFT feature that is not served; the message names it. More than `max_bytes`.
-          LoRAUsageError: an argument of the wrong kind.
+          AdapterNotFoundError: The path does not exist, and no such repo can be reached.
+          AdapterFormatError: Files are missing, malformed or changing, or hold NaN or infinity.
+          AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message, or is larger than
+            `max_bytes`.
+          LoRAUsageError: An argument is of the wrong type.
         """
-
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
         target = None if dtype is None else _float_dtype(dtype)
@@ -131,20 +131,21 @@ class Adapter:
         base_model_name: str | None = None,
         task_type: str | None = "CAUSAL_LM",
     ) -> "Adapter":
-        """Makes an adapter of arrays in memory, after training for example.
+        """Make an adapter from arrays in memory, for example after training.
 
         Args:
-          name: the adapter's name.
-          arrays: module name -> (a [r, K], b [N, r]), NumPy or anything `np.asarray` takes. Scaling is not folded in.
-          alpha: one alpha for all modules, or one for each.
-          use_rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
-          embeddings: the module names that are embeddings: a is [r, V], b is [D, r].
-          base_model_name: what it was trained on.
-          task_type: PEFT's task type, written when it is saved.
+          name: Name of the adapter.
+          arrays: Module name -> (a [r, K], b [N, r]), as NumPy arrays or any `ArrayLike`. Scaling is not folded in.
+          alpha: One alpha for all modules, or module name -> alpha.
+          use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
+          embeddings: Names of the modules that are embeddings, with a [r, V] and b [D, r].
+          base_model_name: Model that the adapter was trained on.
+          task_type: PEFT's task type, written by `save_pretrained`.
 
         Raises:
-          AdapterFormatError: not float matrices of one rank a pair.
-          LoRAUsageError: `alpha` or `embeddings` name other modules than `arrays` does, or an alpha is no number.
+          AdapterFormatError: A factor is not a float matrix, or a and b have different ranks.
+          LoRAUsageError: `alpha` or `embeddings` names a module that `arrays` lacks, `alpha` omits one, or an alpha is
+            not a number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
         if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
@@ -170,18 +171,18 @@ class Adapter:
         )
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """Writes a folder that PEFT and `from_pretrained` load; arrays come back bitwise, in their own dtypes.
+        """Write a folder that PEFT and `from_pretrained` can load.
 
-        What says where LoRA goes (`target_modules` and its kin) is written as the modules' full names, and ranks and
-        alphas that differ under full names too. Experts' LoRA in the base layer's own order is written flat, as PEFT's
-        `target_parameters`; any other with three axes, which `from_pretrained` reads and PEFT does not. The folder is
-        made if need be. Each file is written beside its place and then moved there, so a reader never meets half a
-        file.
+        Arrays keep their dtypes and load back bitwise. Targets are written as full module names, as are ranks and
+        alphas that differ from the most common value. An `ExpertsLoRA` with `own_order` is written flat, as PEFT's
+        `target_parameters`. Any other is written with three axes, which `from_pretrained` reads and PEFT does not.
+        A missing folder is created. Each file is written under a temporary name and then renamed, so a reader never
+        sees a partial file.
 
         Raises:
-          LoRAError: `path` is a file, the adapter has no module, a module's scaling is not what PEFT would
-            compute from its alpha and rank, or experts' LoRA is not as any file could say.
-          LoRAUsageError: `peft_fields` has other fields than a loaded adapter's can.
+          LoRAError: `path` is a file, the adapter has no module, a scaling differs from PEFT's value for its alpha and
+            rank, or no file format can represent an `ExpertsLoRA`.
+          LoRAUsageError: `peft_fields` has a field that no loaded adapter can have.
         """
         folder = Path(os.path.expanduser(os.fspath(path)))
         if folder.exists() and not folder.is_dir():
@@ -211,7 +212,7 @@ class Adapter:
         return tensors
 
     def _experts(self) -> dict[str, str]:
-        """Name of experts' LoRA -> the module that its tensors are written under; what cannot be read back raises."""
+        """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""
         where = f"adapter {shown(self.name)}"
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
         flat = {name: module for name, module in experts.items() if module.own_order}
@@ -272,10 +273,11 @@ class Adapter:
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """An adapter whose configuration and shapes are read and checked, and whose tensors are not read yet.
+    """An adapter with its configuration and shapes read and checked, and its tensors not yet read.
 
     Attributes:
-      shapes: what the files say of it.
+      config: The served part of the adapter's configuration.
+      checkpoint: The open weights file.
     """
 
     config: PeftConfig
@@ -283,18 +285,20 @@ class OpenAdapter:
 
     @property
     def shapes(self) -> AdapterShapes:
+        """Shapes of all modules and base weights."""
         return self.checkpoint.shapes
 
     def read(self, own: OwnExperts = MappingProxyType({}), *, allow_nonfinite: bool = False) -> Adapter:
         """Read the tensors.
 
         Args:
-          own: of which modules some experts alone are read, and which. Others are zeros that take no memory, in modules
-            of the file's names, shapes, ranks and scalings; such an adapter is no good for `save_pretrained`.
-          allow_nonfinite: let NaN and infinity through.
+          own: Module name -> the experts to read. Modules that are not listed are read whole. Experts that are not
+            read are zeros that take no memory, while shapes, ranks and scalings stay those of the file. An adapter
+            read this way must not be saved.
+          allow_nonfinite: Accept NaN and infinity.
 
         Raises:
-          AdapterFormatError: NaN or infinity; a value too large for the dtype; a file that changed.
+          AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
         config = self.config
@@ -316,23 +320,23 @@ class OpenAdapter:
 def open_adapter(
     found: AdapterFolder, *, dtype: np.dtype | None = None, max_bytes: int | None = None
 ) -> Generator[OpenAdapter, None, None]:
-    """Open an adapter's files. Leaving the `with` block raises if one changed meanwhile.
+    """Open an adapter's files. Leaving the `with` block raises if one of them has changed.
 
     Args:
-      found: its folder.
-      dtype: convert A and B to this dtype; None keeps the file's.
-      max_bytes: refuse weights of more bytes than this, in the file or as kept.
+      found: The adapter's folder.
+      dtype: Convert A and B to this dtype. None keeps the file's dtype.
+      max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
     Raises:
-      AdapterFormatError: files missing, malformed or changing.
-      AdapterMismatchError: a PEFT feature that is not served; more than `max_bytes`.
+      AdapterFormatError: Files are missing, malformed or changing.
+      AdapterMismatchError: The adapter uses an unserved PEFT feature or is larger than `max_bytes`.
     """
     files = config_file, weights_file = adapter_files(found)
     content = _content(found, files)
     config = read_config(config_file, found.name)
     with open_checkpoint(weights_file, found.name, config, dtype=dtype, max_bytes=max_bytes) as checkpoint:
         yield OpenAdapter(config, checkpoint)
-    if _content(found, files) != content:  # each file held still while it was read, but not both of them
+    if _content(found, files) != content:  # `StableFile` checks each file only while it is open
         raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
 
 
@@ -361,10 +365,10 @@ def _commonest(values: Iterable[T]) -> T:
 
 
 def _as_int(alpha: float) -> int | float:
-    """PEFT writes whole alphas as integers."""
+    """Return an int for a whole alpha, as PEFT writes it."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _exactly(module: str) -> str:
-    """A pattern that PEFT matches to this module alone, not to others that end in the same names."""
+    """Return a pattern that PEFT matches to this module only, and not to longer names that end in it."""
     return "^" + re.escape(module)

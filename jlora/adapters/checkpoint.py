@@ -1,4 +1,4 @@
-"""`adapter_model.safetensors` read to NumPy, without PyTorch: its tensors sorted into LoRA pairs and base weights."""
+"""Read `adapter_model.safetensors` into NumPy arrays, as LoRA pairs and base weights."""
 
 import math
 import re
@@ -24,15 +24,15 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512
-# A raw state dict still has PEFT's own name of the adapter, "default", which save_pretrained leaves out.
+# A raw state dict keeps PEFT's adapter name, "default"; save_pretrained removes it.
 _LORA = re.compile(
     r"(?P<linear>.+)\.lora_(?P<half>[AB])(\.default)?\.weight|"
     r"(?P<embedding>.+)\.lora_(?P<table>embedding_[AB])(\.default)?"
 )
-# PEFT stores the whole table beside LoRA on an embedding or lm_head, and tables of these two names if resized.
+# PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 
-# What a part of a tensor's name says about the feature that wrote it.
+# Part of a tensor's name -> the unserved PEFT feature that writes it.
 _FEATURES = {
     "lora_magnitude_vector": "DoRA",
     "bias": "a trained bias",
@@ -47,17 +47,17 @@ _FEATURES = {
 }
 
 
-# Name in `Adapter.modules` -> the experts of it that are wanted; of a module that is not of all experts, none.
+# Name in `Adapter.modules` -> ranges of the experts to read. A module of one unwanted expert maps to ().
 OwnExperts: TypeAlias = Mapping[str, tuple[range, ...]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights of one adapter whose header is read and checked, and whose tensors are not read yet.
+    """The weights of one adapter with the header read and checked, and the tensors not yet read.
 
     Attributes:
-      shapes: what the header says, by dotted module name without PEFT's prefix.
-      file: the weights.
+      shapes: Shapes and dtypes from the header, by dotted module name without PEFT's prefix.
+      file: The open weights file.
     """
 
     shapes: AdapterShapes
@@ -69,17 +69,18 @@ class Checkpoint:
     _dtype: np.dtype | None
 
     def read(self, own: OwnExperts, *, allow_nonfinite: bool) -> tuple[dict[str, LoRA], dict[str, np.ndarray]]:
-        """Read the tensors, each into the array that is kept.
+        """Read the tensors.
 
         Args:
-          own: of which modules some experts alone are read, and which. The rest of them is zeros.
-          allow_nonfinite: let NaN and infinity through.
+          own: Module name -> the experts to read. Modules that are not listed are read whole. Experts that are not
+            read are zeros.
+          allow_nonfinite: Accept NaN and infinity.
 
         Returns:
-          module -> its LoRA, and module -> the whole base weight that PEFT stored beside its LoRA.
+          Module name -> LoRA, and module name -> base weight stored beside the LoRA.
 
         Raises:
-          AdapterFormatError: NaN or infinity; a value too large for the dtype; a file that changed.
+          AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         arrays = read_tensors(
             self.file,
@@ -114,20 +115,20 @@ class Checkpoint:
 def open_checkpoint(
     file: Path, adapter: str, config: PeftConfig, *, dtype: np.dtype | None = None, max_bytes: int | None = None
 ) -> Generator[Checkpoint, None, None]:
-    """Open an adapter's weights: the header is read and checked, so that a file that does not fit costs no more.
+    """Open an adapter's weights and check the header. No tensor is read.
 
     Args:
-      file: the safetensors file.
-      adapter: the adapter's name, for messages.
-      config: its configuration; every tensor must agree with its ranks and targets.
-      dtype: convert A and B to this dtype; None keeps the file's. Base weights are never converted.
-      max_bytes: the most bytes that the tensors may have, in the file or converted.
+      file: The safetensors file.
+      adapter: Name of the adapter, for messages.
+      config: The adapter's configuration. Every tensor must agree with its ranks and targets.
+      dtype: Convert A and B to this dtype. None keeps the file's dtype. Base weights are never converted.
+      max_bytes: Largest allowed size of the file, and of the tensors after conversion.
 
     Raises:
-      AdapterFormatError: not a whole safetensors file, or one that changed while it was open; a tensor of the wrong
-        dtype or shape; an A without its B.
-      AdapterMismatchError: a tensor of a PEFT feature that is not served, or of a module that `config` does not target;
-        more than `max_bytes`.
+      AdapterFormatError: The file is not a complete safetensors file or changes while open, a tensor has the wrong
+        dtype or shape, or an A has no B.
+      AdapterMismatchError: A tensor belongs to an unserved PEFT feature or to a module that `config` does not target,
+        or the weights are larger than `max_bytes`.
     """
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
     with StableFile(file, where) as opened:
@@ -143,7 +144,7 @@ def open_checkpoint(
 
 
 def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:
-    """Key of a tensor -> what is read of it."""
+    """Return tensor key -> the share of the tensor to read."""
     found: dict[str, Share] = {}
     for name, experts in own.items():
         _, key_a, key_b = layout.halves[name]
@@ -153,13 +154,20 @@ def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:
         _, out, rank = read.b_shape
         turns = 1 if not read.flat else out if read.grouped else out * rank
         for key, (count, *_), leading in ((key_a, read.a_shape, 1), (key_b, read.b_shape, turns)):
-            if count > 1:  # else it is of all experts
+            if count > 1:  # a factor shared by all experts is read whole
                 found[key] = Share(leading, count, experts)
     return found
 
 
 def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
-    """module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B" or "base") -> the tensor's key."""
+    """Return module name -> part -> tensor key.
+
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B" and "base".
+
+    Raises:
+      AdapterMismatchError: A tensor of a kind that is not served.
+      AdapterFormatError: A malformed module name, or two tensors for one part.
+    """
     found: dict[str, dict[str, str]] = {}
     for key in sorted(keys):
         name = key.removeprefix(_PREFIX)
@@ -184,7 +192,7 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class _Header:
-    """Shapes and dtypes of the file's tensors, checked as they are asked for."""
+    """Shapes and dtypes of the file's tensors, checked on access."""
 
     tensors: Mapping[str, TensorInfo]
     where: str
@@ -193,7 +201,7 @@ class _Header:
         return f"{self.where}: tensor {shown(key)}"
 
     def dtype(self, key: str) -> np.dtype:
-        """Of a tensor of a served dtype."""
+        """Return a tensor's dtype. Raise if the dtype is not served."""
         if (found := DTYPES.get(self.tensors[key].dtype)) is None:
             raise AdapterFormatError(
                 f"{self.at(key)} has dtype {self.tensors[key].dtype}; expected one of {', '.join(DTYPES)}"
@@ -204,7 +212,7 @@ class _Header:
         return self.tensors[key].shape
 
     def matrix(self, key: str, rank: int | None, axis: int) -> tuple[int, int]:
-        """Shape of a matrix; if `rank` is given, of an A (axis 0) or B (axis 1) of that rank."""
+        """Return the shape of a matrix. If `rank` is given, the size of `axis` (0 for A, 1 for B) must equal it."""
         shape = self.tensors[key].shape
         if len(shape) == 2 and 0 not in shape and rank in (None, shape[axis]):
             return shape[0], shape[1]
@@ -220,12 +228,12 @@ class _Header:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the names of the tensors and the configuration say, by name in `Adapter.modules`.
+    """The adapter's modules by name in `Adapter.modules`, from tensor names and the configuration.
 
     Attributes:
-      halves: kind, and the keys of A and B.
-      stacked: the modules that are of all experts, and how their tensors are read.
-      ranks, alphas: of every module.
+      halves: Module name -> kind, key of A, key of B.
+      stacked: Module name -> how to read the tensors, for modules that hold all experts.
+      ranks, alphas: Module name -> rank, and module name -> alpha.
     """
 
     halves: Mapping[str, tuple[Kind, str, str]]
@@ -257,7 +265,7 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
     stacked = dict[str, Stacked]()
     if of_experts:
         found = stacked_pairs(of_experts, (m for m in adapted if m not in of_experts), config, header.where)
-        # The placeholders of projections that a model has not are left out.
+        # Leave out placeholders of projections that the model lacks.
         names = {m: found[m].name if m in found else m for m in adapted if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
@@ -272,7 +280,7 @@ def _shapes(
     config: PeftConfig,
     dtype: np.dtype | None,
 ) -> AdapterShapes:
-    """The header's tensors, checked against each other and the configuration."""
+    """Return the adapter's shapes, checked against the configuration and between A, B and base weight."""
     modules: dict[str, ModuleShapes | ExpertsShapes] = {}
     nbytes = 0
     for name, (kind, key_a, key_b) in layout.halves.items():
@@ -305,7 +313,7 @@ def _shapes(
 
 
 def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kind, str, str]:
-    """Kind, and the names of A and B, of a module."""
+    """Return the kind of a module and the keys of its A and B."""
     key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
     if key_a is None and key_b is None:
         key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"

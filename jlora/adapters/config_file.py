@@ -1,8 +1,8 @@
-"""`adapter_config.json` read strictly: every field of PEFT is either served, without effect at inference, or refused.
+"""Read `adapter_config.json` strictly. Each PEFT field is served, has no effect at inference, or is refused.
 
-The decisions follow the source of PEFT 0.21 (`peft/tuners/lora/config.py`, `layer.py`, `tuners_utils.py`). A field that
-this version does not know is let through only while it is null, false, or an empty list, object or string, which is how
-PEFT writes a feature that is off; anything else could change the result and is refused by name.
+The rules follow the source of PEFT 0.21 (`peft/tuners/lora/config.py`, `layer.py`, `tuners_utils.py`). An unknown field
+is accepted only if it is null, false, or an empty list, object or string, as PEFT writes a feature that is off. Any
+other value could change the result, so it is refused by name.
 """
 
 import json
@@ -24,11 +24,11 @@ CONFIG_FILE = "adapter_config.json"
 
 T = TypeVar("T")
 
-# The longest that is read. A hundred thousand rank patterns are about 6 MB.
+# Largest accepted file. A hundred thousand rank patterns take about 6 MB.
 _MAX_BYTES = 32 << 20
 
-# Fields that say how the adapter was trained or started; they do not enter PEFT's forward pass. The four *_config of
-# the starting values are read by PEFT only when `init_lora_weights` names them, and stay behind after a conversion.
+# Fields of training and initialization, which PEFT's forward pass does not use. PEFT reads the last four *_config only
+# if `init_lora_weights` names them; they remain in the file after a conversion.
 _WITHOUT_EFFECT = frozenset(
     (
         "lora_dropout",
@@ -46,8 +46,8 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 
-# Fields that change the forward pass, and the values at which PEFT leaves it alone. Where PEFT asks "is it None?", an
-# empty object already switches the feature on, so it is not listed as off.
+# Fields that change the forward pass -> feature and the values that switch it off. An empty object is not among them
+# if PEFT tests `is not None`, because it then switches the feature on.
 _OFF_FALSE = (None, False)
 _OFF_EMPTY: tuple[Any, ...] = (None, False, [], {})
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -72,15 +72,16 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def read_config(file: Path, adapter: str) -> PeftConfig:
-    """Reads and checks an `adapter_config.json`.
+    """Read and check an `adapter_config.json`.
 
     Args:
-      file: the file.
-      adapter: the adapter's name, for messages.
+      file: Path of the file.
+      adapter: Name of the adapter, for messages.
 
     Raises:
-      AdapterFormatError: not readable, not a JSON object, a name given twice, or a value of the wrong type or range.
-      AdapterMismatchError: a PEFT feature that is not served, or a field that is not known; the message names it.
+      AdapterFormatError: The file cannot be read or is not a JSON object, a name occurs twice, or a value has the wrong
+        type or range.
+      AdapterMismatchError: A PEFT feature is not served or a field is unknown. The message names it.
     """
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
     with StableFile(file, where) as opened:
@@ -101,7 +102,7 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
     experts = expert_fields(raw, where)
     targets, layers, layers_pattern = _targets(raw, bool(experts.target_parameters), where)
     unchecked: list[str] = []
-    # Every module counts as targeted, and none as left out, where an expression cannot be asked.
+    # If an expression cannot be evaluated, every module counts as targeted and none as excluded.
     if targets is not None:
         targets = _or_unchecked(targets, "target_modules", compile_pattern(".*", where), unchecked, where)
     excluded = _or_unchecked(raw.get("exclude_modules") or [], "exclude_modules", frozenset(), unchecked, where)
@@ -128,7 +129,7 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
 
 
 def _writable(value: Json, where: str) -> Json:
-    """Return a value that is kept as it is. 1e999, which Python reads as infinity, could not be written again."""
+    """Return the value. Raise if it cannot be written as JSON: Python reads 1e999 as infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:
@@ -139,7 +140,7 @@ def _writable(value: Json, where: str) -> Json:
 def _or_unchecked(
     value: Json, name: str, instead: frozenset[str] | Pattern, unchecked: list[str], where: str
 ) -> frozenset[str] | Pattern:
-    """Names or a regular expression; `instead`, and a line in `unchecked`, for an expression that RE2 cannot take."""
+    """Return names or a pattern. For an expression that RE2 refuses, add to `unchecked` and return `instead`."""
     try:
         return _names_or_pattern(value, f"{where}: field {name!r}")
     except AdapterMismatchError as error:
@@ -147,7 +148,7 @@ def _or_unchecked(
         return instead
 
 
-# What a load keeps and a save writes beside what an `Adapter` has attributes for.
+# Fields that a load keeps in `Adapter.peft_fields` and a save writes back.
 PEFT_FIELDS = _WITHOUT_EFFECT | {"init_lora_weights", "ensure_weight_tying"}
 
 _SERVED = frozenset(
@@ -213,7 +214,7 @@ def _refuse_base_changing_init(init: Json, where: str) -> None:
 def _targets(
     raw: Mapping[str, Json], parameters: bool, where: str
 ) -> tuple[Json, frozenset[int] | None, tuple[str, ...]]:
-    """`target_modules`, `layers_to_transform` and `layers_pattern`, with PEFT's rules on how they combine."""
+    """Return `target_modules`, `layers_to_transform` and `layers_pattern`, combined by PEFT's rules."""
     targets = raw.get("target_modules")
     if targets is None and parameters:
         targets = []

@@ -1,4 +1,4 @@
-"""Text from other people's files, made fit for an error message: escaped, so that it cannot forge lines, and cut."""
+"""Escape and shorten text from untrusted files for error messages, so that it cannot forge lines."""
 
 import os
 
@@ -6,22 +6,22 @@ _LONGEST = 200
 
 
 def printable(text: str) -> str:
-    """The text with control characters, line ends and lone surrogates escaped; not quoted, not cut."""
+    """Return the text with control characters, line ends and lone surrogates escaped, without quotes or cuts."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown(name: str, longest: int = _LONGEST) -> str:
-    """The name in quotes, escaped, cut to about `longest` characters."""
+    """Return the name quoted, escaped and cut to about `longest` characters."""
     return repr(name if len(name) <= longest else name[: longest - 3] + "...")
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path as a message names it: whole, since it must be found again, and escaped."""
+    """Return a path escaped but not cut, so that it can be copied from the message."""
     return printable(os.fspath(path))
 
 
 def shown_value(value: object, longest: int = 80) -> str:
-    """`repr` of a value read from JSON, cut."""
+    """Return the `repr` of a JSON value, cut to `longest` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
@@ -30,7 +30,7 @@ def shown_value(value: object, longest: int = 80) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a value of this kind."""
+    """Return JSON's name for the type of a value."""
     names: dict[type, str] = {
         dict: "an object",
         list: "a list",

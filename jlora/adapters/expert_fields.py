@@ -1,4 +1,4 @@
-"""The fields of an `adapter_config.json` that say how the LoRA of experts was trained and packed."""
+"""Read the fields of `adapter_config.json` that describe how experts' LoRA was trained and packed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 EXPERT_FIELDS = ("target_parameters", "lora_B_layout", "unsloth_fused_expert_lora")
 
-# Parameters of all experts, in the order in which their modules have them. (The order decides which is PEFT's
-# `base_layer`: `_inject_parameters` wraps them one around the other.)
+# Parameters of all experts, in the order of their modules. PEFT's `_inject_parameters` wraps one around the other in
+# this order, so the first becomes `base_layer`.
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-# A router's weight is a plain matrix, and LoRA on it that of any linear layer.
+# A router's weight is a plain matrix, so its LoRA is that of a linear layer.
 _ROUTERS = ("gate.weight", "router.weight")
 _ROUTER_MODULES = ("gate", "router")
 _LAYOUTS = ("rank_major", "grouped_by_expert")
-# Mixtral's experts, as older checkpoints and as transformers 5 call them.
+# Path of Mixtral's experts in older checkpoints and in transformers 5.
 _ALIASES = (".block_sparse_moe.", ".mlp.")
 
 
 @dataclass(frozen=True)
 class ExpertFields:
-    """What a configuration says of experts.
+    """The configuration of experts' LoRA.
 
     Attributes:
-      target_parameters: names, or ends of names after a dot, of the parameters that PEFT put LoRA on.
-      layout: how the columns of a flat B lie: "rank_major", PEFT's, or "grouped_by_expert".
-      layouts: parameter -> its own layout and number of experts, where the writer (Unsloth) says them.
+      target_parameters: Names, or dotted suffixes, of the parameters with LoRA.
+      layout: Order of the columns of a flat B: "rank_major" (PEFT) or "grouped_by_expert".
+      layouts: Parameter -> its own layout and number of experts. Unsloth writes these; otherwise it is empty.
     """
 
     target_parameters: tuple[str, ...] = ()
@@ -36,11 +36,11 @@ class ExpertFields:
     layouts: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     def parameters(self, block: str) -> tuple[str, ...]:
-        """The parameters of the module that PEFT, given this configuration, would put LoRA on, in its order."""
+        """Return the parameters of module `block` that PEFT would put LoRA on, in PEFT's order."""
         return tuple(name for name in PARAMETERS if self._targets(f"{block}.{name}"))
 
     def targets_weight(self, module: str) -> bool:
-        """Whether the module is a router whose weight is targeted as a parameter."""
+        """Return True if the module is a router whose weight is targeted as a parameter."""
         return bool(self.target_parameters) and module.endswith(_ROUTER_MODULES) and self._targets(f"{module}.weight")
 
     def _targets(self, parameter: str) -> bool:
@@ -49,10 +49,10 @@ class ExpertFields:
         return any(name == entry or name.endswith(f".{entry}") for name in names for entry in self.target_parameters)
 
     def layout_of(self, parameter: str, experts: int, where: str) -> str:
-        """The layout of a flat B.
+        """Return the layout of a flat B.
 
         Raises:
-          AdapterFormatError: the writer says another number of experts.
+          AdapterFormatError: `layouts` has another number of experts for this parameter.
         """
         layout, said = self.layouts.get(parameter, (self.layout, experts))
         if said != experts:
@@ -64,15 +64,15 @@ class ExpertFields:
 
 
 def expert_fields(raw: Mapping[str, Json], where: str) -> ExpertFields:
-    """Reads and checks `EXPERT_FIELDS`.
+    """Read and check `EXPERT_FIELDS`.
 
     Args:
-      raw: the whole configuration.
-      where: adapter and file, for messages.
+      raw: The whole configuration.
+      where: Adapter and file, for messages.
 
     Raises:
-      AdapterFormatError: a value of the wrong type; markers that disagree.
-      AdapterMismatchError: a parameter or a layout that is not served.
+      AdapterFormatError: A value has the wrong type, or two layout fields disagree.
+      AdapterMismatchError: A parameter or a layout is not served.
     """
     targets = _target_parameters(raw.get("target_parameters"), f"{where}: field 'target_parameters'")
     marker = raw.get("lora_B_layout")
@@ -105,7 +105,7 @@ def _target_parameters(value: Json, where: str) -> tuple[str, ...]:
 
 
 def _details(value: Json, where: str) -> dict[str, tuple[str, int]]:
-    """What Unsloth writes beside `lora_B_layout`: {"lora_A_layout": ..., "parameters": {name: {...}}}."""
+    """Read Unsloth's {"lora_A_layout": ..., "parameters": {name: {...}}}; return name -> layout and num_experts."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not isinstance(value.get("parameters"), dict):

@@ -1,15 +1,15 @@
-"""Experts' LoRA in every format that files have, told apart by the names and shapes of their tensors alone.
+"""Recognize the formats of experts' LoRA from the names and shapes of the tensors.
 
-A file holds the LoRA of a mixture of experts either expert by expert, under names such as `experts.7.gate_proj`, which
-are modules like any other, or stacked: one A and one B of all experts E. Stacked, there are two kinds.
+A file stores the LoRA of E experts in one of three formats. Separate experts have names such as `experts.7.gate_proj`
+and are modules like any other. The two stacked formats have one A and one B for all experts.
 
-  three axes  A [E or 1, r, in], B [E or 1, out, r] under the name of a projection, `experts.w1` or `experts.gate_proj`
-              (Tinker, SGLang). A 1 is a factor that all experts share.
-  flat        A (E * r, in), B (out, r * E) of PEFT's `target_parameters`: `experts.base_layer` is the first parameter
-              of the module and `experts` the second, or the only one. A has the experts one after the other; B has them
-              taking turns, column j * E + e (`reshape(out, r, E)` in `ParamWrapper.get_delta_weight`), or one after
-              the other where `lora_B_layout` says "grouped_by_expert". In and out are exchanged in some files, and then
-              the parameter's delta is (B A) transposed: which, depends on who wrote the file (`decide_exchanged`).
+  three axes  A [E or 1, r, in] and B [E or 1, out, r] under the name of a projection, for example `experts.w1` or
+              `experts.gate_proj` (Tinker, SGLang). Size 1 is a factor shared by all experts.
+  flat        A (E * r, in) and B (out, r * E) of PEFT's `target_parameters`. `experts.base_layer` is the module's first
+              parameter and `experts` the second, or the only one. The rows of A are grouped by expert. The columns of B
+              are rank-major, with column j * E + e for rank j of expert e (`reshape(out, r, E)` in
+              `ParamWrapper.get_delta_weight`), or grouped by expert if `lora_B_layout` is "grouped_by_expert". Some
+              versions of PEFT exchange in and out; the parameter's delta is then (B A) transposed (`decide_exchanged`).
 """
 
 import re
@@ -24,7 +24,7 @@ from jlora.adapters.expert_fields import PARAMETERS
 from jlora.adapters.peft_config import PeftConfig
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
-# What each name of a projection holds of a gated block; "up" is all that one without a gate has before its activation.
+# Projection name -> its parts of a gated block. A block without a gate has only "up" before the activation.
 _PARTS = {
     "gate_up_proj": ("gate", "up"),
     "gate_proj": ("gate",),
@@ -36,7 +36,7 @@ _PARTS = {
 }
 _FIRST = ("gate_up_proj", "up_proj", "gate_proj", "w1", "w3")
 _DOWN = ("down_proj", "w2")
-# What else may stand for a projection in `target_modules`, which name what was trained and not what is in the file.
+# Other names of a projection in `target_modules`, which hold names from training that may differ from the file's.
 _ALSO_CALLED = {
     "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
     "gate_proj": ("w1",),
@@ -50,37 +50,42 @@ _RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:\.post\d+)?")
 
 
 class Sized(Protocol):
-    """What has the shapes of A and B, each of all experts, with three axes."""
+    """An object with the shapes of A and B of all experts, each with three axes."""
 
     @property
-    def a_shape(self) -> tuple[int, ...]: ...
+    def a_shape(self) -> tuple[int, ...]:
+        """Shape of A; the last axis is in."""
+        ...
+
     @property
-    def b_shape(self) -> tuple[int, ...]: ...
+    def b_shape(self) -> tuple[int, ...]:
+        """Shape of B; the middle axis is out."""
+        ...
 
 
 @dataclass(frozen=True)
 class StackedPair:
-    """The shapes of A and B of all experts, as the file has them under one name."""
+    """The shapes of A and B of all experts as stored in the file."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
 
     @property
     def empty(self) -> bool:
-        """Nothing is stored: Tinker's placeholder of a projection that the model does not have."""
+        """True if both factors have size 0, Tinker's placeholder for a projection that the model lacks."""
         return 0 in self.a and 0 in self.b
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stacked:
-    """How a stacked pair is read.
+    """How to read a stacked pair.
 
     Attributes:
-      name: what it is called in `Adapter.modules`.
-      a_shape, b_shape: of A [E or 1, r, in] and B [E or 1, out, r].
-      flat: of two axes in the file, as PEFT writes it.
-      grouped: a flat B has the columns of each expert together.
-      exchanged: a flat pair has in and out exchanged; None where the file cannot tell.
+      name: Name in `Adapter.modules`.
+      a_shape, b_shape: Shapes of A [E or 1, r, in] and B [E or 1, out, r].
+      flat: True if the tensors have two axes in the file, as PEFT writes them.
+      grouped: True if the columns of a flat B are grouped by expert.
+      exchanged: True if a flat pair has in and out exchanged. None if the file does not determine it.
     """
 
     name: str
@@ -92,13 +97,14 @@ class Stacked:
 
     @property
     def experts(self) -> int:
+        """Number of experts."""
         return max(self.a_shape[0], self.b_shape[0])
 
     def arrays(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors, or of what is read of them."""
+        """Return A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors or of their shares."""
         if not self.flat:
             return a, b
-        if b.ndim == 3:  # sorted by experts already
+        if b.ndim == 3:  # a share, which is read sorted by expert
             return a.reshape(self.a_shape), b.reshape(self.b_shape)
         experts, rank, _ = self.a_shape
         b = b.reshape(len(b), experts, rank) if self.grouped else b.reshape(len(b), rank, experts).swapaxes(1, 2)
@@ -106,12 +112,12 @@ class Stacked:
 
 
 def is_stacked(module: str) -> bool:
-    """Whether a module's tensors are those of all experts of a block."""
+    """Return True if a module's tensors hold all experts of a block."""
     return _split(module) is not None
 
 
 def _split(module: str) -> tuple[str, str] | None:
-    """Block, and what follows it: a projection, "base_layer" as often as it is there, or nothing."""
+    """Return the block and the rest of the name (a projection, one or more "base_layer", or ""), else None."""
     block, _, last = module.rpartition(".")
     if last in _PARTS:
         return (block, last) if _is_block(block) else None
@@ -126,7 +132,7 @@ def _is_block(module: str) -> bool:
 
 
 def _of_one_expert(module: str) -> tuple[str, str] | None:
-    """Block and projection of a module such as `mlp.experts.7.gate_proj`."""
+    """Return block and projection of a module such as `mlp.experts.7.gate_proj`, else None."""
     rest, _, last = module.rpartition(".")
     block, _, expert = rest.rpartition(".")
     return (block, last) if last in _PARTS and expert.isdecimal() and _is_block(block) else None
@@ -135,23 +141,23 @@ def _of_one_expert(module: str) -> tuple[str, str] | None:
 def stacked_pairs(
     pairs: Mapping[str, StackedPair], others: Iterable[str], config: PeftConfig, where: str
 ) -> dict[str, Stacked]:
-    """How each stacked pair of a file is read.
+    """Return how to read each stacked pair of a file.
 
     Args:
-      pairs: module name of the tensors, for which `is_stacked` -> their shapes.
-      others: the file's other modules.
-      config: the adapter's configuration.
-      where: adapter and file, for messages.
+      pairs: Module name of the tensors -> shapes, for modules with `is_stacked`.
+      others: Names of the file's other modules.
+      config: The adapter's configuration.
+      where: Adapter and file, for messages.
 
     Returns:
-      module name of the tensors -> how they are read, without the placeholders.
+      Module name of the tensors -> how to read them. Placeholders are left out.
 
     Raises:
-      AdapterFormatError: shapes that are no pair of one rank and one number of experts; a projection in two formats;
-        one that the configuration names and the file lacks, or the reverse.
-      AdapterMismatchError: a pair that the configuration does not target.
+      AdapterFormatError: A and B differ in rank or number of experts, a projection occurs in two formats, or the
+        parameters in the configuration and in the file differ.
+      AdapterMismatchError: The configuration does not target a pair.
     """
-    blocks: dict[str, dict[str, str]] = {}  # block -> what follows it in the tensors' names -> module
+    blocks: dict[str, dict[str, str]] = {}  # block -> rest of the tensors' name -> module
     for module, pair in pairs.items():
         if not pair.empty and (split := _split(module)) is not None:
             blocks.setdefault(split[0], {})[split[1]] = module
@@ -189,25 +195,27 @@ def decide_exchanged(
     *,
     stored: Literal["out_in", "in_out"] | None = None,
 ) -> bool:
-    """Whether a flat pair that the file cannot tell of has in and out exchanged, now that the model's sizes are known.
+    """Return True if a flat pair has in and out exchanged, given the sizes of the model's projection.
 
-    Where the product's own in and out are equal, the version of PEFT that wrote the file decides. Exchanged are of
+    If in and out of the projection are equal, the version of PEFT that wrote the file decides. These versions exchange
+    them:
 
-      parameters stored [E, out, in]                                            those of 0.19.0 and older
-      parameters stored [E, in, out] that say so (gpt-oss of transformers 5)    those of 0.19.0
-      parameters stored [E, in, out] that do not (gpt-oss of transformers 4)    those of 0.19.1 and newer
+      parameter stored as                                                       PEFT versions
+      [E, out, in]                                                              0.19.0 and older
+      [E, in, out], with `is_transposed` (gpt-oss of transformers 5)            0.19.0
+      [E, in, out], without it (gpt-oss of transformers 4)                      0.19.1 and newer
 
     Args:
-      sizes: A's last and B's first size in the file.
-      site: in and out of the model's product.
-      peft_version: what the configuration says of its writer.
-      where: adapter and module, for messages.
-      stored: how transformers has the parameter that was trained: [E, out, in] (Mixtral, Qwen3-MoE) or [E, in, out]
-        (gpt-oss); None if that is not known.
+      sizes: Last size of A and first size of B in the file.
+      site: In and out sizes of the model's projection.
+      peft_version: `peft_version` of the configuration; None if absent.
+      where: Adapter and module, for messages.
+      stored: Layout of the trained parameter in transformers: "out_in" for [E, out, in] (Mixtral, Qwen3-MoE), "in_out"
+        for [E, in, out] (gpt-oss), or None if unknown.
 
     Raises:
-      AdapterMismatchError: sizes of another product.
-      AdapterFormatError: nothing tells the two apart.
+      AdapterMismatchError: The sizes are those of another projection.
+      AdapterFormatError: Neither sizes nor version determine the order.
     """
     if sizes != site and sizes != site[::-1]:
         raise AdapterMismatchError(
@@ -220,7 +228,7 @@ def decide_exchanged(
     if stored is not None and release is not None:
         if stored == "out_in":
             return release < (0, 19, 1)
-        if release < (0, 19, 0):  # of newer ones the version of transformers would decide
+        if release < (0, 19, 0):  # for newer versions it depends on the version of transformers
             return False
     raise AdapterFormatError(
         f"{where}: in and out are both {site[0]}, and nothing tells whether the file has them exchanged (peft_version "
@@ -230,25 +238,25 @@ def decide_exchanged(
 
 
 def flattened(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A [E, r, in] and B [E, out, r] as PEFT writes them: (E * r, in) and (out, r * E), new arrays where it must be."""
+    """Return A [E, r, in] and B [E, out, r] in PEFT's flat layout, (E * r, in) and (out, r * E)."""
     experts, rank, _ = a.shape
     return a.reshape(experts * rank, -1), b.transpose(1, 2, 0).reshape(b.shape[1], rank * experts)
 
 
 def stored_names(names: Collection[str], others: Iterable[str], flat: Collection[str], where: str) -> dict[str, str]:
-    """name in `Adapter.modules` -> the module that its tensors are written under.
+    """Map names in `Adapter.modules` to the module names that their tensors are written under.
 
-    Flat pairs are where PEFT has them if it has a place for all of a block: two parameters, or one. Others have their
-    own names.
+    The flat pairs of a block get PEFT's names if PEFT has names for all of them, that is for one parameter or two. All
+    others keep their own names.
 
     Args:
-      names: of the LoRA of all experts.
-      others: of the adapter's other modules.
-      flat: those of `names` that are written flat.
-      where: adapter, for messages.
+      names: Names of modules that hold all experts.
+      others: Names of the adapter's other modules.
+      flat: The subset of `names` that is written flat.
+      where: Adapter, for messages.
 
     Raises:
-      AdapterFormatError: a name that no reader would take for that of all experts; a projection that is there twice.
+      AdapterFormatError: A name is not a projection of a module named experts, or a projection occurs twice.
     """
     blocks: dict[str, set[str]] = {}
     for name in names:
@@ -270,20 +278,20 @@ def stored_names(names: Collection[str], others: Iterable[str], flat: Collection
 
 
 def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
-    """Whether a block's flat pairs have in and out exchanged, told by the sizes of both.
+    """Return True if a block's flat pairs have in and out exchanged, derived from the sizes of both.
 
-    The block takes H and gives H: straight, the first pair takes what the second gives; exchanged, the reverse. The
-    first gives what the second takes, or twice as much where it is gate and up in one.
+    A block maps H to I and back to H. If in and out are not exchanged, the first pair has in = H and out = I (2 I for
+    gate_up), and the second has in = I and out = H.
 
     Args:
-      block: the experts' module.
-      sizes: name -> what has the pair's shapes, of this block and perhaps of others.
+      block: Module name of the experts.
+      sizes: Name -> object with the pair's shapes. Names of other blocks are ignored.
 
     Returns:
-      None where the block has one of the two only, or their sizes leave it open.
+      None if the block has only one of the two pairs, or if both readings fit.
 
     Raises:
-      AdapterFormatError: sizes of no one block.
+      AdapterFormatError: Neither reading fits.
     """
     first, down = (
         next(((n, sizes[n]) for n in (f"{block}.{last}" for last in lasts) if n in sizes), None)
@@ -304,7 +312,7 @@ def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
 
 
 def _projections(block: str, suffixes: Mapping[str, str], config: PeftConfig, where: str) -> dict[str, str]:
-    """module -> projection, of the stacked modules of a block."""
+    """Return module name -> projection for the stacked modules of a block."""
     found = {module: name for name, module in suffixes.items() if name in _PARTS}
     plain = {name: module for name, module in suffixes.items() if name not in _PARTS}
     for module, name in found.items():
@@ -323,7 +331,7 @@ def _projections(block: str, suffixes: Mapping[str, str], config: PeftConfig, wh
             f"{shown(block + '.lora_A')}, is missing"
         )
     parameters = config.experts.parameters(block)
-    if not config.experts.target_parameters:  # a converter's file, with vLLM's fixed meaning of the two
+    if not config.experts.target_parameters:  # a converted file, whose two pairs have vLLM's fixed meaning
         if not _targeted(block, "gate_up_proj", config):
             raise _not_targeted(plain[""], where)
         if len(plain) == 1:
@@ -344,7 +352,7 @@ def _projections(block: str, suffixes: Mapping[str, str], config: PeftConfig, wh
 
 
 def _targeted(block: str, name: str, config: PeftConfig) -> bool:
-    """Whether `target_modules` means a stacked projection, by any name that writers give it there."""
+    """Return True if `target_modules` matches a stacked projection under any of its names."""
     return any(
         config.targets(module, "linear")
         for module in (block, *(f"{block}.{other}" for other in (name, *_ALSO_CALLED[name])))

@@ -1,4 +1,4 @@
-"""Files that may change under us: read without a memory map, and refused when they did."""
+"""Read files that may change during the read, without a memory map, and refuse those that changed."""
 
 import hashlib
 import os
@@ -12,24 +12,24 @@ from types import TracebackType
 from jlora.adapters.escaping import printable
 from jlora.errors import AdapterFormatError
 
-# Time stamps of files move in ticks of up to 10 ms: within one, a second change leaves no trace.
+# Time stamps of files advance in ticks of up to 10 ms. A second change within one tick is not visible.
 _TICK_NS = 20_000_000
 
 
 class StableFile:
-    """One open regular file. Leaving the `with` block raises if it changed since it was opened.
+    """One open regular file. Leaving the `with` block raises if the file changed since it was opened.
 
     Attributes:
-      size: in bytes, when it was opened.
+      size: Size in bytes when the file was opened.
 
     Raises:
-      AdapterFormatError: not readable, not a regular file, shorter than asked for, or changed while it was read.
+      AdapterFormatError: The file cannot be read, is not a regular file, is shorter than a read, or has changed.
     """
 
     def __init__(self, file: Path, where: str):
         self._where = where
         try:
-            # A pipe put in the file's place must not hang the load.
+            # O_NONBLOCK: opening a named pipe must not block the load.
             self._fd = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             raise self._unreadable(error) from error
@@ -43,7 +43,7 @@ class StableFile:
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
         self._seeking = threading.Lock()
-        self._digests: dict[int, bytes] = {}  # offset -> SHA-256 of the bytes that were read there
+        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
         self.size = self._before.st_size
 
     def __enter__(self) -> "StableFile":
@@ -53,18 +53,18 @@ class StableFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._io:  # closes it
-            # What was read may be wrong because of the change: that is then the better reason.
+            # The change may have caused a format error; report the change instead.
             if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
                 raise self._moved() from error
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`."""
+        """Return `size` bytes from `offset`."""
         buffer = bytearray(size)
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills a buffer of bytes with those from `offset`. Threads may do so at once."""
+        """Fill a buffer with the bytes from `offset`. Several threads may call it at the same time."""
         left, at = buffer, offset
         try:
             while left:
@@ -77,13 +77,13 @@ class StableFile:
         self._digests[offset] = hashlib.sha256(buffer).digest()
 
     def digest(self) -> bytes:
-        """Return a SHA-256 of all bytes that were read: of the digests of the reads, in the order of their offsets."""
+        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
         return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._fd, [buffer], offset)
-        with self._seeking:  # Windows, where threads share one place in the file
+        with self._seeking:  # Windows has no positioned read, so threads share one file position
             self._io.seek(offset)
             return self._io.readinto(buffer) or 0
 
@@ -105,18 +105,18 @@ def _signature(found: os.stat_result) -> tuple[int, ...]:
 
 
 def content_key(files: Sequence[Path]) -> str:
-    """Return a text that differs whenever the content of an adapter's files may have changed.
+    """Return a string that differs whenever the content of an adapter's files may have changed.
 
-    It holds the size, times of modification and of change, inode and device of each. The time of change cannot be set
-    back, so a rewrite that restores the time of modification shows too. A file that changed within the last 20 ms is
-    waited for: file systems date changes in ticks, and a second change within one would not show. (On one that counts
-    in whole seconds it still can go unseen.)
+    It contains the size, mtime, ctime, inode and device of each file. The ctime cannot be set back, so a rewrite that
+    restores the mtime is detected too. If a file changed within the last 20 ms, the call sleeps until that time has
+    passed, because a second change within one tick of the file system's clock would not be visible. A file system that
+    counts in whole seconds can still hide a change.
 
     Args:
-      files: as `adapter_files` gives them.
+      files: Paths returned by `adapter_files`.
 
     Raises:
-      OSError: a file is gone.
+      OSError: A file no longer exists.
     """
     return " ".join(map(_file_key, files))
 
@@ -130,6 +130,6 @@ def _file_key(file: Path) -> str:
 
 
 def in_hub_cache(folder: Path, target: Path) -> bool:
-    """Whether a folder is a snapshot of Hugging Face's cache, `snapshots/<commit>`, and the target a blob beside it."""
+    """Return True if `folder` is `snapshots/<commit>` of a Hugging Face cache and `target` a blob of the same repo."""
     home = folder.resolve()
     return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"

@@ -1,4 +1,4 @@
-"""One module's LoRA on the host: of a linear layer or an embedding, or of all experts of a grouped product."""
+"""LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -15,14 +15,14 @@ FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleLoRA:
-    """One module's LoRA, in PEFT's own orientation: the module's output gains `scaling * (x @ a.T) @ b.T`.
+    """LoRA factors of one module in PEFT's orientation. The delta of the output is `scaling * (x @ a.T) @ b.T`.
 
     Attributes:
-      a: [r, K]; for an embedding [r, V], whose column t is what token t is looked up to.
-      b: [N, r]; for an embedding [D, r].
+      a: [r, K] float array. For an embedding [r, V], where column t belongs to token t.
+      b: [N, r] float array. For an embedding [D, r].
       kind: "linear" or "embedding".
       alpha: PEFT's `lora_alpha` of this module.
-      scaling: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA. Not folded into `a` or `b`.
+      scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA. It is not folded into `a` or `b`.
 
     Raises:
       AdapterFormatError: `a` or `b` is not a float matrix, or their ranks differ.
@@ -46,34 +46,37 @@ class ModuleLoRA:
 
     @property
     def rank(self) -> int:
+        """Rank r of the factors."""
         return self.a.shape[0]
 
     @property
     def a_shape(self) -> tuple[int, ...]:
+        """Shape of `a`."""
         return self.a.shape
 
     @property
     def b_shape(self) -> tuple[int, ...]:
+        """Shape of `b`."""
         return self.b.shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsLoRA:
-    """The LoRA of all experts of one grouped product: expert e's output gains `scaling * (x @ a[e].T) @ b[e].T`.
+    """LoRA factors of all experts of one projection. The delta of expert e is `scaling * (x @ a[e].T) @ b[e].T`.
 
     Attributes:
-      a: [E, r, K], or [1, r, K] where all experts share it.
-      b: [E, N, r], or [1, N, r] where all experts share it.
-      alpha, scaling: as of `ModuleLoRA`.
-      exchanged: whether the file has in and out exchanged, as some that PEFT wrote of `target_parameters`: then `a` is
-        [E, r, N] and `b` [E, K, r], and e's output gains `scaling * (x @ b[e]) @ a[e]`. None if the file cannot
-        tell: the model's sizes do, or `peft_version` (`decide_exchanged`).
-      own_order: whether the outputs of gate and up in one lie as in the base layer (PEFT's `target_parameters`), which
-        may have them alternate; else all of gate come before all of up.
-      peft_version: what the file says of the version of PEFT that wrote it.
+      a: [E, r, K] float array, or [1, r, K] if all experts share it.
+      b: [E, N, r] float array, or [1, N, r] if all experts share it.
+      alpha, scaling: As in `ModuleLoRA`.
+      exchanged: True if the file has in and out exchanged, as some versions of PEFT write `target_parameters`. Then `a`
+        is [E, r, N], `b` is [E, K, r], and the delta of expert e is `scaling * (x @ b[e]) @ a[e]`. None if the file
+        does not determine it; the model's sizes or `peft_version` then decide (`decide_exchanged`).
+      own_order: True if the outputs of a merged gate_up have the order of the base layer (PEFT's `target_parameters`),
+        where gate and up may alternate. False if all outputs of gate come before those of up.
+      peft_version: Version of PEFT that wrote the file; None if unknown or if the factors are not flat.
 
     Raises:
-      AdapterFormatError: `a` or `b` is no float array of three axes, or their ranks or experts differ.
+      AdapterFormatError: `a` or `b` is not a float array of three axes, or their ranks or experts differ.
     """
 
     a: Float[np.ndarray, "#E r K"]
@@ -96,19 +99,22 @@ class ExpertsLoRA:
 
     @property
     def rank(self) -> int:
+        """Rank r of the factors."""
         return self.a.shape[1]
 
     @property
     def experts(self) -> int:
-        """How many experts it is of; 1 if they share both factors."""
+        """Number of experts; 1 if they share both factors."""
         return max(len(self.a), len(self.b))
 
     @property
     def a_shape(self) -> tuple[int, ...]:
+        """Shape of `a`."""
         return self.a.shape
 
     @property
     def b_shape(self) -> tuple[int, ...]:
+        """Shape of `b`."""
         return self.b.shape
 
 

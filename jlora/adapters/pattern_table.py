@@ -1,7 +1,7 @@
-"""`rank_pattern` and `alpha_pattern`: the value of the first key, in the order of the file, that matches a module.
+r"""Look up `rank_pattern` and `alpha_pattern`, where the first key in file order that matches a module decides.
 
-PEFT tries `re.match(rf"(.*\\.)?({key})$", module)` for each module and key in turn. Here keys that are names are looked
-up in dicts by the dotted suffixes of the module. Other regular expressions are tried one by one, and limited in number.
+PEFT tries `re.match(rf"(.*\.)?({key})$", module)` for each module and each key. Here, keys that are plain names are
+looked up in dicts by the module's dotted suffixes. Other regular expressions are limited in number and tried in order.
 """
 
 import itertools
@@ -17,28 +17,28 @@ from jlora.errors import AdapterMismatchError
 
 T = TypeVar("T")
 
-# ^? name $?; a name is of characters that stand for themselves, dots, and escaped punctuation.
+# ^? name $?, where a name consists of literal characters, dots and escaped punctuation.
 _NAME = re.compile(r"(\^?)((?:[^\\^$.*+?{}()\[\]|]|\.|\\[^\w\x80-\U0010ffff]|\\_)*+)\$?", re.ASCII)
 _DOT = re.compile(r"\.")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 _MAX_EXPRESSIONS = 1024
-# A hostile file can still bring slow expressions and very many modules.
+# Bounds the time of hostile files with slow expressions and many modules.
 _MAX_SECONDS = 20.0
 
-# (whether it began with ^, length) -> places of the dots that match any character -> name -> index of its first key
+# (starts with ^, length) -> positions of dots that match any character -> name -> index of its first key
 _Names = dict[tuple[bool, int], dict[tuple[int, ...], dict[str, int]]]
 
 
 @dataclass(frozen=True)
 class PatternTable(Generic[T]):
-    """Keys and values in file order, sorted for lookup; `pattern_table` makes it.
+    """The keys and values of a pattern field, indexed for lookup. Made by `pattern_table`.
 
     Attributes:
-      keys, values: as in the file.
-      where: adapter, file and field, for messages.
-      names: the keys that are names, without their escapes.
-      expressions: index and regular expression of the other keys, in file order.
+      keys, values: Keys and values in file order.
+      where: Adapter, file and field, for messages.
+      names: Keys that are plain names, without escapes.
+      expressions: Index and regular expression of each other key, in file order.
     """
 
     keys: tuple[str, ...]
@@ -48,10 +48,11 @@ class PatternTable(Generic[T]):
     expressions: tuple[tuple[int, Pattern], ...] = field(compare=False, repr=False)
 
     def lookup(self, modules: Iterable[str], default: T) -> dict[str, T]:
-        """Return, for each module, the value of the first key that matches, or `default`.
+        """Return module name -> value of the first key that matches, or `default`.
 
         Raises:
-          AdapterMismatchError: an expression whose classes are not served for one of the names, or too much to match.
+          AdapterMismatchError: An expression with character classes meets a name beyond ASCII, or matching takes over
+            20 s.
         """
         if not self.keys:
             return dict.fromkeys(modules, default)
@@ -73,11 +74,11 @@ class PatternTable(Generic[T]):
         return first
 
     def _places(self, whole: bool, text: str) -> Iterator[int]:
-        """Yield the indices of the names that match the text: of those that began with ^, or of the others."""
+        """Yield the indices of the names that match the text; `whole` selects the names that start with ^."""
         for dots, names in self.names[whole, len(text)].items():
             if not dots:
                 found = names.get(text)
-            elif len(dots) > text.count("."):  # else it matches if it is equal
+            elif len(dots) > text.count("."):  # otherwise only an equal name matches, and () has found it
                 characters = list(text)
                 for at in dots:
                     characters[at] = "."
@@ -89,15 +90,15 @@ class PatternTable(Generic[T]):
 
 
 def pattern_table(entries: Mapping[str, T], where: str) -> PatternTable[T]:
-    """Sort the keys of a `rank_pattern` or `alpha_pattern` for lookup.
+    """Index the keys of a `rank_pattern` or `alpha_pattern` for lookup.
 
     Args:
-      entries: key -> value, in the order of the file.
-      where: adapter, file and field, for messages.
+      entries: Key -> value, in file order.
+      where: Adapter, file and field, for messages.
 
     Raises:
-      AdapterFormatError: a key that is no regular expression.
-      AdapterMismatchError: one that is not served (`compile_pattern`); over 1,024 that are not names.
+      AdapterFormatError: A key is not a regular expression.
+      AdapterMismatchError: `compile_pattern` does not serve a key, or more than 1,024 keys are not plain names.
     """
     names, expressions = _Names(), list[tuple[int, Pattern]]()
     until = time.monotonic() + _MAX_SECONDS
@@ -123,9 +124,9 @@ def _in_time(until: float, where: str) -> None:
 
 
 def _name(key: str) -> tuple[bool, str, tuple[int, ...]] | None:
-    """Return of a key that is a name: whether it begins with ^, the name, and its dots if they match any character.
+    """Return (starts with ^, name, positions of dots that match any character) for a key that is a plain name.
 
-    Where some dots are escaped and others are not, the key counts as an expression.
+    A key with both escaped and unescaped dots counts as an expression, for which the result is None.
     """
     if (found := _NAME.fullmatch(key)) is None:
         return None

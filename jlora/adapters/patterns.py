@@ -1,9 +1,9 @@
-"""Regular expressions from adapter files, matched in time linear in expression and name.
+"""Match regular expressions from adapter files in time linear in the expression and the name.
 
-PEFT's `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern` may hold regular expressions. They come
-from a file somebody else wrote, and Python's backtracking matcher can be made to run for ever by a twenty-character
-expression. RE2 cannot. What it is given is written in the part of Python's syntax that means the same to both, so an
-expression that is taken here matches as `re.fullmatch` does; look-around, back-references and flags are not taken.
+PEFT's `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern` may hold regular expressions from
+untrusted files. Python's backtracking matcher can run forever on an expression of twenty characters; RE2 cannot. Only
+syntax with the same meaning in Python and RE2 is accepted, so an accepted expression matches as `re.fullmatch` does.
+Look-around, back-references and flags are refused.
 """
 
 import re
@@ -17,11 +17,11 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _MAX_LENGTH = 8192
 
-# One item of a set, [...]. Pairs such as && and || are left out: Python announces that they will change their meaning.
+# One item of a set, [...]. Pairs such as && and || are left out, because Python warns that their meaning will change.
 _CHAR = r"(?:[^\\\[\]\-&|~]|\|(?!\|)|\\[^\w\x80-\U0010ffff]|\\[nrtfva_]|\\x[0-9A-Fa-f]{2})"
 _ITEM = rf"(?:{_CHAR}(?:-{_CHAR})?|\\[dDwWsS])"
 _COUNT = r"(?:0|[1-9][0-9]{0,3})"
-# Possessive repeats: no way of reading an expression is tried twice.
+# Repeats are possessive, so this match never backtracks.
 _SERVED = re.compile(
     rf"""(?ax)(?:
       (?: [^\\^$*+?{{()\[|]++                     # characters, the dot among them
@@ -36,16 +36,16 @@ _SERVED = re.compile(
 )
 _END = re.compile(r"\\(.)", re.DOTALL)
 _GROUP_NAME = re.compile(r"\(\?P<(\w+)>", re.ASCII)
-# These differ between the two beyond ASCII.
+# Python and RE2 differ on these beyond ASCII.
 _ASCII_ONLY = re.compile(r"\\[dDwWsSbB]")
 
-# RE2's words for what is no regular expression to anybody. A set with "[:" in it is one to Python.
+# RE2's messages for expressions that are malformed in Python too, except for sets with "[:", which Python accepts.
 _MALFORMED = ("missing )", "unexpected )", "trailing \\", "no argument for repetition operator")
 _MALFORMED_SET = ("missing ]", "invalid character class range")
 
 
 def _options(max_mem: int) -> re2.Options:
-    """RE2 without capturing, silent, within `max_mem` bytes for each expression (program and matching)."""
+    """Return RE2 options without captures and logging, limited to `max_mem` bytes (program and matching)."""
     found = re2.Options()
     found.log_errors = False
     found.never_capture = True
@@ -53,17 +53,18 @@ def _options(max_mem: int) -> re2.Options:
     return found
 
 
-# A program of about 10,000 instructions; and with room for a prefix.
+# Limits of about 10,000 instructions, and with room for a prefix.
 _OPTIONS, _PREFIXED = _options(1 << 18), _options(1 << 19)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression that names are matched against; `compile_pattern` makes it.
+    """A compiled regular expression. Made by `compile_pattern`.
 
     Attributes:
-      source: as it was written.
-      where: adapter, file and field, for messages.
+      source: The expression in the file.
+      where: Adapter, file and field, for messages.
+      regexp: The compiled RE2 expression.
     """
 
     source: str
@@ -71,10 +72,10 @@ class Pattern:
     regexp: Any = field(compare=False, repr=False)
 
     def fullmatch(self, name: str) -> bool:
-        """Return whether `re.fullmatch(source, name)` would find a match, for a name without line ends.
+        """Return True if `re.fullmatch(source, name)` would match, for a name without line ends.
 
         Raises:
-          AdapterMismatchError: a name beyond ASCII, and an expression whose classes differ there.
+          AdapterMismatchError: The name is not ASCII and the expression uses character classes or word boundaries.
         """
         if not name.isascii() and _ASCII_ONLY.search(self.source):
             raise AdapterMismatchError(
@@ -85,21 +86,21 @@ class Pattern:
 
 
 def compile_pattern(source: str, where: str, *, suffix: bool = False) -> Pattern:
-    """Check and compile a regular expression.
+    r"""Check and compile a regular expression.
 
     Args:
-      source: the expression, in the syntax of Python's `re`.
-      where: adapter, file and field, for the message of an error.
-      suffix: match what `re.fullmatch(rf"(.*\\.)?({source})", name)` matches, as PEFT does with keys.
+      source: The expression in the syntax of Python's `re`.
+      where: Adapter, file and field, for messages.
+      suffix: Match like `re.fullmatch(rf"(.*\.)?({source})", name)`, as PEFT does with keys.
 
     Raises:
-      AdapterFormatError: not a regular expression.
-      AdapterMismatchError: one that is too long or too large, or uses look-around, back-references, flags, or atomic
-        groups, or syntax that RE2 reads otherwise.
+      AdapterFormatError: `source` is not a regular expression.
+      AdapterMismatchError: `source` is too long or too large, or uses look-around, back-references, flags, atomic
+        groups, or syntax with another meaning in RE2.
     """
     if len(source) > _MAX_LENGTH:
         raise AdapterMismatchError(f"{where}: regular expression of {len(source)} characters; at most {_MAX_LENGTH}")
-    # What RE2 would read otherwise than Python is refused here; RE2 itself refuses the rest, such as unbalanced groups.
+    # `_SERVED` excludes syntax that differs between RE2 and Python. RE2 refuses the rest, such as unbalanced groups.
     served = _SERVED.fullmatch(source) is not None
     translated = _END.sub(lambda found: r"\z" if found[1] == "Z" else found[0], source) if served else source
     try:
@@ -117,7 +118,7 @@ def compile_pattern(source: str, where: str, *, suffix: bool = False) -> Pattern
 
 
 def _refusal(source: str, where: str, error: Exception | None) -> AdapterFormatError | AdapterMismatchError:
-    """What to raise for an expression that RE2 did not take (`error`), or took in another sense than Python (None)."""
+    """Return the error for an expression that RE2 refused (`error`) or that differs from Python's meaning (None)."""
     words = "" if error is None or not error.args else error.args[0]
     words = words.decode("utf-8", "replace") if isinstance(words, bytes) else str(words)
     what = f"{where}: {shown(source)}"

@@ -1,4 +1,4 @@
-"""What an `adapter_config.json` says of a module: its rank and alpha, and whether PEFT would put LoRA on it.
+"""Derive a module's rank, alpha and whether PEFT targets it from an `adapter_config.json`.
 
 The rules follow the source of PEFT 0.21 (`peft/tuners/lora/config.py`, `layer.py`, `tuners_utils.py`).
 """
@@ -15,7 +15,7 @@ from jlora.adapters.patterns import Pattern
 Kind = Literal["linear", "embedding"]
 T = TypeVar("T")
 
-# What PEFT's "all-linear" leaves out is the model's output layer; its usual names stand in for the model here.
+# PEFT's "all-linear" excludes the model's output layer. Without a model, its usual names are used.
 _OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer")
 _CLASSIFIER_HEADS = ("score", "classifier")
 
@@ -25,22 +25,23 @@ class PeftConfig:
     """The served part of an `adapter_config.json`.
 
     Attributes:
-      r, lora_alpha: rank and alpha of modules that no pattern names.
-      use_rslora: scaling is alpha / sqrt(rank) instead of alpha / rank.
-      rank_patterns, alpha_patterns: in file order; the first key that matches a module counts.
-      target_modules: names, or one regular expression; None stands for "all-linear". A regular expression that RE2
-        cannot take is in `unchecked`, and every module counts as targeted: the file's tensors say which are.
-      exclude_modules: the same, for modules left out; one that RE2 cannot take leaves out none.
-      layers_to_transform: layer indices that names in `target_modules` are limited to; None means all.
-      layers_pattern: names of the list that holds the layers; empty means any.
-      fan_in_fan_out: the base layer stores its weight transposed. A and B do not, so it has no effect on them.
+      r, lora_alpha: Rank and alpha of modules that match no pattern.
+      use_rslora: True if scaling is alpha / sqrt(rank) instead of alpha / rank.
+      rank_patterns, alpha_patterns: Patterns in file order. The first key that matches a module decides.
+      target_modules: Names or one regular expression; None stands for "all-linear". If RE2 refuses the expression, it
+        is listed in `unchecked` and every module counts as targeted, so the file's tensors decide.
+      exclude_modules: Names or one regular expression of modules to leave out. If RE2 refuses the expression, it is
+        listed in `unchecked` and excludes none.
+      layers_to_transform: Layer indices that names in `target_modules` are limited to; None means all.
+      layers_pattern: Names of the list that holds the layers; empty means any.
+      fan_in_fan_out: True if the base layer stores its weight transposed. It has no effect on A and B.
       base_model_name: `base_model_name_or_path`.
-      task_type: such as "CAUSAL_LM".
-      ensure_weight_tying: PEFT gave a tied output layer the embedding's LoRA, transposed, and took its name out of
-        `target_modules`; its tensors are in the file like any other module's.
-      experts: which parameters of experts it targets, and how their factors are packed.
-      unchecked: the fields whose regular expressions no module was checked against, each with it and the reason.
-      peft_fields: fields that are of no effect here and that PEFT reads back, as the file has them.
+      task_type: Task type such as "CAUSAL_LM".
+      ensure_weight_tying: True if PEFT gave a tied output layer the embedding's LoRA, transposed, and removed its name
+        from `target_modules`. Its tensors are in the file like those of any other module.
+      experts: Targeted parameters of experts and the layout of their factors.
+      unchecked: One line for each field with a regular expression that RE2 refused, with the reason.
+      peft_fields: Fields without effect in jlora, kept unchanged for PEFT.
       digest: SHA-256 of the file.
     """
 
@@ -64,35 +65,35 @@ class PeftConfig:
 
     @property
     def peft_version(self) -> str | None:
-        """The version of PEFT that wrote it, if it says."""
+        """Version of PEFT that wrote the configuration; None if absent."""
         found = self.peft_fields.get("peft_version")
         return found if isinstance(found, str) else None
 
     def ranks(self, modules: Iterable[str]) -> dict[str, int]:
-        """Rank of each module, by PEFT's rule: the first pattern that matches the name or its end after a dot, or `r`.
+        """Return module name -> rank. The first pattern that matches the name or a dotted suffix decides, else `r`.
 
         Raises:
-          AdapterMismatchError: `PatternTable.lookup` cannot tell.
+          AdapterMismatchError: See `PatternTable.lookup`.
         """
         return self._looked_up(self.rank_patterns, modules, self.r)
 
     def alphas(self, modules: Iterable[str]) -> dict[str, float]:
-        """Alpha of each module, by the same rule."""
+        """Return module name -> alpha, by the same rule as `ranks`."""
         return self._looked_up(self.alpha_patterns, modules, self.lora_alpha)
 
     def _looked_up(self, patterns: PatternTable[T], modules: Iterable[str], default: T) -> dict[str, T]:
         if not self.experts.target_parameters:
             return patterns.lookup(modules, default)
-        # PEFT asks for a parameter by its own name.
+        # PEFT looks up a parameter under its own name.
         names = {m: f"{m}.weight" if self.experts.targets_weight(m) else m for m in modules}
         found = patterns.lookup(names.values(), default)
         return {module: found[name] for module, name in names.items()}
 
     def targets(self, module: str, kind: Kind) -> bool:
-        """Whether PEFT, given this configuration, would put LoRA on the module (`check_target_module_exists`).
+        """Return True if PEFT would put LoRA on the module (`check_target_module_exists`).
 
         Raises:
-          AdapterMismatchError: a name that `Pattern.fullmatch` cannot tell.
+          AdapterMismatchError: See `Pattern.fullmatch`.
         """
         if self.experts.targets_weight(module):  # PEFT excludes no parameters
             return True
@@ -109,33 +110,33 @@ class PeftConfig:
         if self.target_modules is None:
             heads = _CLASSIFIER_HEADS if self.task_type == "SEQ_CLS" else ()
             return kind == "linear" and last not in _OUTPUT_LAYERS + heads
-        if module in self.target_modules:  # PEFT looks at the layer index of suffix matches only
+        if module in self.target_modules:  # PEFT checks the layer index of suffix matches only
             return True
         if not _named(self.target_modules, module):
             return False
         return self.layers_to_transform is None or self._layer_index(module) in self.layers_to_transform
 
     def _layer_index(self, module: str) -> int | None:
-        """The first number in the dotted name that follows the name of a list of layers and is followed by more."""
+        """Return the first number in the dotted name that follows a layer list's name and is not the last part."""
         parts = module.split(".")
         for pattern in self.layers_pattern or (None,):
-            # Without a pattern PEFT asks for a dot before the list's name, so the very first part cannot be the list.
+            # Without a pattern, PEFT requires a dot before the list's name, so the first part cannot be the list.
             for i in range(2 if pattern is None else 1, len(parts) - 1):
                 if pattern in (None, parts[i - 1]) and parts[i].isdecimal():
-                    # PEFT takes 01, and the digits of other scripts, for numbers; no model has such a layer.
+                    # PEFT also accepts 01 and digits of other scripts, but no model has such a layer.
                     canonical = parts[i].isascii() and (parts[i] == "0" or not parts[i].startswith("0"))
                     return int(parts[i]) if canonical and len(parts[i]) < 11 else None
         return None
 
 
 def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
 def _named(names: frozenset[str], module: str) -> bool:
-    """Whether one of the names is the module's, or its end after a dot."""
-    at = module.rfind(".")  # from the last part on: that is what most names are
+    """Return True if one of the names is the module's name or a dotted suffix of it."""
+    at = module.rfind(".")  # shortest suffix first, since most names have one part
     while at >= 0:
         if module[at + 1 :] in names:
             return True

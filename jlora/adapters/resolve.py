@@ -1,4 +1,4 @@
-"""From a path or a Hugging Face repo id to a local adapter folder whose files are safe to open."""
+"""Resolve a path or a Hugging Face repo id to a local adapter folder with files that are safe to open."""
 
 import contextlib
 import errno
@@ -28,10 +28,10 @@ class AdapterFolder:
     """An adapter's folder on this machine.
 
     Attributes:
-      folder: it.
-      name: the adapter's name.
-      repo_id, revision: where on the Hugging Face hub it came from; None if it is a folder of the user's.
-      local_only: whether the network is off limits.
+      folder: Path of the folder.
+      name: Name of the adapter.
+      repo_id, revision: Repository on the Hugging Face hub that the folder was downloaded from; None for a local path.
+      local_only: True if the network must not be used.
     """
 
     folder: Path
@@ -44,19 +44,19 @@ class AdapterFolder:
 def resolve(
     path: str | os.PathLike[str], adapter: str | None = None, revision: str | None = None, *, local_only: bool = False
 ) -> AdapterFolder:
-    """Finds an adapter's folder, downloading it from the Hugging Face hub if there is no such local folder.
+    """Find an adapter's folder, or download it from the Hugging Face hub if it is not a local folder.
 
     Args:
-      path: a local folder (`~` is expanded), or a repo id of the form "owner/name". `./x`, `/x`, `~/x` and names
-        of more than two parts are never looked for on the hub.
-      adapter: the adapter's name; by default the last part of `path`.
-      revision: branch, tag or commit of the repo; a local folder has none and ignores it.
-      local_only: look for a repo in Hugging Face's cache only.
+      path: Local folder (`~` is expanded) or a repo id of the form "owner/name". `./x`, `/x`, `~/x` and names of more
+        than two parts are never looked up on the hub.
+      adapter: Name of the adapter; by default the last part of `path`.
+      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      local_only: Look up a repo in Hugging Face's local cache only.
 
     Raises:
-      AdapterNotFoundError: no such folder, and no such repo or no way to reach it.
-      AdapterFormatError: `path` is a file.
-      LoRAUsageError: an argument of the wrong kind.
+      AdapterNotFoundError: The folder does not exist, and the repo does not exist or cannot be reached.
+      AdapterFormatError: `path` is a file or cannot be read.
+      LoRAUsageError: An argument is of the wrong type.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -83,19 +83,19 @@ def resolve(
 
 
 def local_folder(request: LoRARequest) -> Path:
-    """Return the folder of a request's adapter, downloaded from the Hugging Face hub if its path is a repository there.
+    """Return the local folder of a request's adapter, downloaded from the Hugging Face hub if the path is a repo id.
 
-    A resolver of yours may call it: a repository's folder is named after the commit, which a `revision` may be.
+    A resolver can use it to pin a revision, since a downloaded folder is named after its commit.
 
     Raises:
-      AdapterNotFoundError: no such folder, and no such repository or no way to reach it.
-      AdapterFormatError: the path is a file.
+      AdapterNotFoundError: The folder does not exist, and the repo does not exist or cannot be reached.
+      AdapterFormatError: The path is a file or cannot be read.
     """
     return resolve(request.path, request.name, request.revision, local_only=request.local_only).folder
 
 
 def _mode(path: str, where: str) -> int | None:
-    """What is at a path; None where nothing is. What a disk that fails cannot tell is not looked for on the hub."""
+    """Return the mode of a path, or None if it does not exist. Raise for other errors, such as a failing disk."""
     try:
         return os.stat(path).st_mode
     except OSError as error:
@@ -107,12 +107,12 @@ def _mode(path: str, where: str) -> int | None:
 
 
 def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool) -> Path:
-    import huggingface_hub  # here, because it is slow to import and a local folder does not need it
+    import huggingface_hub  # imported here: it is slow to import, and local folders do not need it
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     away: Exception | None = None
     try:
-        if revision is not None and _COMMIT.fullmatch(revision):  # it is what it was
+        if revision is not None and _COMMIT.fullmatch(revision):  # a commit never changes, so the cache is current
             with contextlib.suppress(LocalEntryNotFoundError):
                 files = [
                     huggingface_hub.hf_hub_download(repo_id, name, revision=revision, local_files_only=True)
@@ -120,21 +120,21 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
                 ]
                 return Path(files[0]).parent
         if not local_only:
-            # Asked once, with a time limit (HF_HUB_ETAG_TIMEOUT): what follows goes on for minutes where a hub hangs.
+            # One request with a time limit (HF_HUB_ETAG_TIMEOUT). A download retries for minutes if the hub hangs.
             url = huggingface_hub.hf_hub_url(repo_id, CONFIG_FILE, revision=revision)
             try:
                 huggingface_hub.get_hf_file_metadata(url)
-            except Exception as error:  # as below; what is in the cache is served all the same
+            except Exception as error:  # any error, as below; the cache is used instead
                 away = error
         cached = local_only or away is not None
         config = huggingface_hub.hf_hub_download(repo_id, CONFIG_FILE, revision=revision, local_files_only=cached)
         folder = Path(config).parent
-        try:  # of the same commit
+        try:  # from the same commit
             huggingface_hub.hf_hub_download(repo_id, WEIGHTS_FILE, revision=folder.name, local_files_only=cached)
-        except EntryNotFoundError as error:  # whoever opens it says so
-            if isinstance(error, LocalEntryNotFoundError) and not local_only:  # which means that the hub is away
+        except EntryNotFoundError as error:  # reported by `adapter_files`
+            if isinstance(error, LocalEntryNotFoundError) and not local_only:  # the hub is unreachable
                 raise
-    except Exception as caught:  # the hub's client lets errors of several HTTP libraries through; all mean "not here"
+    except Exception as caught:  # the client raises errors of several HTTP libraries
         error = away or caught
         reason = printable((str(error).strip().splitlines() or [""])[0])
         at = f" at revision {shown(revision)}" if revision else ""
@@ -151,12 +151,12 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
 
 
 def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
-    """The configuration and weights files of an adapter folder, checked to be regular files inside it.
+    """Return the paths of an adapter's configuration and weights, checked to be regular files in its folder.
 
     Raises:
-      AdapterFormatError: a file is missing, is not a regular file, or is a link that leads out of the folder. The
-        links of Hugging Face's cache, from `snapshots/<commit>/` to the same repo's `blobs/`, are let through. If
-        only pickled weights are there, or in the repo, they are not opened; the message shows how to convert them.
+      AdapterFormatError: A file is missing, is not a regular file, or is a link out of the folder. Links of Hugging
+        Face's cache, from `snapshots/<commit>/` to the same repo's `blobs/`, are accepted. Pickled weights are never
+        opened; if the folder or repo has only these, the message shows how to convert them.
     """
     weights = found.folder / WEIGHTS_FILE
     if not os.path.lexists(weights):
@@ -193,7 +193,7 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
 
 
 def _files_of_repo(repo_id: str, revision: str | None) -> Collection[str]:
-    """The repo's file names; none if they cannot be had, as they only make an error clearer."""
+    """Return the repo's file names, or () if the request fails. They only make an error message clearer."""
     import huggingface_hub
 
     try:

@@ -1,4 +1,4 @@
-"""What an adapter's header says, before a tensor is read."""
+"""Shapes of an adapter, read from the header before any tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from jlora.adapters.peft_config import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleShapes:
-    """Shapes of one module's LoRA, in PEFT's own orientation.
+    """Shapes of one module's LoRA factors in PEFT's orientation.
 
     Attributes:
       kind: "linear" or "embedding".
-      a_shape: (r, K); for an embedding (r, V).
-      b_shape: (N, r); for an embedding (D, r).
-      a_dtype, b_dtype: of the arrays that the `Adapter` will hold.
-      scaling: what the product is multiplied by.
+      a_shape: (r, K). For an embedding (r, V).
+      b_shape: (N, r). For an embedding (D, r).
+      a_dtype, b_dtype: Dtypes of the arrays in the `Adapter`.
+      scaling: Factor of the delta.
     """
 
     kind: Kind
@@ -30,19 +30,20 @@ class ModuleShapes:
 
     @property
     def rank(self) -> int:
+        """Rank r of the factors."""
         return self.a_shape[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsShapes:
-    """Shapes of the LoRA of all experts of one grouped product; the names are those of `ExpertsLoRA`.
+    """Shapes of the LoRA factors of all experts of one projection, as in `ExpertsLoRA`.
 
     Attributes:
       a_shape: (E or 1, r, in).
       b_shape: (E or 1, out, r).
-      a_dtype, b_dtype: of the arrays that the `Adapter` will hold.
-      scaling: what the product is multiplied by.
-      exchanged, own_order, peft_version: as of `ExpertsLoRA`.
+      a_dtype, b_dtype: Dtypes of the arrays in the `Adapter`.
+      scaling: Factor of the delta.
+      exchanged, own_order, peft_version: As in `ExpertsLoRA`.
     """
 
     a_shape: tuple[int, int, int]
@@ -57,16 +58,18 @@ class ExpertsShapes:
 
     @property
     def rank(self) -> int:
+        """Rank r of the factors."""
         return self.a_shape[1]
 
     @property
     def experts(self) -> int:
+        """Number of experts; 1 if they share both factors."""
         return max(self.a_shape[0], self.b_shape[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseShape:
-    """A whole base weight that came with the adapter: [V, D] or [N, K]."""
+    """Shape and dtype of a base weight, [V, D] or [N, K], stored with the adapter."""
 
     shape: tuple[int, int]
     dtype: np.dtype
@@ -74,14 +77,14 @@ class BaseShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterShapes:
-    """An adapter before its tensors are read: what `Adapter.from_pretrained(check=...)` is asked about.
+    """Shapes of an adapter, known before its tensors are read. The argument of `Adapter.from_pretrained(check=...)`.
 
     Attributes:
-      name: the adapter's name.
-      modules: dotted module name -> its shapes; the keys are those of `Adapter.modules`.
-      base_weights: dotted module name -> shape and dtype; the keys are those of `Adapter.base_weights`.
-      base_model_name: what `Adapter.base_model_name` will be.
-      nbytes: what `Adapter.nbytes` will be.
+      name: Name of the adapter.
+      modules: Dotted module name -> shapes, with the keys of `Adapter.modules`.
+      base_weights: Dotted module name -> shape and dtype, with the keys of `Adapter.base_weights`.
+      base_model_name: Value of `Adapter.base_model_name`.
+      nbytes: Value of `Adapter.nbytes`.
     """
 
     name: str

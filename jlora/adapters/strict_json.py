@@ -1,4 +1,4 @@
-"""JSON of a file that somebody else wrote: one object, each name given once, and nothing that Python alone takes."""
+"""Parse a JSON object from an untrusted file, without duplicate names and without Python's extensions of JSON."""
 
 import json
 import re
@@ -7,23 +7,23 @@ from typing import Any, NoReturn, TypeAlias, cast
 from jlora.adapters.escaping import kind_of, printable, shown
 from jlora.errors import AdapterFormatError
 
-# What a file may hold at any place; lists and objects are looked into with the same care.
+# Any JSON value. Items of lists and objects need the same checks before use.
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Json]:
-    """Parses one JSON object.
+    """Parse one JSON object.
 
     Args:
-      data: the whole text, UTF-8.
-      where: what holds it, for messages.
-      noun: what the names of an object stand for, for messages.
+      data: The whole text in UTF-8.
+      where: Source of the text, for messages.
+      noun: Word for a name in an object, for messages.
 
     Raises:
-      AdapterFormatError: not JSON, not UTF-8, nested too deeply, not an object, a name given twice, NaN or Infinity, an
-        integer of thousands of digits, or half a surrogate pair (which no UTF-8 file can hold).
+      AdapterFormatError: The text is not JSON, not UTF-8, nested too deeply or not an object, or it holds a name twice,
+        NaN, Infinity, an integer of thousands of digits, or half a surrogate pair (which UTF-8 cannot encode).
     """
 
     def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -40,7 +40,7 @@ def parse_object(data: bytes, where: str, noun: str = "field") -> dict[str, Json
     try:
         text = data.decode("utf-8")
         found = json.loads(text, object_pairs_hook=once, parse_constant=constant)
-        if _SURROGATE.search(text):  # most are halves of a whole pair
+        if _SURROGATE.search(text):  # fails for a half pair; most escapes are whole pairs
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise AdapterFormatError(f"{where}: is not JSON: a string holds {error.object[error.start]!r}") from error

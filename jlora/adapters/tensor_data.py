@@ -1,4 +1,4 @@
-"""The numbers of a safetensors file, each read once into the array that is kept, and checked in the cache."""
+"""Read the tensors of a safetensors file directly into their final arrays, and check them while they are in cache."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,29 +22,30 @@ DTYPES = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-# Of each dtype, the integers of its size, and the bits of infinity: what has greater ones below the sign is NaN.
+# dtype -> signed and unsigned integers of its size, and the bits of infinity. NaN has greater bits below the sign.
 _BITS = {
     DTYPES["F16"]: (np.int16, np.uint16, 0x7C00),
     DTYPES["BF16"]: (np.int16, np.uint16, 0x7F80),
     DTYPES["F32"]: (np.int32, np.uint32, 0x7F80_0000),
     DTYPES["F64"]: (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
 }
-_PART = 1 << 25  # bytes that one thread reads
-# Bytes from which an array is whole. Few enough that what its tensors leave goes back to the system long before the
-# last of an adapter is done with; enough that malloc has memory of its own for it, and keeps none.
+_PART = 1 << 25  # bytes of one thread's work item
+# Bytes at which an array takes no further tensor. Small enough that memory returns to the system long before the last
+# tensor of an adapter is freed; large enough that malloc maps each array separately and unmaps it when freed.
 _WHOLE = 1 << 26
-_PIECE = 1 << 19  # bytes that are read and looked at together: they stay in the cache
+_PIECE = 1 << 19  # bytes read and checked at a time, so that they stay in the cache
 
 
 class Share(NamedTuple):
-    """What is read of a tensor that is of several experts, [leading, experts, ...] in the file.
+    """The experts to read from a tensor that has shape [leading, experts, ...] in the file.
 
-    It is kept [experts, leading, ...], as zeros where it is not read, which take no memory.
+    The array in memory has shape [experts, leading, ...]. Experts that are not read are zeros that take no memory.
 
     Attributes:
-      leading: how often the experts take turns: 1 where each has its bytes together.
-      experts: how many there are.
-      own: those that are read, in their order; none at all leaves the tensor out.
+      leading: Number of blocks before the expert axis; 1 if each expert is contiguous. Experts are interleaved if it is
+        larger.
+      experts: Number of experts.
+      own: Ranges of experts to read, in order. With () the tensor is not read.
     """
 
     leading: int
@@ -54,13 +55,13 @@ class Share(NamedTuple):
 
 @dataclass
 class _Run:
-    """Tensors that follow each other in the file and are kept in one array: there may be tens of thousands.
+    """Tensors that are adjacent in the file and share one array, since a file may have tens of thousands.
 
     Attributes:
-      stored, kept: dtype in the file, and of the array.
-      base: whether they are base weights.
-      names: of the tensors.
-      begin, end: bytes of the file.
+      stored, kept: Dtype in the file, and dtype of the array.
+      base: True if the tensors are base weights.
+      names: Names of the tensors.
+      begin, end: Byte offsets in the file.
     """
 
     stored: np.dtype
@@ -71,17 +72,17 @@ class _Run:
     end: int
 
     def places(self, begin: int, end: int) -> slice:
-        """Where these bytes of the file are in the array."""
+        """Return the slice of the array for these bytes of the file."""
         return slice(*((at - self.begin) // self.stored.itemsize for at in (begin, end)))
 
 
 class _Part(NamedTuple):
-    """What one thread reads at a time.
+    """One thread's work item.
 
     Attributes:
-      run, whole: of which run, and its array.
-      turns: the tensor, if it is one in which experts take turns.
-      begin, end: bytes of the file.
+      run, whole: The run and its array.
+      turns: Name of the tensor if its experts are interleaved, else None.
+      begin, end: Byte offsets in the file.
     """
 
     run: _Run
@@ -104,26 +105,28 @@ def read_tensors(
     allow_nonfinite: bool = False,
     shares: Mapping[str, Share] = MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
-    """Reads tensors of served dtypes.
+    """Read tensors of served dtypes.
 
-    A tensor in which experts take turns, of which some are wanted, is read once and sorted piece by piece: no more of
-    it is in memory than is kept, and a piece.
+    A tensor with interleaved experts of which some are wanted is read once, piece by piece. Memory holds only the
+    wanted experts and one piece for each thread.
 
     Args:
-      file: the open file.
-      tensors: what its header says, in the order of their bytes.
-      base: names of base weights, which are never converted, and share no memory with the others.
-      where: adapter and file, for messages.
-      dtype: convert to this dtype; None keeps the file's.
-      allow_nonfinite: let NaN and infinity through.
-      shares: of tensors that are not read whole, what is read of them. Nothing is said of the numbers of the rest.
+      file: The open file.
+      tensors: Tensors of the header in file order.
+      base: Names of base weights. They are never converted and share no array with other tensors.
+      where: Adapter and file, for messages.
+      dtype: Convert to this dtype. None keeps the file's dtype.
+      allow_nonfinite: Accept NaN and infinity.
+      shares: Tensor name -> experts to read, for tensors that are not read whole. Unread experts are not checked for
+        NaN and infinity.
 
     Returns:
-      name -> read-only array. Neighbours in the file are views of one array, up to some size of it. Of the file's
-      shape, but [experts, leading, ...] where experts take turns and some are read.
+      Tensor name -> read-only array. Adjacent tensors are views of one array of limited size. An array has the file's
+      shape, or [experts, leading, ...] for a share of a tensor with interleaved experts.
 
     Raises:
-      AdapterFormatError: NaN or infinity; a value too large for `dtype`; a file that changed while it was read.
+      AdapterFormatError: The file holds NaN or infinity, holds a value too large for `dtype`, or changed during the
+        read.
     """
     runs = list(_runs(tensors, base, dtype))
     wholes = [_memory(run, shares) for run in runs]
@@ -136,7 +139,7 @@ def read_tensors(
     ]
 
     def keep(found: np.ndarray, kept: np.ndarray, name_of: Callable[[np.ndarray], str]) -> None:
-        """Looks at the numbers that were read, and brings them where they are kept."""
+        """Check the values that were read and copy them to their array."""
         if not (allow_nonfinite or all_finite(found)):
             raise AdapterFormatError(
                 f"{where}: tensor {shown(name_of(~np.isfinite(found)))} holds NaN or infinity; expected finite numbers "
@@ -166,7 +169,7 @@ def read_tensors(
     on_threads(fill, parts, sum(part.end - part.begin for part in parts))
     arrays: dict[str, np.ndarray] = {}
     for run, whole in zip(runs, wholes, strict=True):
-        whole.flags.writeable = False  # before views of it are made, which could be set writeable otherwise
+        whole.flags.writeable = False  # before the views are made, so that they cannot be set writeable
         for name in run.names:
             info, share = tensors[name], shares.get(name)
             shape = info.shape if share is None or share.leading == 1 else (share.experts, share.leading, -1)
@@ -175,7 +178,7 @@ def read_tensors(
 
 
 def _read_span(file: StableFile, part: _Part, tensors: Mapping[str, TensorInfo], keep: _Keep) -> None:
-    """Reads bytes that are kept as they follow each other."""
+    """Read contiguous bytes into the array."""
     run = part.run
     for at in range(part.begin, part.end, _PIECE):
         piece = part.whole[run.places(at, min(at + _PIECE, part.end))]
@@ -187,7 +190,7 @@ def _read_span(file: StableFile, part: _Part, tensors: Mapping[str, TensorInfo],
 def _read_turns(
     file: StableFile, part: _Part, name: str, tensors: Mapping[str, TensorInfo], share: Share, keep: _Keep
 ) -> None:
-    """Reads rows in which experts take turns, and keeps some experts of them."""
+    """Read rows with interleaved experts and keep the wanted experts."""
     info = tensors[name]
     run = part.run
     kept = part.whole[run.places(info.start, info.end)].reshape(share.experts, share.leading, -1)
@@ -204,7 +207,7 @@ def _read_turns(
 
 
 def _step(info: TensorInfo, share: Share, most: int) -> int:
-    """Bytes of whole rows of a tensor in which experts take turns: as many as `most` bytes have, or one."""
+    """Return the bytes of as many whole rows as fit in `most` bytes, at least one, for interleaved experts."""
     row = (info.end - info.start) // share.leading
     return max(1, most // row) * row
 
@@ -219,7 +222,7 @@ def _memory(run: _Run, shares: Mapping[str, Share]) -> np.ndarray:
 def _spans(
     tensors: Mapping[str, TensorInfo], run: _Run, shares: Mapping[str, Share]
 ) -> Iterator[tuple[int, int, str | None]]:
-    """The bytes of a run that are read, and of which tensor they are, if it is one in which experts take turns."""
+    """Yield (begin, end, name) byte spans of a run to read; name is None unless the experts are interleaved."""
     begin = end = run.begin
     for name in run.names:
         info, share = tensors[name], shares.get(name)
@@ -262,22 +265,22 @@ def _runs(tensors: Mapping[str, TensorInfo], base: Collection[str], dtype: np.dt
 
 
 def _unsigned(dtype: np.dtype) -> np.dtype:
-    """What to copy numbers as: NumPy holds the interpreter while it copies those of a foreign dtype."""
+    """Return the unsigned dtype of the same size, for copies. NumPy holds the GIL while it copies bfloat16."""
     return np.dtype(_BITS[dtype][1])
 
 
 def _at_fault(tensors: Mapping[str, TensorInfo], run: _Run, start: int, wrong: np.ndarray) -> str:
-    """The tensor that the first wrong number of a piece is of; the piece begins at byte `start` of the file."""
+    """Return the name of the tensor with the first wrong value of a piece that starts at byte `start` of the file."""
     at = start + int(np.argmax(wrong)) * run.stored.itemsize
     return next(name for name in run.names if tensors[name].start <= at < tensors[name].end)
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Whether a C-contiguous float array holds neither NaN nor infinity.
+    """Return True if a C-contiguous float array has neither NaN nor infinity.
 
-    The bits of infinity are those of the largest number and one more; with the sign they are greater than those of any
-    finite number, read without it, and without the sign greater than those of any, read with it. So two maxima tell,
-    which need no memory and are several times as fast as `np.isfinite`.
+    The bits of infinity are one more than those of the largest finite value, and those of NaN are greater still. So the
+    maximum of the bits as signed integers reveals a positive infinity or NaN, and the maximum as unsigned integers a
+    negative one. The two maxima need no temporary array and are several times as fast as `np.isfinite`.
     """
     if (found := _BITS.get(array.dtype)) is None:
         return bool(np.isfinite(array).all())

@@ -1,7 +1,8 @@
-"""The safetensors format, read strictly and with ordinary reads: a memory map of a file that shrinks kills the process.
+"""Read the header of a safetensors file strictly.
 
-A file is eight bytes of header length, a JSON header that names every tensor with its dtype, shape and bytes, and the
-bytes, without gaps. (https://github.com/huggingface/safetensors, "Format".)
+A file has eight bytes of header length, a JSON header with the dtype, shape and byte offsets of each tensor, and the
+bytes of the tensors without gaps (https://github.com/huggingface/safetensors, "Format"). Files are read with ordinary
+reads, because a memory map of a file that shrinks kills the process.
 """
 
 import math
@@ -12,9 +13,9 @@ from jlora.adapters.files import StableFile
 from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 
-# Enough for a hundred thousand modules. The format itself stops at 100 MB.
+# Enough for a hundred thousand modules. The format's own limit is 100 MB.
 _MAX_HEADER = 32 << 20
-# Bits of an element.
+# Dtype name -> bits of an element.
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -29,7 +30,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of the file: safetensors' name of its dtype, its shape, and the place of its bytes."""
+    """Dtype (by safetensors' name), shape and byte offsets in the file of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,19 +39,18 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
-    """Reads the header and nothing else.
+    """Read the header of a safetensors file.
 
     Args:
-      file: the open file.
-      where: adapter and file, for messages.
+      file: The open file.
+      where: Adapter and file, for messages.
 
     Returns:
-      The tensors by name, in the order of their bytes.
+      Tensor name -> dtype, shape and offsets, in file order.
 
     Raises:
-      AdapterFormatError: not a whole safetensors file: a header that is cut, too long or not JSON; a tensor that is
-        named twice, of an unknown dtype, or of a shape that does not give its size; bytes that overlap, are left over,
-        or lie beyond the end.
+      AdapterFormatError: The header is cut, too long or not JSON; a tensor is named twice, has an unknown dtype, or has
+        a shape that does not match its bytes; or bytes overlap, belong to no tensor, or are beyond the end of the file.
     """
     where = f"{where}: is not a whole safetensors file"
     if file.size < 8:
@@ -67,7 +67,7 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise AdapterFormatError(f"{where}: __metadata__ must be an object of strings, found {shown_value(metadata)}")
-    # Each takes the place of what was parsed: the fewer objects there are, the less often all of them are gone through.
+    # pop frees the parsed entries one by one: fewer live objects mean fewer passes of the garbage collector.
     tensors = {name: _info(name, header.pop(name), 8 + length, where) for name in tuple(header)}
     tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: tensors[name][2:])}
     at = 8 + length
@@ -83,7 +83,7 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
 
 
 def _info(name: str, value: Json, begin: int, where: str) -> TensorInfo:
-    # There may be tens of thousands: what is wrong with one is looked for only where something is.
+    # A file may have tens of thousands of tensors, so the exact fault is determined only after a check fails.
     if isinstance(value, dict) and value.keys() == _FIELDS:
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         known = isinstance(dtype, str) and dtype in _BITS and _whole_numbers(shape) and _whole_numbers(offsets)

@@ -1,4 +1,4 @@
-"""The command line. Importing this costs nothing: Ctrl-C is answered before argparse or JAX are on their way."""
+"""Entry point of the command line. It handles Ctrl-C before argparse and JAX are imported."""
 
 import io
 import os
@@ -8,7 +8,7 @@ from glob import glob
 from types import FrameType
 from typing import NoReturn
 
-# Linux shows every accelerator that JAX drives as one of these: TPUs, NVIDIA (also Jetson and WSL), AMD, Neuron.
+# Linux device files of the accelerators that JAX supports: TPUs, NVIDIA (also Jetson and WSL), AMD, Neuron.
 _ACCELERATORS = (
     "/dev/accel*",
     "/dev/vfio/[0-9]*",
@@ -22,17 +22,18 @@ _ACCELERATORS = (
 
 
 def main() -> int:
-    """The console script `jlora`: one command in a process of its own. Returns the exit status.
+    """Run the console script `jlora` and return its exit status.
 
-    0 is success, 1 an error (one line on stderr), 2 a wrong argument, 130 Ctrl-C, 141 a reader of the output that left.
+    The status is 0 for success, 1 for an error (one line on stderr), 2 for a wrong argument, 130 for Ctrl-C, and 141
+    if the reader of the output has closed it.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it, and goes on
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job keeps SIGINT ignored
         signal.signal(signal.SIGINT, _interrupted)
     _choose_platform()
     from jlora.cli.commands import run
 
     try:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where the caller closed it
+        if isinstance(sys.stdout, io.TextIOWrapper):  # None if the parent process closed it
             sys.stdout.reconfigure(errors="backslashreplace")
         status = run(sys.argv[1:])
         if sys.stdout is not None:
@@ -43,12 +44,12 @@ def main() -> int:
     except OSError as error:  # a full disk
         os.write(2, f"jlora: error: the output could not be written: {error}\n".encode())
         status = 1
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still holds and writes when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discards output that Python flushes at exit
     return status
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the process where it stands: an exception could be swallowed, or printed, by whatever is running."""
+    """End the process at once. Running code could swallow or print an exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if sys.stdout is not None:
@@ -59,7 +60,7 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _choose_platform() -> None:
-    """Without an accelerator JAX is told so: it would start an installed libtpu, which prints errors at length."""
+    """Set JAX_PLATFORMS=cpu if there is no accelerator. JAX would start an installed libtpu, which prints errors."""
     named = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME")
     if sys.platform == "linux" and not named and not any(glob(pattern) for pattern in _ACCELERATORS):
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""What a server will take of each device's memory, added up before any of it is taken."""
+"""Compute the memory that a server needs on each device, before any is allocated."""
 
 import json
 import math
@@ -27,13 +27,14 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes on each device.
+    """Memory of a server on each device, in bytes.
 
     Attributes:
-      weights, slots, staging: of the model, of all slots, and the most that adapters on their way to slots take.
-      cache: keys and values of a whole sequence; times `sequences`.
-      steps: about what a step needs beside: logits, the largest layer's activations, a sequence's part of the cache.
-      memory: what there is; None where nobody knows.
+      weights, slots, staging: Bytes of the model, of all slots, and at most of adapters in transfer to slots.
+      cache: Bytes of the keys and values of one sequence of full length.
+      steps: Approximate bytes of a step's temporaries: logits, the largest layer's activations, one sequence's cache.
+      memory: Bytes available; None if unknown.
+      sequences: Number of sequences in the cache.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Budget:
 
     @property
     def rows(self) -> dict[str, int]:
+        """Kind of memory -> bytes."""
         return {
             "weights": self.weights,
             "slots": self.slots,
@@ -55,17 +57,17 @@ class Budget:
         }
 
     def table(self) -> str:
-        """Each row, their sum and what there is, for people."""
+        """Return one line of text with each row, their sum and the available memory."""
         rows = {**self.rows, "in all": sum(self.rows.values())}
         if self.memory is not None:
             rows["there is"] = self.memory
         return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows.items())
 
     def check(self) -> None:
-        """Raises `LoRAUsageError` where the device has less; it says which flag to lower."""
+        """Raise `LoRAUsageError`, which names the flag to lower, if the device has too little memory."""
         if self.memory is None or sum(self.rows.values()) <= self.memory:
             return
-        # The first that would be enough by itself at a quarter; else the largest.
+        # The first row that would suffice if cut to a quarter, else the largest.
         over = sum(self.rows.values()) - self.memory
         largest = sorted(self.rows, key=lambda name: -self.rows[name])
         order = ["cache", "slots", *largest]
@@ -84,17 +86,20 @@ def budget(
     batched_tokens: int,
     share: float,
 ) -> Budget:
-    """What a server of this model will take, by shapes alone.
+    """Compute the memory of a server of this model from shapes.
 
     Args:
-      config, lora, dtype, mesh: of the model and its slots.
-      sequences: that decode together; None for as many as fit, 64 at most, a power of two.
-      max_model_len: positions of each.
-      batched_tokens: of a prefill step.
-      share: of the device's memory that may be used, 0 to 1.
+      config: Configuration of the model.
+      lora: Configuration of the slots.
+      dtype: Dtype of the model.
+      mesh: Mesh of the model, or None.
+      sequences: Number of sequences that decode together. None chooses the largest power of two that fits, at most 64.
+      max_model_len: Largest number of positions of a sequence.
+      batched_tokens: Largest number of tokens of a prefill step.
+      share: Fraction of the device's memory to use, from 0 to 1.
 
     Returns:
-      The budget. It may be too large: see `Budget.check`.
+      The budget, which may exceed the memory; see `Budget.check`.
     """
     model = skeleton(config, dtype, mesh)
     weights = sum(_on_one_device(leaf.shape, leaf.sharding, leaf.dtype.itemsize) for leaf in _leaves(model))
@@ -110,8 +115,8 @@ def budget(
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
-        # Logits in float32, three of them at a time (themselves, their softmax, their order); activations of a layer;
-        # the row of the cache that a prompt is written to, which is taken out of it and put back.
+        # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
+        # the cache row that a prompt is written to.
         steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one
         return Budget(weights, slots, lora.max_staging_bytes, one, steps, memory, count)
 
@@ -124,17 +129,17 @@ def budget(
 
 
 def skeleton(config: DecoderConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Decoder:
-    """A model whose parameters are shapes alone. Raises `ModelError` where the mesh cannot share it evenly."""
+    """Return a model of shapes alone. Raise `ModelError` if the mesh cannot split it evenly."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
 
 
 def machine_bytes() -> int:
-    """Bytes of memory of the machine."""
+    """Return the bytes of memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes(device: Any) -> int | None:
-    """Bytes that JAX may use of a device, where it says so; of a CPU, all of the machine's."""
+    """Return the bytes of a device that JAX can use, or None if unknown. For a CPU, return the machine's memory."""
     return machine_bytes() if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
 
 
@@ -143,15 +148,15 @@ def _leaves(model: nnx.Module) -> list[Any]:
 
 
 def _on_one_device(shape: tuple[int, ...], sharding: Any, itemsize: int) -> int:
-    """Bytes that a device holds of an array."""
+    """Return the bytes of one shard of an array."""
     return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
 
 
 def stored_dtype(folder: Path) -> str:
-    """What a checkpoint says its weights are, or float32."""
+    """Return the dtype in a checkpoint's config.json, or "float32"."""
     try:
         raw = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return "float32"  # reading the model says what is wrong
+        return "float32"  # the error is raised when the model is read
     found = raw.get("dtype") or raw.get("torch_dtype") if isinstance(raw, dict) else None
     return found if found in ("float32", "bfloat16", "float16") else "float32"

@@ -1,4 +1,4 @@
-"""The arguments of every command, and how an error ends one."""
+"""Parse the arguments of every command, run it and report its errors."""
 
 import argparse
 import math
@@ -11,14 +11,17 @@ from jlora.errors import LoRAError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command in this process. Returns its exit status; an error is printed on stderr.
+    """Run one command in this process, print an error on stderr, and return the exit status.
+
+    Args:
+      argv: Command and arguments, without the program's name.
 
     Raises:
-      BrokenPipeError: the reader of stdout left.
-      SystemExit: a wrong argument, status 2 and one line on stderr; or `--help`.
+      BrokenPipeError: The reader of stdout has closed it.
+      SystemExit: An argument is wrong (status 2, one line on stderr), or `--help` was given.
     """
     args, unknown = _parser().parse_known_args(argv)
-    if unknown:  # argparse's own error would name the help of `jlora`, which does not list the command's flags
+    if unknown:  # argparse would refer to `jlora --help`, which does not list the command's flags
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
@@ -36,9 +39,10 @@ def _failed(message: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's own `error` prints the usage before it, and the arguments as they are."""
+    """A parser that prints errors as one escaped line. argparse prints the usage first and does not escape."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line on stderr."""
         self.exit(2, f"jlora: error: {one_line(message)}; see {self.prog} --help\n")
 
 
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve_arguments(serve: argparse.ArgumentParser) -> None:
-    """Flags that vLLM's server has are called as they are there, and mean the same; docs/serve.md has all."""
+    """Add the flags of `jlora serve`. A flag of vLLM's server has the same name and meaning here (docs/serve.md)."""
     most = 2**31 - 1
     dtypes = ("auto", "float32", "bfloat16", "float16")
     serve.add_argument("model", type=_text, metavar="MODEL", help="Hugging Face checkpoint folder with tokenizer.json")
@@ -153,14 +157,14 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning"
     )
-    for action in serve._actions:  # where a default is found later, the help says how
+    for action in serve._actions:  # the help texts of the others describe their computed defaults
         if action.option_strings and action.default not in (None, argparse.SUPPRESS):
             default = "off" if action.default is False else "none" if action.default == [] else "%(default)s"
             action.help = f"{action.help or ''} (default: {default})".strip()
     serve.set_defaults(run=_serve, parser=serve)
 
 
-# Each command is imported when it is chosen: `--help` and a wrong argument wait for nothing.
+# Each command is imported when it runs, so that `--help` and wrong arguments do not import JAX.
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`jlora generate`: prompts of several adapters answered in one batch."""
+"""`jlora generate`: answer prompts of several adapters in one batch."""
 
 import argparse
 import contextlib
@@ -16,15 +16,15 @@ from jlora.cli.text import shown_lines, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
 from jlora.models import Decoder, cache_size, check_context, generate, read_config
 
-# The largest rank the command line makes slots for: far above any in use, since slots cost memory in proportion to it
-# whatever the adapter's own sizes.
+# Largest rank that the command line makes slots for, far above any in use. The memory of slots grows with the rank,
+# regardless of the adapter's size.
 MAX_RANK = 512
 _DEFAULT_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the adapter that answers it; None is the base model."""
+    """One prompt, its adapter (None for the base model), and the right answer if known."""
 
     adapter: str | None
     prompt: str
@@ -32,7 +32,7 @@ class Request:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Answers every `--prompt` and prints the answers. All arguments are checked before a model is read."""
+    """Answer every `--prompt` and print the answers. All arguments are checked before a model is read."""
     paths = dict(_split(text, "=", "--adapter NAME=PATH") for text in args.adapter)
     if len(paths) != len(args.adapter):
         raise LoRAUsageError("--adapter: the same name is given twice")
@@ -74,7 +74,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def check_rank(adapter: Adapter) -> None:
-    """Raises `AdapterMismatchError` for a rank that slots should not be made for."""
+    """Raise `AdapterMismatchError` if the adapter's rank exceeds `MAX_RANK`."""
     if adapter.rank > MAX_RANK:
         module = max(adapter.modules, key=lambda name: adapter.modules[name].rank)
         raise AdapterMismatchError(
@@ -86,7 +86,7 @@ def check_rank(adapter: Adapter) -> None:
 def answer_all(
     manager: LoRAManager, tokenizer: Any, requests: Sequence[Request], *, max_new_tokens: int, **options: Any
 ) -> list[tuple[str, int]]:
-    """The decoded answer of each request, and its number of tokens; all of them in one batch."""
+    """Return (decoded answer, number of tokens) for each request, computed in one batch."""
     with manager.prepare([request.adapter for request in requests]) as batch:
         outputs = complete(manager, tokenizer, requests, batch, max_new_tokens, **options)
     with native_errors("the answer cannot be decoded"):
@@ -101,7 +101,7 @@ def complete(
     max_new_tokens: int,
     **options: Any,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, for a batch that was prepared for these requests."""
+    """Return the generated tokens of each prompt, for a batch prepared for these requests."""
     model: Any = manager.model
     return generate(
         model,
@@ -114,7 +114,7 @@ def complete(
 
 
 def encode(tokenizer: Any, requests: Sequence[Request]) -> list[list[int]]:
-    """Token ids of each prompt. Raises `LoRAUsageError` for one without any."""
+    """Return the token ids of each prompt. Raise `LoRAUsageError` if a prompt has no tokens."""
     prompts = []
     for request in requests:
         with native_errors(f"the prompt {request.prompt!r:.80} cannot be tokenized"):
@@ -133,7 +133,7 @@ def _split(text: str, mark: str, usage: str) -> tuple[str, str]:
 
 
 def _check_utf8(usage: str, text: str) -> None:
-    """Bytes of an argument that are no UTF-8 arrive as lone surrogates."""
+    """Raise `LoRAUsageError` if an argument is not UTF-8. Python decodes invalid bytes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -141,7 +141,7 @@ def _check_utf8(usage: str, text: str) -> None:
 
 
 def check_memory(model: Decoder, lengths: Sequence[int], limit: int) -> None:
-    """Raises `LoRAUsageError` if the cache would take more than the whole machine has; a GPU or TPU says so itself."""
+    """Raise `LoRAUsageError` if the cache exceeds the machine's memory. A GPU or TPU raises an error itself."""
     config, (rows, capacity) = model.config, cache_size(lengths, limit)
     one = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     have = machine_bytes()
@@ -154,7 +154,7 @@ def check_memory(model: Decoder, lengths: Sequence[int], limit: int) -> None:
 
 @contextlib.contextmanager
 def device_errors() -> Generator[None, None, None]:
-    """Errors of the device, such as one that is out of memory, as `LoRAError`."""
+    """Convert errors of the device, such as out of memory, to `LoRAError`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""`jlora inspect`: what is in an adapter, and whether it fits a model. No model is read for it, and no slot is made."""
+"""`jlora inspect`: print an adapter's modules and check them against a model, without loading it or making slots."""
 
 import re
 from collections.abc import Sequence
@@ -19,16 +19,17 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
-    """Prints modules, ranks and bytes of an adapter; with a model, that it fits and what a slot costs.
+    """Print the modules, ranks and bytes of an adapter. With a model, check the fit and print the bytes of a slot.
 
     Args:
-      path, model: the adapter's folder, and the model's.
-      skip: regular expressions; the modules in whose names one is found are passed over, counted and shown.
+      path: Folder or repo id of the adapter.
+      model: Folder of the model, or None.
+      skip: Regular expressions. Modules with a match in their names are skipped, counted and shown.
 
     Raises:
-      AdapterMismatchError: the adapter does not fit the model, or brings weights for skipped modules only; the message
-        says why.
-      LoRAUsageError: a `skip` that is no regular expression.
+      AdapterMismatchError: The adapter does not fit the model or has weights of skipped modules only. The message gives
+        the reason.
+      LoRAUsageError: A `skip` is not a regular expression.
     """
     patterns = _patterns(skip)
     adapter = Adapter.from_pretrained(path)
@@ -80,16 +81,20 @@ def _print_modules(adapter: Adapter) -> None:
 
 
 def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
-    """Checks an adapter against the shapes of a checkpoint's model, as the manager does.
+    """Check an adapter against the shapes of a checkpoint's model, as the manager does.
+
+    Args:
+      adapter: The adapter.
+      folder: Folder of the model's checkpoint.
 
     Returns:
-      Bytes of one float32 slot of the adapter's rank: in "dense" layers, in "experts", and in "experts that share
-      factors" where it is one of `max_shared_expert_loras`.
+      Kind of layers -> bytes of one float32 slot of the adapter's rank. The kinds are "dense", "experts", and "experts
+      that share factors" for a slot of `max_shared_expert_loras`.
 
     Raises:
-      AdapterMismatchError: a module that the model lacks, or of another size; base weights that differ from the
-        model's; a rank above what the command line makes slots for.
-      LoRAError: the folder holds no model that is served.
+      AdapterMismatchError: The model lacks a module or has it in another size, base weights differ from the model's, or
+        the rank exceeds `MAX_RANK`.
+      LoRAError: The folder has no served model.
     """
     check_rank(adapter)
     config = LoRAConfig(max_loras=2, max_shared_expert_loras=1, max_lora_rank=adapter.rank, dtype=np.float32)
@@ -99,7 +104,7 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     problems += [
         f"{name}: its scaling must be a finite float32, found {module.scaling}"
         for name, module in adapter.modules.items()
-        if not abs(module.scaling) <= _LARGEST  # NaN is not
+        if not abs(module.scaling) <= _LARGEST  # also false for NaN
     ]
     if problems:
         more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
@@ -114,7 +119,7 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
 
 
 def _base_differs(adapter: Adapter, name: str, folder: Path) -> str | None:
-    """PEFT may save the whole embedding beside its LoRA: it must be the one that the model has."""
+    """Return how a base weight that PEFT saved beside the LoRA differs from the model's, or None if it is equal."""
     own, stored = read_weight(folder, name), adapter.base_weights[name]
     if own is None:
         return "holds base weights of a module that the model lacks"

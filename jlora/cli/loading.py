@@ -1,4 +1,4 @@
-"""A model folder and its tokenizer, read with a word on stderr about what takes long."""
+"""Read a model folder and its tokenizer, with progress on stderr."""
 
 import contextlib
 import sys
@@ -13,15 +13,15 @@ from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
 from jlora.models import Decoder, from_pretrained
 
-# The largest that are in use have about 35 MB.
+# The largest tokenizers in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
 
 
 def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
-    """The model of a Hugging Face checkpoint folder, on a mesh if one is given.
+    """Return the model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
     Raises:
-      LoRAError: a file is missing, malformed or asks for what is not served; the message names it.
+      LoRAError: A file is missing or malformed, or uses an unserved feature. The message names it.
     """
     what = f"reading model {folder} ({size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))})"
 
@@ -34,7 +34,7 @@ def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
 
 
 def load_tokenizer(file: Path) -> Any:
-    """A `tokenizers.Tokenizer`. Raises `LoRAError` if the package or the file is missing, or the file is malformed."""
+    """Return a `tokenizers.Tokenizer`. Raise `LoRAError` if package or file is missing or the file is malformed."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -49,7 +49,7 @@ def load_tokenizer(file: Path) -> Any:
 
 @contextlib.contextmanager
 def native_errors(problem: str) -> Generator[None, None, None]:
-    """Errors of the tokenizers library as `LoRAError`: it raises plain Exception, and panics as a BaseException."""
+    """Convert errors of tokenizers to `LoRAError`. It raises plain Exception, and BaseException for a Rust panic."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -60,7 +60,7 @@ def native_errors(problem: str) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def progress(what: str) -> Generator[None, None, None]:
-    """`what ...` on stderr while it runs, with the seconds it took."""
+    """Print `what ...` on stderr, and the elapsed seconds at the end."""
     print(f"{printable(what)} ...", end="", file=sys.stderr, flush=True)
     started = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""`jlora serve`: a model and its adapters over HTTP."""
+"""`jlora serve`: serve a model and its adapters over HTTP."""
 
 import argparse
 import importlib.util
@@ -28,7 +28,7 @@ _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serves until a signal. What can be checked is checked before anything is allocated."""
+    """Serve until a signal. Arguments, memory and adapters are checked before the model is loaded."""
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
@@ -56,7 +56,7 @@ def run_serve(args: argparse.Namespace) -> int:
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
     shards, axis = _shards(args, config)
     dtype = args.dtype
-    if dtype == "auto":  # a CPU has no arithmetic of 16 bits
+    if dtype == "auto":  # a CPU has no 16-bit arithmetic
         dtype = "float32" if jax.default_backend() == "cpu" else stored_dtype(folder)
     max_model_len = args.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings:
@@ -89,13 +89,13 @@ def run_serve(args: argparse.Namespace) -> int:
     mesh = _mesh(shards, axis)
     state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
-    if state is None or not state.saved:  # else what was saved stands, whatever has become of the folders since
+    if state is None or not state.saved:  # saved adapters do not depend on the folders
         survey = Survey(skeleton(config, dtype, mesh), lora)
         for request, _ in modules:
             survey.check(request)
 
     try:
-        bound = listen(args.host, args.port)  # before minutes of loading, for it may be taken
+        bound = listen(args.host, args.port)  # before minutes of loading, because the port may be in use
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
@@ -116,7 +116,7 @@ def run_serve(args: argparse.Namespace) -> int:
     adapters = Adapters(engine, AllowedSources(root, tuple(args.lora_hub_repos)), names, state)
     adapters.adopt()
     for request, base in modules:
-        if request.name in known:  # what came after the flag stands, and be it that it was unloaded
+        if request.name in known:  # the saved state takes precedence over the flag, even if it records an unload
             logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
         else:
             adapters.load(request, request.path, None, parent=base if base in names else None)
@@ -142,7 +142,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _resolver(given: list[str], root: Path | None, repos: list[str]) -> Resolve | None:
-    """Those of `--lora-resolver`, one after the other."""
+    """Return a resolver that tries those of `--lora-resolver` in order, or None if there are none."""
     found: list[Resolve] = []
     for where in given:
         if where == "folder":
@@ -162,7 +162,7 @@ def _resolver(given: list[str], root: Path | None, repos: list[str]) -> Resolve 
 
 
 def _module(text: str) -> tuple[LoRARequest, str | None]:
-    """One of `--lora-modules`: NAME=PATH, or vLLM's JSON {"name", "path", "base_model_name"}; and that base model."""
+    """Parse NAME=PATH, or vLLM's JSON {"name", "path", "base_model_name"}, into a request and its base model."""
     base: Any = None
     if text.startswith("{"):
         try:
@@ -200,17 +200,17 @@ def _check_names(modules: list[tuple[LoRARequest, str | None]], names: tuple[str
 
 
 def _keys(given: list[str] | None, variable: str) -> list[str]:
-    """Of a flag, else of the environment, which other users of the machine cannot see."""
+    """Return the keys of a flag, else of the environment, which other users of the machine cannot see."""
     if given is None:
         key = os.environ.get(variable, "")
         return [key] if key else []
-    if not all(given):  # as of a shell's variable that is not set: the server must not be open for that
+    if not all(given):  # an unset shell variable must not leave the server open
         raise LoRAUsageError("an empty key; leave --api-key and --admin-api-key out where there is to be none")
     return given
 
 
 def _shards(args: argparse.Namespace, config: DecoderConfig) -> tuple[int, str]:
-    """Over how many devices the model is split, and the axis of a mesh that they are."""
+    """Return the number of devices that the model is split over, and the name of the mesh axis."""
     devices, count = len(jax.devices()), int(args.tensor_parallel_size or 1)
     if args.enable_expert_parallel and config.moe is None:
         raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
@@ -226,7 +226,7 @@ def _mesh(shards: int, axis: str) -> jax.sharding.Mesh | None:
 
 
 def _plan(plan_over: Callable[[int], Budget], shards: int) -> Budget:
-    """`plan_over(shards)`. Raises `LoRAUsageError`, with the numbers that can be served, where this one cannot."""
+    """Return `plan_over(shards)`. If the model cannot be split so, raise `LoRAUsageError` with the possible numbers."""
     try:
         return plan_over(shards)
     except LoRAError as error:
@@ -244,17 +244,18 @@ def _plan(plan_over: Callable[[int], Budget], shards: int) -> Budget:
 
 
 class _Formatter(logging.Formatter):
-    """One line a record, whatever is in it; the lines of an exception follow, indented."""
+    """A formatter that escapes messages, with one line for a record and an indented line for each line after it."""
 
     converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the escaped text of a record."""
         first, *rest = super().format(record).split("\n")
         return "\n".join([printable(first), *(f"    {printable(line)}" for line in rest)])
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that tokamax has no tuned tiles for a shape: it has rules for these, and a server can do nothing about it."""
+    """Return False for tokamax's warnings about untuned shapes. It has rules for these, so no action is needed."""
     return not record.getMessage().startswith("Autotuning cache miss")
 
 

@@ -40,8 +40,8 @@ class SlotSpec:
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
       num_slots: S.
-      in_features: K, for an embedding the number of table rows; 0 where B alone is held.
-      out_sizes: sizes of the n output slices; their sum is N. All are 0 where A alone is held.
+      in_features: K, for an embedding the number of table rows; 0 where the site holds B alone.
+      out_sizes: sizes of the n output slices; their sum is N. All are 0 where the site holds A alone.
       max_rank: R.
       dtype: of A and B, by name: "bfloat16", "float16" or "float32".
       experts: E, where every expert has factors of its own, else None.
@@ -123,7 +123,7 @@ class SlotSpec:
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
-        """Of A, B and the ranks; None where nobody says so."""
+        """Of A, B and the ranks; None off meshes."""
         found = self.sharding
         if found is None:
             return None, None, None
@@ -146,12 +146,12 @@ class SlotSpec:
 
     @functools.cached_property
     def factors(self) -> tuple[int, ...]:
-        """Which of A (0) and B (1) are held. No array is made for the other: XLA has crashed on empty ones."""
+        """Which of A (0) and B (1) the site holds. No array is made for the other: XLA has crashed on empty ones."""
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
 
     @property
     def whole(self) -> bool:
-        """Whether both factors are held."""
+        """Whether the site holds both factors."""
         return len(self.factors) == 2
 
     @property
@@ -235,7 +235,12 @@ class Site:
     @property
     def shared_slot_nbytes(self) -> int:
         """Bytes of one of the slots for adapters whose experts share a factor; 0 where there are none."""
-        return sum(half.spec.slot_nbytes for half in self.shared)
+        return sum(each.spec.slot_nbytes for each in self.shared)
+
+    @property
+    def with_shared(self) -> "tuple[Site, ...]":
+        """This site, and those of its shared slots."""
+        return (self, *self.shared)
 
     @property
     def stamps(self) -> str:
@@ -248,7 +253,7 @@ class ModelSites:
     """The sites of one wrapped model. Its layers hold it, and so do its batches; compared by identity.
 
     Attributes:
-      sites: those that adapters can name; the halves of shared slots belong to them.
+      sites: those that adapters can name; each with those of its shared slots.
       names: of all modules of the model, as a configuration may give them.
       sharding: of one of the sites: its mesh and its data axes are those of all; None off meshes.
       device: chosen for the model off meshes, where one was.
@@ -272,13 +277,13 @@ def is_named(given: str, names: Iterable[str]) -> bool:
 
 
 def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
-    """The zero slot arrays of `site`, by the name of the layer attribute that will hold each.
+    """Return the zero slot arrays of `site`, by the name of the layer attribute that will hold each.
 
-    `device`: where they are to lie off meshes; None where nobody chose.
+    `device`: where they are placed off meshes; None for the default.
     """
     *names, ranks = site.attributes
     shapes, shardings = site.spec.shapes, site.spec.shardings
-    shape = (*site.spec.stack, max(held.spec.slots.stop for held in (site, *site.shared)))
+    shape = (*site.spec.stack, max(each.spec.slots.stop for each in site.with_shared))
     shardings = [device if where is None else where for where in shardings]
     of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}

@@ -26,7 +26,7 @@ from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter, fingerprint
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.report import unknown_name
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
@@ -178,9 +178,7 @@ class Host:
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
         """Return what `read` gives, the same in all processes; in page-locked memory, if there is room."""
         content, keys = self._coordinator.agree(
-            read,
-            same=lambda content: [content.name, fingerprint(content.placements, content.blocks)],
-            own=lambda content: content.key,
+            read, same=lambda content: [content.name, content.digest()], own=lambda content: content.key
         )
         if len(keys) > 1:  # new files in one process make a new version in all
             content.key = None if None in keys else " ".join(keys)
@@ -216,9 +214,7 @@ class Host:
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Read and pack an adapter. It is not put into the host cache, nor into page-locked memory."""
         with _logged(request.name, request.path):
-            content = self._read(request)
-            content.blocks = self.pinned(content.blocks)
-            return content
+            return self._read(request)
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
@@ -275,9 +271,7 @@ class Host:
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
             return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
 
-        (content, written), _ = self._coordinator.agree(
-            read, same=lambda new: [name, fingerprint(new[0].placements, new[0].blocks)], own=lambda _: None
-        )
+        (content, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
         pool.compile()
 
         def decide() -> list[str]:

@@ -34,6 +34,10 @@ def itself(value: Any) -> Any:
     return value
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 class OneProcess:
     """Coordinate the calls of a model with all devices in this process: there is nothing to agree on.
 
@@ -51,7 +55,7 @@ class OneProcess:
         return FREE
 
     def agree(
-        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = itself
+        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = _nothing
     ) -> tuple[T, list[Any]]:
         """Return the result of `act`, which changes nothing, once all processes have the same. Called under no lock.
 
@@ -143,7 +147,7 @@ class SeveralProcesses:
             self._calls.release()
 
     def agree(
-        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = itself
+        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = _nothing
     ) -> tuple[T, list[Any]]:
         self._check()
         try:
@@ -169,7 +173,7 @@ class SeveralProcesses:
 
         # The locks are free while messages are exchanged. Other threads can only close batches meanwhile, for calls
         # take turns, and no decision depends on what is closed later.
-        decision, _ = self.agree(decided, same, lambda _: None)
+        decision, _ = self.agree(decided, same)
         try:
             with self._step_lock if writes else FREE, self._state_lock:
                 return do(decision)

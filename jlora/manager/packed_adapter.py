@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,16 +101,17 @@ class PackedAdapter:
         """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
 
+    def digest(self) -> str:
+        """Return what is the same in all processes of a model that read the same adapter.
 
-def fingerprint(placements: Iterable[Placement], blocks: Iterable[Block]) -> str:
-    """What tells contents apart that two processes read: modules, ranks and scalings; and values, but not those of
-    experts, of which each process may have read others."""
-    found = hashlib.sha256()
-    for p in placements:
-        said = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
-        found.update(repr(said).encode())
-    for block in blocks:
-        if block.chunk.spec.experts is None:
-            for half in (block.a, block.b):
-                found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
-    return found.hexdigest()
+        It covers modules, ranks, scalings and values, but not those of experts: each process may have read others.
+        """
+        found = hashlib.sha256()
+        for p in self.placements:
+            about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
+            found.update(repr(about).encode())
+        for block in self.blocks:
+            if block.chunk.spec.experts is None:
+                for half in (block.a, block.b):
+                    found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
+        return found.hexdigest()

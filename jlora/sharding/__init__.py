@@ -1,1 +1,1 @@
-"""Where slot arrays lie on a mesh: what the base model's own shardings decide."""
+"""Derive the shardings of slot arrays from those of the base model, and place arrays on a mesh."""

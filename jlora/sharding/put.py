@@ -1,4 +1,4 @@
-"""Host arrays onto a mesh, which may have devices of other processes."""
+"""Move arrays between the host and a mesh that may have devices of other processes."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,17 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 
 def put(arrays: Sequence[Any], where: Sequence[Sharding]) -> list[jax.Array]:
-    """`jax.device_put`, but where devices of other processes are among the targets each process moves its own shards.
+    """Move arrays to devices. Each process moves only its own shards.
 
-    Nothing is sent between processes: that all have the same arrays is up to the caller. `jax.device_put` would compare
-    them, in a collective of its own.
+    Processes exchange no data, so the caller must pass the same arrays in all of them. `jax.device_put` would compare
+    the arrays of all processes in a collective.
 
     Args:
-      arrays: on the host, or on the devices that they go to (in another kind of memory).
-      where: of each.
+      arrays: Arrays on the host, or on the target devices in another kind of memory.
+      where: Target sharding of each array.
+
+    Returns:
+      One `jax.Array` for each input, with the sharding of `where`.
     """
     if all(sharding.is_fully_addressable for sharding in where):
         return jax.device_put(list(arrays), list(where))
@@ -36,7 +39,7 @@ def put(arrays: Sequence[Any], where: Sequence[Sharding]) -> list[jax.Array]:
 
 
 def _parts(array: Any, sharding: Sharding) -> dict[Any, Any]:
-    """What each device of this process holds of an array."""
+    """Return device -> shard, for the devices of this process."""
     if isinstance(array, jax.Array):
         return {shard.device: shard.data for shard in array.addressable_shards}
     indices = cast("Mapping[Any, Any]", sharding.addressable_devices_indices_map(array.shape))
@@ -44,7 +47,7 @@ def _parts(array: Any, sharding: Sharding) -> dict[Any, Any]:
 
 
 def own_values(array: jax.Array) -> tuple[np.ndarray, np.ndarray | None]:
-    """The values of an array, and which of them this process has; None for all."""
+    """Return an array's values and a boolean mask of those that this process holds; the mask is None for all."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return jax.device_get(array), None
     values, known = np.zeros(array.shape, array.dtype), np.zeros(array.shape, bool)
@@ -54,7 +57,7 @@ def own_values(array: jax.Array) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def whole(array: Any) -> np.ndarray:
-    """All values of an array, brought together from all processes where they must be."""
+    """Return all values of an array, gathered from all processes if this one does not hold them."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(jax.device_get(array))

@@ -1,15 +1,15 @@
-"""The rules: from where a base kernel lies on a mesh, where the slot arrays of its layer lie.
+"""Derive the sharding of a layer's slot arrays from the sharding of its base kernel.
 
-    kernel [K, N]                       A [.., n, R, K]     B [.., R, N]     what a layer computes
-    N over t: column-parallel           whole               N over t         no collective
-    K over t: row-parallel              K over t            whole            joins the base's partial sums
+    kernel [K, N]                       A [.., n, R, K]     B [.., R, N]     effect on a layer
+    N over t (column-parallel)          replicated          N over t         no collective
+    K over t (row-parallel)             K over t            replicated       delta joins the base's partial sums
     both                                K over its axes     N over its axes  both
-    replicated                          whole               whole            nothing
+    replicated                          replicated          replicated       none
     experts [E, ..] over e              E over e            E over e         rows of other shards' experts are dropped
 
-With `fully_sharded` (S-LoRA, arXiv:2311.03285, section 6) what is whole above is split too: the ranks of A over the
-axes of N, and N of B over those of K. Axes that sequences are sharded over split no slot array: each of their shards
-may need any adapter. True ranks are split with their experts alone, and stamps are whole everywhere.
+With `fully_sharded` (S-LoRA, arXiv:2311.03285, section 6) the replicated factors of split kernels are split too: the
+ranks of A over the axes of N, and N of B over the axes of K. Data axes split no slot array, because each of their
+shards may need any adapter. True ranks are split by experts only, and stamps are replicated.
 """
 
 import functools
@@ -27,14 +27,14 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class KernelSharding:
-    """How a base kernel is split over a mesh, by the axes of the mesh.
+    """The mesh axes that a base kernel is split over.
 
     Attributes:
-      mesh: of whose devices; of a model that is shapes alone, what is known of it.
-      ins, outs: that its K and its N are split over.
-      experts: that its experts are split over.
-      data: that rows are split over; they split no weights of adapters.
-      fully: whether A and B are split further (`LoRAConfig.fully_sharded`).
+      mesh: The mesh; an `AbstractMesh` for a model of shapes alone.
+      ins, outs: Mesh axes of K and of N.
+      experts: Mesh axes of the experts.
+      data: Mesh axes of sequences or rows. They split no slot array.
+      fully: True if A and B are split further (`LoRAConfig.fully_sharded`).
     """
 
     mesh: Mesh | AbstractMesh
@@ -45,28 +45,28 @@ class KernelSharding:
     fully: bool = False
 
     def size(self, axes: Names) -> int:
-        """Shards that some axes make."""
+        """Return the number of shards over these mesh axes."""
         return int(np.prod([self.mesh.shape[name] for name in axes], dtype=np.int64))
 
     @property
     def a(self) -> tuple[Names, Names, Names, Names]:
-        """Axes of A's experts, slices, ranks and K."""
+        """Mesh axes of A's experts, slices, ranks and K."""
         return self.experts, (), self.outs if self.fully else (), self.ins
 
     @property
     def b(self) -> tuple[Names, Names, Names]:
-        """Axes of B's experts, ranks and N."""
+        """Mesh axes of B's experts, ranks and N."""
         return self.experts, (), (*self.outs, *self.ins) if self.fully else self.outs
 
     @functools.cached_property
     def experts_by_process(self) -> Mapping[int, tuple[int, ...]]:
-        """Process -> the shards of experts that its devices have; {} where they are not split, or on no devices."""
+        """Process index -> indices of its expert shards; {} if experts are not split or the mesh is abstract."""
         if isinstance(self.mesh, AbstractMesh) or not self.experts:
             return {}
         devices: np.ndarray = self.mesh.devices
         axes = [self.mesh.axis_names.index(name) for name in self.experts]
         places = np.indices(devices.shape).reshape(devices.ndim, -1)[axes]
-        # JAX numbers shards in this order too: those along the last axis follow each other.
+        # Row-major, the order in which JAX numbers shards.
         shards = np.asarray(np.ravel_multi_index(tuple(places), [devices.shape[axis] for axis in axes]))
         found: dict[int, set[int]] = {}
         for device, shard in zip(devices.ravel().tolist(), shards.tolist(), strict=True):
@@ -75,21 +75,21 @@ class KernelSharding:
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
-        """Of an array that all devices have whole."""
+        """Sharding of a replicated array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def named(self, *axes: Names) -> NamedSharding:
-        """Of an array with these axes, one tuple of names each."""
+        """Return the sharding of an array, given one tuple of mesh axes for each array axis."""
         return NamedSharding(self.mesh, partition(*axes))
 
 
 def process_of(device: Any) -> int:
-    """The process that a device belongs to."""
+    """Return the index of the process that a device belongs to."""
     return device.process_index
 
 
 def partition(*axes: Names) -> PartitionSpec:
-    """The spec of an array whose axes are split over these axes of a mesh."""
+    """Return the PartitionSpec for one tuple of mesh axes for each array axis."""
     return PartitionSpec(*(names if len(names) > 1 else names[0] if names else None for names in axes))
 
 
@@ -101,25 +101,25 @@ def kernel_sharding(
     data: Names,
     fully: bool,
 ) -> KernelSharding | None:
-    """How a base parameter is split.
+    """Return how a base parameter is split, or None if its sharding is not on a mesh of several devices.
 
     Args:
-      where: the layer and its parameter, for messages.
-      sharding: the parameter's; anything but a `NamedSharding` on more than one device is no mesh.
-      axes: for K, N and the experts the axes of the parameter, in the order in which they flatten; all others are
-        those of a stack of layers.
-      sizes: of the parameter's axes.
-      data: axes of the mesh that sequences are split over.
+      where: Layer and parameter, for messages.
+      sharding: Sharding of the parameter.
+      axes: Parameter axes of K, of N and optionally of the experts, each in the order in which they flatten. Any other
+        axis is that of a stack of layers.
+      sizes: Sizes of the parameter's axes.
+      data: Mesh axes that sequences are split over.
       fully: `LoRAConfig.fully_sharded`.
 
     Raises:
-      LoRAError: a stack of layers that is split; an axis that is split in the middle of the features which it flattens
-        to.
+      LoRAError: A stack of layers is split, or a group of axes that flattens to K or N is split at another than its
+        first axis.
     """
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     mesh = sharding.mesh
-    # An axis of size 1 splits nothing.
+    # An axis of size 1 has no effect.
     spec = [tuple(name for name in names_of(entry) if mesh.shape[name] > 1) for entry in sharding.spec]
     spec += [()] * (len(sizes) - len(spec))
     found: list[Names] = []
@@ -131,10 +131,10 @@ def kernel_sharding(
                 "layers of a stack, so leave that axis whole"
             )
     for i, group in enumerate(axes):
-        dropped = data if i < 2 else ()  # tokens may be spread over the axes of experts, which stay where they are
+        dropped = data if i < 2 else ()  # tokens may share the mesh axes of experts, which stay split
         names = [tuple(name for name in spec[axis] if name not in dropped) for axis in group]
         split = [at for at, own in enumerate(names) if own]
-        # What follows an axis that is split would lie in pieces; axes of size 1 before it do no harm.
+        # Only a split of the first axis gives contiguous shards of the flattened axis. Axes of size 1 do not count.
         if len(split) > 1 or (split and any(sizes[axis] > 1 for axis in group[: split[0]])):
             raise LoRAError(
                 f"{where} of shape {tuple(sizes)} is split over {_said(names[split[-1]])} along axis "
@@ -147,12 +147,12 @@ def kernel_sharding(
 
 
 def split_axis(group: Sequence[int], sizes: Sequence[int]) -> int:
-    """Of the axes of a parameter that flatten to one, the one that is split where they are: the first of any size."""
+    """Return the axis of a group that a split applies to, that is the first of size above 1."""
     return next((axis for axis in group if sizes[axis] > 1), group[0])
 
 
 def names_of(entry: Any) -> Names:
-    """The axes of a mesh in one entry of a PartitionSpec."""
+    """Return the mesh axes in one entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple[str, ...](entry)

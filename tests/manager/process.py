@@ -346,7 +346,7 @@ def versions(world: World) -> None:
 
 @scenario
 def versions_of_files(world: World) -> None:
-    """Explicit loads are new versions; so is a recall of files that one process alone finds rewritten."""
+    """Explicit loads are new versions; so is a recall of files that one process alone finds changed."""
     manager = world.start()
     folder = world.folder / f"own{world.me}"
     ONE.save_pretrained(folder)
@@ -369,10 +369,8 @@ def versions_of_files(world: World) -> None:
     assert version() == seen[-1]
     assert manager.remove_oldest_adapter()
     if world.me == 1:
-        for file in folder.iterdir():
-            was = file.stat()
-            file.write_bytes(file.read_bytes())
-            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+        config = folder / "adapter_config.json"
+        config.write_text(config.read_text() + "\n")
     seen.append(version())
     assert seen == sorted(set(seen))
     world.check(["one", None, "one", None])

@@ -16,9 +16,11 @@ SCENARIOS = re.findall(r"^@scenario\ndef (\w+)", WORKER.read_text("utf-8"), re.M
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
+    """Scenario -> traceback or "", of each process. Only the scenarios that are selected are run."""
     folder = tmp_path_factory.mktemp("processes")
-    run_two("tests.manager.process", lambda _: (folder,), timeout=400)
+    names = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
+    run_two("tests.manager.process", lambda _: (folder, *names), timeout=400)
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 

@@ -134,7 +134,7 @@ class Scope(Opened):
             self._lengths.add((mapped, layout.length))
         check_mesh(site)
         sharding = row_sharding(self.batch, site, layout, base)
-        plan, *shared = (self._plan(site, each.spec, layout, sharding) for each in (site, *site.shared))
+        plan, *shared = (self._plan(site, each.spec, layout, sharding) for each in site.with_shared)
         return CallRows(layout, sharding, plan, tuple(shared))
 
     def slots(self) -> BatchSlots:

@@ -61,13 +61,13 @@ def wrap_model(
     plans = choose(wrapped, config, packed_modules)
     load(config.backend)
     device = _device_of([found for found, _ in plans])
-    every = [site for _, sites in plans for site in _every(sites)]
+    every = [each for _, sites in plans for site in sites for each in site.with_shared]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
-            for site in _every(sites):
+            for site in (each for one in sites for each in one.with_shared):
                 attach(found.module, site, arrays[site])
                 wrapped.modules[site] = found.module
             set_attribute(found.module, "jlora_spec", found.spec)
@@ -77,7 +77,7 @@ def wrap_model(
             set_class(found.module, _lora_class(cls, _methods(found, sites)))
         return wrapped
     except BaseException:
-        # An interrupt too: no manager would be left to unwrap the model.
+        # After an interrupt too: no manager is left that could unwrap the model.
         for layer, cls, attributes in kept:
             set_class(layer, cls)
             vars(layer).update(attributes)
@@ -87,15 +87,15 @@ def wrap_model(
 
 
 def survey(model: nnx.Module, config: LoRAConfig) -> WrappedModel:
-    """What `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
+    """Return what `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
     wrapped = WrappedModel(model)
     plans = choose(wrapped, config, None)
-    wrapped.modules = {site: found.module for found, sites in plans for site in _every(sites)}
+    wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_shared}
     return wrapped
 
 
 def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    """The patterns of `skip`, compiled; they are searched in names. Raises LoRAUsageError."""
+    """Return the patterns of `skip`, compiled; they are searched in names. Raises LoRAUsageError."""
     if isinstance(skip, str) or not all(isinstance(pattern, str) and pattern for pattern in skip):
         raise LoRAUsageError(f"skip must be a list of regular expressions, got {skip!r}")
     try:
@@ -109,13 +109,8 @@ def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | 
     return ModelSites(tuple(sites), frozenset({*wrapped.unwrapped, *names}), sites[0].spec.sharding, device)
 
 
-def _every(sites: Iterable[Site]) -> Iterable[Site]:
-    """Sites, each with those of its shared slots."""
-    return (held for site in sites for held in (site, *site.shared))
-
-
 def _device_of(layers: Iterable[Found]) -> Device | None:
-    """The one device, other than the default, that somebody chose for parameters of the layers; None if nobody did."""
+    """Return the one device, other than the default, that parameters of the layers are committed to, or None."""
     devices: set[Device] = set()
     for variable in (value for found in layers for value in vars(found.module).values()):
         array = cast("object", variable.get_value()) if isinstance(variable, nnx.Variable) else None
@@ -155,7 +150,7 @@ def _allocate(
 
 
 def _methods(found: Found, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]:
-    """(kind, name) of the methods that serve LoRA."""
+    """Return (kind, name) of the methods that serve LoRA."""
     if isinstance(found.spec, LinearSpec):
         return (("linear", "__call__"),)
     if isinstance(found.spec, ExpertsSpec):
@@ -180,25 +175,25 @@ def _lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
     It has the layer's class as its only base: Python lets an object change to a class of the same layout alone.
     """
     served = {name: _MAKERS[kind](cls, name) for kind, name in methods}
-    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduced(cls), **served}
+    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _copyable(cls), **served}
     # flax's own default would undo `class Dense(..., pytree=False)`
     is_pytree = getattr(cls, "_pytree__is_pytree", True)
     return type(cls)(f"{cls.__name__}WithLoRA", (cls,), body, pytree=is_pytree)
 
 
-def _reduced(cls: type) -> Callable[[Any, Any], Any]:
+def _copyable(cls: type) -> Callable[[Any, Any], Any]:
     """Return a `__reduce_ex__` that `copy.copy` follows as that of the layer's own class, and that pickle cannot."""
 
     def reduced(self: Any, protocol: Any) -> Any:
         found = cast("Any", cls).__reduce_ex__(self, protocol)
-        return found if isinstance(found, str) else (_made, (_OfThisProcess(*found[:2]),), *found[2:])
+        return found if isinstance(found, str) else (_rebuild, (_Construction(*found[:2]),), *found[2:])
 
     return reduced
 
 
 @dataclass(frozen=True, eq=False)
-class _OfThisProcess:
-    """A call that makes a wrapped layer. Its class is made for this process, so another could not make it."""
+class _Construction:
+    """A call that makes a wrapped layer. Pickle refuses it: its class exists in this process alone."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
@@ -211,5 +206,5 @@ class _OfThisProcess:
         )
 
 
-def _made(call: _OfThisProcess) -> Any:
+def _rebuild(call: _Construction) -> Any:
     return call.make(*call.args)

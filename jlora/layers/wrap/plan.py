@@ -106,7 +106,7 @@ def choose(
                 wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
         chosen: list[Site] = []
         for use in uses:
-            made = selection.why_not(use.names) or _made(use)
+            made = selection.why_not(use.names) or _site_or_reason(use)
             if isinstance(made, Site):
                 chosen.append(made)
                 selection.serve(use.names)
@@ -150,8 +150,8 @@ def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
         yield from (f"{alias}.attend" for alias in found.aliases)
 
 
-def _made(use: _Use) -> Site | str:
-    """The site of a use, or why it has none."""
+def _site_or_reason(use: _Use) -> Site | str:
+    """Return the site of a use, or the reason why it has none."""
     try:
         return use.make()
     except LoRAError as error:

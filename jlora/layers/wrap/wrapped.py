@@ -87,7 +87,7 @@ class WrappedModel:
         """Let these of the wrapped sites serve no adapter, and all others serve."""
         paths = {path: self.unwrapped[path] for path in self.others}
         paths |= {site.path: reason for site, reason in reasons.items()}
-        sites = frozenset(held for site in reasons for held in (site, *site.shared))
+        sites = frozenset(each for site in reasons for each in site.with_shared)
         self.unserved = Unserved(MappingProxyType(paths), sites)
 
     def skips(self, name: str) -> bool:

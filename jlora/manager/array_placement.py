@@ -46,11 +46,8 @@ def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
 def as_sharded(spec: SlotSpec, lie: Sequence[ArrayPlacement]) -> bool:
     """Return whether slot arrays still have the shardings of their spec.
 
-    They differ if the model was moved after it was wrapped.
-
-    Args:
-      spec: The spec of the sites.
-      lie: The placements of all A and then of all B of the sites. A factor that the sites do not hold is left out.
+    They differ if the model was moved after it was wrapped. The placements of all A come first, then of all B. A factor
+    that the sites do not hold is left out.
     """
     if spec.sharding is None:
         return False

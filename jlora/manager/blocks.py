@@ -109,7 +109,7 @@ def rank_step(spec: SlotSpec) -> int:
 
 
 def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
-    """Return the first ranks of the blocks that hold `rank` ranks. The last block of a slot can overlap the previous."""
+    """Return the first ranks of the blocks that hold `rank` ranks. The last block of a slot can overlap another."""
     step = rank_step(spec)
     return sorted({min(start, spec.max_rank - step) for start in range(0, rank, step)})
 
@@ -172,7 +172,7 @@ class Packing:
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # index in its blocks, rows from it to the end of the run, its blocks
+        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # index in the blocks, rows left there, blocks
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]

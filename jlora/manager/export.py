@@ -30,7 +30,7 @@ def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]
         by_site.setdefault(p.site, []).append(p)
     product = {half: site for site in modules for half in site.shared}
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
-    halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> A and B of its experts
+    halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
         factors = _slot(site, slot, modules[site])
         for p in placements:

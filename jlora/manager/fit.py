@@ -85,7 +85,8 @@ def is_exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, fi
     """Return whether the input and output features of a module of all experts are exchanged.
 
     Raises:
-      AdapterMismatchError: The sizes differ from the model's, or do not determine the order.
+      AdapterMismatchError: The sizes differ from the model's.
+      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
     """
     sizes = module.a_shape[2], module.b_shape[1]
     expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])

@@ -29,7 +29,7 @@ class Placement:
     """Destination of one module of an adapter in the slots.
 
     Attributes:
-      module: Name of the module in the checkpoint. If the site holds one factor only, that factor of the module.
+      module: Name of the module in the checkpoint. A site with slots for one factor holds only that factor of it.
       site: The site.
       row: Row of the site, which is a layer of a stack, an expert, or 0 if the site has a single row.
       first: The first output slice.
@@ -37,7 +37,7 @@ class Placement:
       rank: Rank of the module.
       alpha: `lora_alpha` of PEFT.
       scaling: Scaling of PEFT, which is folded into B.
-      shift: A is multiplied by 2**shift and B by 2**-shift, for the small exponent range of float16. 0 for other dtypes.
+      shift: A is multiplied by 2**shift and B by 2**-shift, for the small exponent range of float16. Otherwise 0.
     """
 
     module: str
@@ -59,13 +59,13 @@ class PackedAdapter:
       name: Name of the adapter.
       version: Version of the weights under this name, counted from 0.
       placements: Destinations of its modules.
-      blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated. Experts
-        on devices of other processes are zeros, which take no memory.
+      blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
+        Experts on devices of other processes are zeros, which take no memory.
       ranks: The true rank of each output slice of every site, in the order of the pool.
       rank: The largest rank.
       about: The adapter without its arrays, for the metadata of an export.
-      request: The request from which it is loaded again after an eviction, or None if it came from memory.
-      key: `Adapter.fingerprint` of its files, or None if it came from memory.
+      request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
+      key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       on_host: False until the blocks of an update from device arrays are copied to the host.
       copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.

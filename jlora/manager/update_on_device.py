@@ -49,8 +49,8 @@ class _Shape:
     """Static argument of `_assemble`. Compared by identity for speed, since `_shape` makes one object of each.
 
     Attributes:
-      groups: (spec, first ranks of the blocks, rows) of the rows that share blocks. Each row is (True if its old factors
-        are not needed, its modules).
+      groups: (spec, first ranks of the blocks, rows) for each group of rows that share blocks. Each row is (True if its
+        old factors are not needed, its modules).
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
@@ -206,7 +206,10 @@ def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarr
 
 @functools.cache
 def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
-    """Return `_assemble` under `jax.jit`, without CUDA graphs, whose addresses would be updated at every call."""
+    """Return `_assemble` under `jax.jit`.
+
+    CUDA graphs are disabled, because the arrays have new addresses at every call, which the graph would have to update.
+    """
     return jax.jit(_assemble, static_argnums=0, compiler_options=without_graphs(platform))
 
 

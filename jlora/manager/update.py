@@ -32,7 +32,7 @@ def updated(
 
     Args:
       content: The current packed adapter.
-      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. Modules without a new array keep their weights. The
+      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. A factor without a new array keeps its weights. The
         rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
       pool: The slot arrays, whose chunks and sites are used.
       allow_nonfinite: True to accept NaN and infinity.
@@ -40,8 +40,9 @@ def updated(
     Raises:
       LoRAUsageError: `arrays` is empty or not a mapping of names to arrays.
       AdapterMismatchError: The adapter lacks a named module, a shape or rank does not fit, or slot dtype cannot hold a
-        value.
-      AdapterFormatError: An array is not a matrix of floats, or holds NaN or infinity.
+        value of a host array.
+      AdapterFormatError: An array is not a matrix of floats, or holds NaN or infinity. Device arrays with a value that
+        slot dtype cannot hold raise it too.
     """
     where = f"adapter {content.name!r}"
     if not isinstance(arrays, Mapping) or not arrays or not all(isinstance(name, str) for name in arrays):

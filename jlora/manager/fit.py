@@ -16,7 +16,14 @@ from jlora.manager.names import Place, SiteIndex
 
 @runtime_checkable
 class Shapes(Protocol):
-    """Kind, rank and factor shapes of a module, which are known before its tensors are read."""
+    """Kind, rank and factor shapes of a module, which are known before its tensors are read.
+
+    Attributes:
+      kind: "linear", "embedding" or "experts" (all experts in one module).
+      rank: Rank of the factors.
+      a_shape: [r, K], or [E or 1, r, K] for experts.
+      b_shape: [N, r], or [E or 1, N, r] for experts.
+    """
 
     @property
     def kind(self) -> str: ...

@@ -21,7 +21,7 @@ import numpy as np
 from jlora._memory import fresh
 from jlora.layers.site import Site, SlotSpec, as_brought
 
-RANK_STEP = 16  # ranks are padded to a multiple of this, and the kernels mask the padding
+RANK_STEP = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
 MAX_ROWS = 64  # rows of a chunk: dispatch time is negligible, and programs still compile quickly
 
 Row = tuple[Site, int]
@@ -172,7 +172,7 @@ class Packing:
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # index in the blocks, rows left there, blocks
+        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # (row index, rows until the run ends, blocks)
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]

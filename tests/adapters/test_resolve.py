@@ -85,7 +85,8 @@ def test_relative_folder_beats_the_hub(folder_of, monkeypatch, no_hub):
         *("öwner/name", "owner/name\n", "owner/\x1b[31mname", "-o/name", "owner/" + "x" * 200),
     ],
 )
-def test_neither_a_folder_nor_a_repo(path, no_hub):
+def test_neither_a_folder_nor_a_repo(path, no_hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # with no neighbours that relative paths could name
     with pytest.raises(AdapterNotFoundError, match="does not exist, and is not a Hugging Face repo id"):
         resolve(path, "sql")
 

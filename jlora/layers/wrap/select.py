@@ -22,8 +22,9 @@ _KINDS = re.compile(r"(^|_)(type|segment)(_|$)|token_type")
 
 
 class Selection:
-    """Match layer names against `target_modules`, `exclude_modules` and `max_lora_rank`, and record the names that
-    matched.
+    """The names in `target_modules`, `exclude_modules` and `max_lora_rank` of a configuration.
+
+    Records which of them match a layer.
     """
 
     def __init__(self, config: LoRAConfig):

@@ -1,7 +1,7 @@
 """The mesh of the calling code: its Explicit and Manual axes, and `jax.shard_map` over the remaining ones.
 
-Code inside a `jax.shard_map` runs on one shard along the Manual axes. These functions tell whether it runs on one shard
-of a layer.
+Code inside a `jax.shard_map` runs on one shard along the Manual axes. `reached` and `experts_reached` detect code that
+runs on one shard of a layer.
 """
 
 import functools

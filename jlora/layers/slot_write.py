@@ -24,7 +24,7 @@ def write_block(
     *,
     one_launch: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
-    """Write one block of each factor into one slot of each site, and return the updated arrays: all A, then all B.
+    """Write one block of each factor into one slot of each site.
 
     Args:
       spec: the spec of the sites that hold the arrays.
@@ -33,9 +33,12 @@ def write_block(
       blocks: the values of some ranks for each factor: A [rows, n, step, K] and B [rows, step, N].
       where: int32 [4]: slot of the model, first row, first rank, and the shard of experts that owns a row written
         alone.
-      ranks_over, rows_over: mesh axes that split the ranks of A, and the rows that are written alone, if the arrays are
-        those of one shard.
+      ranks_over: mesh axes that split the ranks of A, if the arrays are those of one shard.
+      rows_over: mesh axes that split rows written alone, if the arrays are those of one shard.
       one_launch: use a Triton kernel if it supports the arrays; see `takes_kernels`.
+
+    Returns:
+      The updated arrays, all A and then all B.
     """
     slot, row, start, owner = where
     slot -= spec.first_slot

@@ -275,9 +275,7 @@ class Index:
         return values[..., self.positions]
 
     def put(self, values: Array, real: Array) -> Array:
-        """Return `values` [..., total] with its real features replaced by `real` [..., size]; the others keep their
-        bits.
-        """
+        """Replace the real features of `values` [..., total] by `real` [..., size]; the others keep their bits."""
         if self.run is not None:
             start, stop = self.run
             before = lax.slice_in_dim(values, 0, start, axis=-1)

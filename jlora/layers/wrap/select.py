@@ -79,7 +79,7 @@ class Selection:
         return [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
 
     def max_rank(self, names: Iterable[str]) -> int:
-        """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` takes precedence."""
+        """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` wins."""
         if isinstance(self._ranks, int):
             return self._ranks
         names = tuple(names)

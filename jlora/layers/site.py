@@ -31,7 +31,10 @@ class SlotParam(nnx.Variable[jax.Array]):
 
 
 class SlotRanks(SlotParam):
-    """An int32 array beside the slots: true ranks or stamps. A type of its own, so that A and B can be differentiated."""
+    """An int32 array beside the slots: true ranks or stamps.
+
+    It has its own type, so that A and B can be differentiated without it.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,7 @@ class SlotSpec:
 
     @functools.cached_property
     def own_shards(self) -> Sequence[int]:
-        """Indices of the `expert_shards` on devices of this process; all if they are not split, or if there are no
-        devices.
-        """
+        """Indices of the `expert_shards` on this process; all of them if they are not split or have no devices."""
         if self.sharding is None or self.expert_shards == 1 or not (found := self.sharding.experts_by_process):
             return range(self.expert_shards)
         return found.get(jax.process_index(), ())
@@ -153,8 +154,9 @@ class SlotSpec:
 
     @functools.cached_property
     def factors(self) -> tuple[int, ...]:
-        """Factors that the site holds: 0 for A, 1 for B. The other gets no array, because XLA has crashed on empty
-        ones.
+        """Factors that the site holds: 0 for A, 1 for B.
+
+        The other one has no array, because XLA has crashed on empty arrays.
         """
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
 
@@ -283,7 +285,7 @@ class ModelSites:
 
 
 def is_named(given: str, names: Iterable[str]) -> bool:
-    """Return True if `given` equals one of the dotted names, or consecutive components of one, as in `exclude_modules`."""
+    """Return True if `given` is one of the dotted names or a part of one, as in `exclude_modules`."""
     return any(f".{given}." in f".{name}." for name in names)
 
 
@@ -349,11 +351,10 @@ def chosen_by_default() -> Device:
 def _variable(
     kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None
 ) -> SlotParam:
-    """Return a variable of zeros. Each shard is created on its own device, so a split array is never whole on one
-    device.
+    """Return a variable of zeros with the sharding `where`.
 
-    The PartitionSpec is stored on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the
-    mesh.
+    Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
+    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
     """
     if not isinstance(where, NamedSharding):
         return kind(jnp.zeros(shape, dtype, device=where))

@@ -177,7 +177,7 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
 
     If the scope ends without an exception, every wrapped layer must have been called with rows of the batch, except
     those in `manager.unserved`. A nested `use` of the same manager adds its calls to the outer one, which makes this
-    check. A function traced inside an eager `use` is checked on its own.
+    check. A `use` in a function traced inside an eager `use` makes its own check.
 
     Args:
       batch: the result of `LoRAManager.prepare`, passed to your jitted function as an argument. None serves the base

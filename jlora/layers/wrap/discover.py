@@ -201,8 +201,9 @@ def _is_bridged(module: nnx.Module) -> bool:
 
 
 def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
-    """Return the spec of a subclass that overrides the call: the spec of its base class, unless something contradicts
-    it.
+    """Return the spec of a subclass that overrides the call.
+
+    It is the spec of the base class, unless that fails or names a parameter that the subclass lacks.
     """
     try:
         spec = _describe[base](module)
@@ -239,7 +240,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
 
 
 def _kept_methods(spec: EmbedSpec, cls: type, base: type) -> tuple[Spec | str, dict[str, str]]:
-    """Return the spec without the methods that a subclass of the registered class overrides, and the reasons for those."""
+    """Return the spec without the methods that a subclass of the registered class overrides, and the reasons."""
     reasons: dict[str, str] = {}
     for role in ("lookup", "attend"):
         name = getattr(spec, role)
@@ -265,8 +266,9 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
 
 
 def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None = None) -> str | None:
-    """Return how the parameter of a layer contradicts its spec, or None. With `experts`, its first axis is that of
-    experts.
+    """Return how the parameter of a layer contradicts its spec, or None.
+
+    With `experts`, the parameter has an axis of that size before the axes of the spec.
     """
     param: nnx.Variable[Any] | None = vars(module).get(spec.param)
     if not isinstance(param, nnx.Variable):

@@ -136,7 +136,7 @@ _NO_METHOD = "its spec leaves it no method that serves LoRA"
 
 
 def _excluded(selection: Selection, packed: PackedModules, module: nnx.Module, aliases: tuple[str, ...]) -> str | None:
-    """Return the reason why the configuration excludes a module, or None. The module's attributes are not interpreted."""
+    """Return the reason why the configuration excludes a module, or None, before the module is described."""
     names = (*aliases, *part_names(aliases, packed))
     reason = selection.exclusion(names)
     if reason is not None:

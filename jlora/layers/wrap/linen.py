@@ -63,8 +63,9 @@ class LinenModule(LinenNode):
     """A Linen model and its variables as one `nnx.Module`, for `LoRAManager` to wrap.
 
     Paths are those of the parameters, such as "decoder.layer_0.q_proj". Every `nn.Dense` and `nn.Embed` of the model
-    serves LoRA. Rejected are subclasses that override the call, `nn.DenseGeneral`, `nn.Einsum`, and layers under
-    `nn.scan` and `nn.vmap`, whose kernels are stacked. Collections changed by the call are not supported.
+    serves LoRA. Not supported, and rejected with an error, are subclasses that override the call, `nn.DenseGeneral`,
+    `nn.Einsum`, and layers under `nn.scan` and `nn.vmap`, whose kernels are stacked. Collections changed by the call
+    are not supported.
 
     Args:
       module: the Linen module, as passed to `apply`, or an initialized `nnx.bridge.ToNNX` that holds it.

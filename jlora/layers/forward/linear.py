@@ -95,9 +95,7 @@ def _unchanged(rows: Array) -> Array:
 def first_input(
     parameters: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return the first argument that is not a string (an equation), in the order of the method's parameters, and the
-    rest.
-    """
+    """Return the first argument that is not a string (an equation), by the method's parameters, and the others."""
     for i, value in enumerate(args):
         if not isinstance(value, str):
             return value, args[:i] + args[i + 1 :], kwargs

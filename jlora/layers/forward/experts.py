@@ -92,8 +92,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
     The class has these attributes; all but the first are optional:
 
         grouped_products  method -> parameter [E, K, N]. The methods take (x [M, K], rows) with `rows.token` and
-                          `rows.expert` [M], and `rows.length` (tokens of a sequence, None for packed rows). In a shard of
-                          a mesh, `rows.origin` is the index in the batch of each of the shard's tokens.
+                          `rows.expert` [M], and `rows.length` (tokens of a sequence, None for packed rows). In a
+                          shard of a mesh, `rows.origin` is the index in the batch of each of the shard's tokens.
         gated             True if "gate_up" holds both gate and up.
         interleaved       True if the columns of gate and up alternate.
         output_blocks     `LinearSpec.out_blocks` of "gate_up".

@@ -185,7 +185,7 @@ def add_delta(
             expert = jnp.asarray(row_map.expert)
             expert = jnp.where(
                 (expert >= 0) & (expert < site.spec.rows[-1]), expert, 0
-            )  # one shard must return the base row
+            )  # 0 for no expert: one shard must return the base row
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)

@@ -80,7 +80,9 @@ def verify(
       inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
         should differ from the length of all other axes.
       num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or `token_counts`).
-      token_counts, pad_to, length: as in `LoRAManager.prepare`.
+      token_counts: as in `LoRAManager.prepare`.
+      pad_to: as in `LoRAManager.prepare`.
+      length: as in `LoRAManager.prepare`.
       batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
       seed: seed of the random factors.
 
@@ -256,7 +258,7 @@ class _Probe:
         return arrays
 
     def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
-        """Return the outputs of an unwrapped copy with the factors of one adapter merged into the kernels of `sites`."""
+        """Return the outputs of an unwrapped copy, with one adapter's factors merged into the kernels of `sites`."""
         copy, layers = unwrapped_copy(self.wrapped)
         inputs = self.inputs
         if cast:
@@ -314,8 +316,9 @@ class _Probe:
         return [[choices[(int(i) + turn) % len(choices)] for i in order] for turn in range(len(choices))]
 
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
-        """Return the largest error of a row with factors only in `sites`, over several mixed batches, and if any row
-        changed.
+        """Return the largest error of a row, and True if some row changed, with factors only in `sites`.
+
+        The error is taken over several mixed batches.
         """
         mixes = self._mixes()
         with jax.default_matmul_precision("highest"):
@@ -353,7 +356,11 @@ class _Probe:
         return self._bases[cast]
 
     def _error(self, found: Any, expected: Any, base: Any, own: Any, whole: Any, change: Any, scale: float) -> float:
-        """float32: of the largest value. Else, row by row: what LoRA adds, against the norm of what it should add."""
+        """Return the largest error of these rows.
+
+        In float32 it is relative to the largest output. Otherwise it is, for each row, the error of its delta relative
+        to the norm of the expected delta.
+        """
         if not len(found):
             return 0.0
         if not (np.isfinite(found).all() and np.isfinite(whole).all()):
@@ -361,11 +368,13 @@ class _Probe:
         if not self.half:
             return float(np.abs(found - expected).max() / max(np.abs(whole).max(), 1e-30))
         off = np.linalg.norm((found - own) - (expected - base), axis=1)
-        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # rows that hardly change have no norm to measure by
+        norm = np.maximum(
+            change, max(0.1 * scale, 1e-30)
+        )  # a lower bound, because the norm of a tiny delta is no measure
         return float((off / norm).max())
 
     def blame_base(self) -> NoReturn:
-        """Raises for a model that is not finite without adapters, and names the layer whose parameter is the cause."""
+        """Raise `LoRAError` for a model whose base outputs are not finite, naming the layer with the bad parameter."""
         kernels = ((site, _kernel(self.wrapped, site).astype(jnp.float32)) for site in self.sites)
         cause = next((site.path for site, kernel in kernels if not jnp.isfinite(kernel).all()), None)
         raise LoRAError(

@@ -1,4 +1,4 @@
-"""Copies of a wrapped model that share its arrays: still wrapped, or unwrapped with factors merged into its kernels."""
+"""Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors."""
 
 import functools
 from typing import Any, cast

@@ -140,13 +140,13 @@ class EmbedSpec:
 class ExpertsSpec:
     """Describe the grouped products of a mixture-of-experts layer class to jlora.
 
-    A grouped product multiplies each of its rows by the kernel of that row's expert. LoRA is added in one of two ways:
-    the product is a method of the class, which takes rows [*lead, K] first and returns [*lead, N]; or the class calls
+    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served in one of two ways.
+    It can be a method of the class, which takes rows [*lead, K] first and returns [*lead, N]. Otherwise the class calls
     `jlora.expert_delta` with the rows and the result. The router and shared experts are separate layers.
 
     Attributes:
       experts: E, the number of experts.
-      products: product name -> spec of one expert. `param` has the shape [E, ...]; the axes after the first are those
+      products: product name -> spec of one expert. `param` has the shape [E, ...]. The axes after the first are those
         of a `LinearSpec`. If a method has the product's name, that method is wrapped.
       rows: `rows(layer, name, x, *args, **kwargs)` returns the `RowMap` of the rows passed to the method, with `expert`
         set. None if no product is a method.
@@ -159,7 +159,7 @@ class ExpertsSpec:
       alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts but not in
         the layer (gpt-oss). Adapters trained on that tensor have its order. For other products the tensor has the order
         of the layer.
-      dtype: dtype of the slots of all products whose own spec sets none; see `LinearSpec`.
+      dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
     """
 
     experts: int
@@ -217,13 +217,13 @@ Describe: TypeAlias = Callable[[Any], Spec | str]
 
 @dataclass(frozen=True)
 class Doubt:
-    """An assumption about a layer that its shapes cannot confirm.
+    """An uncertainty about a layer that its shapes cannot resolve.
 
-    Such a layer takes no adapter until `manager.verify` has confirmed the assumption.
+    Such a layer takes no adapter until `manager.verify` has confirmed that its results are right.
 
     Attributes:
-      why: the assumption, as the beginning of a message.
-      instead: how to confirm it without `verify`.
+      why: the reason for the uncertainty, as the beginning of a message.
+      instead: how to resolve it without `verify`, as the end of a message.
     """
 
     why: str
@@ -251,7 +251,7 @@ class Index:
             source[positions] = np.arange(self.size)
         self.source = source
         first = int(positions[0])
-        # A contiguous run of features is sliced and concatenated; no gather is needed.
+        # A contiguous run of features is sliced and concatenated without a gather.
         self.run = (first, first + self.size) if np.array_equal(positions, first + np.arange(self.size)) else None
         if self.run is not None and np.count_nonzero(source >= 0) > self.size:
             self.run = None  # other features are copies of the run

@@ -183,9 +183,7 @@ def add_delta(
         if sums:
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
-            expert = jnp.where(
-                (expert >= 0) & (expert < site.spec.rows[-1]), expert, 0
-            )  # 0 for no expert: one shard must return the base row
+            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # 0 for no expert: one shard must return the base row
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)

@@ -121,12 +121,12 @@ class SlotSpec:
 
     @property
     def in_runs(self) -> tuple[tuple[slice, slice], ...]:
-        """Pairs (features of the adapter, position as stored) of A; padding is left out."""
+        """Pairs (features of the adapter, position as stored) of A, without padding."""
         return _runs(self.in_blocks, self.in_features)
 
     @property
     def out_runs(self) -> tuple[tuple[slice, slice], ...]:
-        """Pairs (features of the adapter, position as stored) of B; padding is left out."""
+        """Pairs (features of the adapter, position as stored) of B, without padding."""
         return _runs(self.out_blocks, self.out_features)
 
     @functools.cached_property
@@ -211,14 +211,13 @@ class Site:
       parts: checkpoint name -> (first slice, number of slices) that it fills, for each alias.
       backend: the configured backend.
       prefix: attribute prefix of this site's arrays on the layer.
-      doubt: the assumption that `manager.verify` must confirm before the site takes an adapter; None if its spec is
-        certain.
-      stamped: True if its layer also holds the model's stamps, int32 [(layers,) S]: the number of the last write of
+      doubt: the uncertainty that `manager.verify` must resolve before the site takes an adapter; None if there is none.
+      stamped: True if its layer also holds the model's stamps, int32 [(layers,) S], the number of the last write of
         each slot. One site of each model is stamped. A batch carries the stamps that it needs, so a copy of the model
         that missed a write is detected.
       shared: for a product of experts, the sites of A and of B in the slots for adapters whose experts share one
-        factor; () if there are no such slots. Each holds one factor, because their rows differ: the site of the shared
-        factor has no experts. Their `parts` are empty, since adapters name the product.
+        factor; () if there are no such slots. Each holds one factor, because the two have different rows. The site of
+        the shared factor has no experts. Their `parts` are empty, since adapters name the product.
       bitwise_base: the configured option.
     """
 

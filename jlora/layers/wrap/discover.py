@@ -66,7 +66,7 @@ class Found:
       module: the module.
       aliases: every dotted path that reaches it.
       spec: its spec, or the reason why it cannot serve LoRA.
-      guess: the assumption behind a guessed spec, else None.
+      guess: the uncertainty of a guessed spec, else None.
       reasons: method of an embedding ("lookup" or "attend") -> the reason why it serves no LoRA.
       excluded: True if the configuration excludes it. `spec` is then the reason, and the module was not described.
     """
@@ -203,7 +203,8 @@ def _is_bridged(module: nnx.Module) -> bool:
 def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
     """Return the spec of a subclass that overrides the call.
 
-    It is the spec of the base class, unless that fails or names a parameter that the subclass lacks.
+    The spec of the base class is used if the subclass has its parameter. Otherwise the spec is that of an einsum, if
+    the module has a suitable equation.
     """
     try:
         spec = _describe[base](module)

@@ -18,7 +18,7 @@ _ORDER = (
 
 
 def staged() -> bool:
-    """Return True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
+    """Return True while jit (or scan, remat, ...) is tracing. Eager grad and vmap are not staged."""
     return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
 
 
@@ -27,7 +27,7 @@ class Opened:
 
     Attributes:
       what: name of the call that opened it, for messages.
-      key: functions traced inside are reused only inside equal keys.
+      key: JAX reuses functions traced inside only under an equal key.
       outer: the enclosing one, or None.
       closed: True once it has ended.
     """
@@ -46,7 +46,7 @@ _trace_key = jax.make_user_context(None)
 
 
 def around() -> Iterator[Opened]:
-    """Yield all that are open here, innermost first."""
+    """Yield every scope, row map and record that is open here, innermost first."""
     opened = _innermost.get()
     while opened is not None:
         if not opened.closed:
@@ -77,5 +77,5 @@ def opening(opened: Opened) -> Generator[None, None, None]:
 
 
 def _set_trace_key() -> None:
-    # Never exited: an exit would restore the previous key, whose scope has also ended if they close out of order.
+    # Entered but never exited. An exit would restore the previous key, which is stale if scopes close out of order.
     _trace_key(tuple(each.key for each in around()) or None).__enter__()

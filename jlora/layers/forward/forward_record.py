@@ -32,7 +32,7 @@ class Calls:
 
 
 class ForwardRecord(Opened):
-    """All calls of one model's layers inside, across scopes. These scopes do not check their own calls.
+    """The calls of one model's layers across all scopes inside, which then do not check their own calls.
 
     Attributes:
       sites: the sites of the model.

@@ -46,7 +46,7 @@ def merged_columns(slots: SlotSpec) -> MergedColumns:
 
 
 def _filled(shards: np.ndarray) -> np.ndarray:
-    """Return slices in which padding, -1, has the slice before it in its shard, else the next one, else slice 0."""
+    """Replace padding (-1) by the slice before it in its shard, else by the slice after it, else by slice 0."""
     real = shards >= 0
     columns = np.arange(int(shards.shape[1]), dtype=np.int64)
     before = np.maximum.accumulate(np.where(real, columns, np.int64(-1)), axis=1)

@@ -172,7 +172,7 @@ class LoRABatch:
             self.lease.close()
 
     def drop_absent(self) -> "LoRABatch":
-        """Return the same batch for use without the rows of the sequences that are not ready, or without their results.
+        """Return the same batch, for callers that drop the rows or the results of sequences that are not ready.
 
         The base model computes those rows, so their results are meaningless. See `LoRAManager.prepare(...,
         wait=False)`.
@@ -181,7 +181,7 @@ class LoRABatch:
         return LoRABatch(self.slots, self.token_slots, self.stamps, replace(layout, absent=False), self.lease)
 
     def check_usable(self) -> None:
-        """Check that the slots hold the adapters of the batch; raise `LoRAError` otherwise."""
+        """Raise `LoRAError` unless the slots hold the adapters of the batch."""
         traced = isinstance(self.slots, jax.core.Tracer)
         if self.layout.orphan or not (traced or self.layout.lease):
             raise LoRAError(_TRACED)
@@ -211,7 +211,7 @@ class LoRABatch:
             # JAX caches this layout for all calls of a traced function that returns the batch.
             layout = replace(layout, lease=None)
         elif isinstance(slots, _ARRAYS) and not layout.orphan:
-            # Passing an orphan around is allowed; only using it raises. Skip the check for ShapeDtypeStructs.
+            # Passing an orphan around is allowed. Only using it raises. Skip the check for ShapeDtypeStructs.
             self.check_usable()
         return (self.slots, self.token_slots, self.stamps), layout
 
@@ -227,7 +227,7 @@ class LoRABatch:
 
 
 def check_batch(batch: LoRABatch) -> None:
-    """Check that `jlora.use` may serve `batch`; raise `LoRAError` otherwise."""
+    """Raise `LoRAError` unless `jlora.use` may serve `batch`."""
     batch.check_usable()
     if batch.layout.absent:
         raise LoRAError(_ABSENT)

@@ -59,7 +59,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
 
 
 def _check_output(site: Site, method: str, y: object, lead: tuple[int, ...], features: int, given: str) -> None:
-    """Check that the output of a method has the shape [*lead, features of a shard]; raise `LoRAError` otherwise."""
+    """Raise `LoRAError` unless the output of a method has the shape [*lead, features of a shard]."""
     own = features // parts_of(site)[1]
     if not isinstance(y, jax.Array) or y.shape != (*lead, own):
         raise LoRAError(

@@ -122,7 +122,7 @@ class Scope(Opened):
           row_map: a map provided by the layer itself, as the products of experts do.
 
         Raises:
-          LoRAError: the layer's mesh differs from the mesh of the calling code; or as in `layout_of`.
+          LoRAError: the layer's mesh differs from the mesh of the calling code, or as in `layout_of`.
           LoRAUsageError: as in `layout_of`.
         """
         mapped = only_rows_mapped(self.batch, base)
@@ -214,7 +214,7 @@ def _scope_of(batch: object, without: Sequence[str]) -> Scope:
 
 
 def _check_names(names: Sequence[str], sites: ModelSites) -> None:
-    """Check that every name matches a module of the model; raise `LoRAUsageError` otherwise."""
+    """Raise `LoRAUsageError` unless every name matches a module of the model."""
     missing = [name for name in names if name != "*" and not is_named(name, sites.names)]
     if missing:
         raise LoRAUsageError(

@@ -97,8 +97,8 @@ def layout_of(
 
     Raises:
       LoRAError: the open row map is a constant inside a traced function.
-      LoRAUsageError: the row map has another number of rows; it has `expert` and the layer is no product of experts, or
-        the reverse; rows under `jax.vmap` could be those of one sequence or of all.
+      LoRAUsageError: the row map has another number of rows; it has `expert` but the layer is no product of experts, or
+        it lacks `expert` for one; or rows under `jax.vmap` could be those of one sequence or of all.
     """
     if row_map is None:
         row_map = current_rows(site.path)
@@ -151,7 +151,7 @@ def only_rows_mapped(batch: LoRABatch, rows: Array) -> bool:
 
 
 def _is_mapped(value: object) -> bool:
-    """Return True if an enclosing `vmap` maps `value`; a `vmap` around an enclosing jit is not detected."""
+    """Return True if an enclosing `vmap` maps `value`. A `vmap` around an enclosing jit is not detected."""
     while _is_tracer(value):
         if type(value).__name__ == "BatchTracer":  # JAX does not export the class
             return True

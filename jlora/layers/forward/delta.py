@@ -183,7 +183,9 @@ def add_delta(
         if sums:
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
-            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # 0 for no expert: one shard must return the base row
+            expert = jnp.where(
+                (expert >= 0) & (expert < site.spec.rows[-1]), expert, 0
+            )  # 0 if none: one shard must add the base
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
@@ -205,7 +207,7 @@ def add_lookup(
     """Return base + scale * A[slot, :, token] @ B[slot], PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`.
 
     Raises:
-      LoRAError: as in `add_delta`; or the calling code is one shard of a table with split rows.
+      LoRAError: as in `add_delta`, or the calling code is one shard of a table with split rows.
     """
     if not base.size:
         return base

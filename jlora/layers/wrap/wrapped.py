@@ -123,7 +123,7 @@ class WrappedModel:
         return (*wrapped, *other, *skipped)
 
     def check(self) -> None:
-        """Check that the model is still wrapped; raise `LoRAError` after `unwrap`."""
+        """Raise `LoRAError` if the model is no longer wrapped."""
         if not self.modules:
             raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 

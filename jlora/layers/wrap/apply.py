@@ -46,12 +46,12 @@ def wrap_model(
     If an error is raised, the model is unchanged.
 
     Args:
-      model: any `nnx.Module`; layers reachable by several paths are wrapped once.
+      model: any `nnx.Module`. Layers reachable by several paths are wrapped once.
       config: sizes, dtype, target_modules, exclude_modules and backend.
-      packed_modules: the checkpoint names that make up each merged projection; None reads the model's own
+      packed_modules: the checkpoint names that make up each merged projection. None reads the model's own
         `packed_modules` attribute if it has one.
       skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
-      make: function that returns the slot arrays of a site; shapes for a model of shapes alone.
+      make: function that returns the slot arrays of a site, or their shapes for a model of shapes alone.
 
     Returns:
       The wrapped model.

@@ -78,8 +78,8 @@ def choose(
     start in `wrapped.unserved`.
 
     Raises:
-      LoRAError: the model is wrapped already, or no layer of it can serve LoRA; or as in `_mesh_of`.
-      LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped; or as in `_mesh_of`.
+      LoRAError: the model is wrapped already, no layer of it can serve LoRA, or as in `_mesh_of`.
+      LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
     """
     model = wrapped.model
     selection, packed = Selection(config), packed_modules_of(model, packed_modules)

@@ -79,7 +79,7 @@ def _is_short(dtype: Any) -> bool:
 
 
 def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
-    """Scatter [..., k, n] of the checkpoint into [..., K, N] of the layer, with zeros for padding."""
+    """Expand [..., k, n] of the checkpoint to [..., K, N] of the layer, with zeros for padding."""
     for axis, index in ((-2, spec.columns_in), (-1, spec.columns_out)):
         if index is not None:
             full = np.moveaxis(delta, axis, 0)[np.maximum(index.source, 0)]

@@ -368,7 +368,7 @@ class _Probe:
         if not self.half:
             return float(np.abs(found - expected).max() / max(np.abs(whole).max(), 1e-30))
         off = np.linalg.norm((found - own) - (expected - base), axis=1)
-        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # a lower bound, because the norm of a tiny delta is no measure
+        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # bounded below for rows that hardly change
         return float((off / norm).max())
 
     def blame_base(self) -> NoReturn:

@@ -141,7 +141,10 @@ class SlotSpec:
 
     @functools.cached_property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Shardings of the blocks written into A, [rows, n, step, K], and into B, [rows, step, N]; None off meshes."""
+        """Shardings of the blocks written into A, [rows, n, step, K], and into B, [rows, step, N]; None off meshes.
+
+        They are for blocks of all rows. A block of one row is not split over the experts.
+        """
         if (found := self.sharding) is None:
             return None, None
         rows = () if self.experts is None else found.experts

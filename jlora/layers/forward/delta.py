@@ -183,9 +183,8 @@ def add_delta(
         if sums:
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
-            expert = jnp.where(
-                (expert >= 0) & (expert < site.spec.rows[-1]), expert, 0
-            )  # 0 if none: one shard must add the base
+            # A row without an expert counts for expert 0, since one shard must add its base.
+            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)

@@ -170,14 +170,17 @@ class SlotSpec:
 
     @property
     def out_features(self) -> int:
+        """N, the sum of `out_sizes`."""
         return sum(self.out_sizes)
 
     @property
     def slices(self) -> int:
+        """Number n of output slices."""
         return len(self.out_sizes)
 
     @property
     def stack(self) -> tuple[int, ...]:
+        """Leading axes of the arrays: (layers,) of a stack, else ()."""
         return () if self.layers is None else (self.layers,)
 
     @property
@@ -346,6 +349,7 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
 
 
 def chosen_by_default() -> Device:
+    """Return JAX's default device."""
     chosen = default_device()
     return cast("Device", jax.local_devices(backend=chosen)[0]) if chosen is None or isinstance(chosen, str) else chosen
 
@@ -404,5 +408,6 @@ set_attribute = nnx.Module.__setattr__
 
 
 def delete_attribute(layer: nnx.Module, name: str) -> None:
+    """Delete an attribute of a layer if it exists, with Flax's own method."""
     if name in vars(layer):
         nnx.Module.__delattr__(layer, name)

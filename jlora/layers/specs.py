@@ -368,6 +368,7 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
 
 
 def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
+    """Return x as [*lead, K], y as [*lead, N], and the way back: the `rows` of an `nnx.LinearGeneral`."""
     # Flax sorts the axes before it contracts them with the kernel's leading ones.
     axes = sorted(axis % x.ndim for axis in layer.axis)
     lead = [axis for axis in range(x.ndim) if axis not in axes]

@@ -49,6 +49,7 @@ def manual_axes(mesh: Any) -> frozenset[str]:
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:
+    """Return the Explicit axes of a mesh."""
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 

@@ -70,10 +70,12 @@ class LinearSpec:
 
     @property
     def columns_in(self) -> "Index | None":
+        """`in_index` as an `Index`; None for all features."""
         return self.in_index  # type: ignore[return-value]  # `__post_init__` converts it to an Index
 
     @property
     def columns_out(self) -> "Index | None":
+        """`out_index` as an `Index`; None for all features."""
         return self.out_index  # type: ignore[return-value]
 
     @property
@@ -378,5 +380,6 @@ def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: An
 
 
 def describe_embed(layer: nnx.Embed) -> EmbedSpec:
+    """Return the spec of an `nnx.Embed`. A padded table declares its real rows in `real_vocab`."""
     real = own_attribute(layer, "real_vocab")
     return EmbedSpec(layer.num_embeddings, layer.features, attend="attend", real_vocab=real)

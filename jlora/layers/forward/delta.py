@@ -80,10 +80,12 @@ class SlotFactors(NamedTuple):
 
     @property
     def first(self) -> Factor:
+        """A as a `Factor`."""
         return Factor(self.plan, self.a, self.ranks)
 
     @property
     def second(self) -> Factor:
+        """B as a `Factor`."""
         return Factor(self.plan, self.b, self.ranks)
 
 

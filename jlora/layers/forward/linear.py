@@ -106,6 +106,7 @@ def first_input(
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's parameters after `self`; [] if it has no signature."""
     try:
         return list(inspect.signature(method).parameters)[1:]
     except (TypeError, ValueError):  # some callables have no signature

@@ -52,6 +52,7 @@ class RowSharding:
 
     @property
     def split(self) -> bool:
+        """True if any axis of the rows is split."""
         return any(self.axes)
 
     @property

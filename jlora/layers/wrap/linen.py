@@ -23,6 +23,7 @@ class LinenNode(nnx.Module):
             nnx.Module.__setattr__(self, name, _node(value))
 
     def linen_variables(self) -> dict[str, Any]:
+        """Return the variables as Linen's nested dict of arrays."""
         values = {name: vars(self)[name] for name in self.linen_names}
         return {
             name: value.linen_variables() if isinstance(value, LinenNode) else value[...]
@@ -52,10 +53,12 @@ class LinenEmbed(LinenNode):
 
 
 def describe_dense(layer: LinenDense) -> LinearSpec:
+    """Return the spec of an `nn.Dense`."""
     return LinearSpec(*vars(layer)["kernel"].get_value().shape)
 
 
 def describe_embed(layer: LinenEmbed) -> EmbedSpec:
+    """Return the spec of an `nn.Embed`."""
     return EmbedSpec(*vars(layer)["embedding"].get_value().shape, lookup="lookup", attend="attend")
 
 

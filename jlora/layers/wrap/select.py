@@ -165,6 +165,7 @@ def _says_tied(model: object) -> bool:
 
 
 def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:
+    """Return the given packed modules, else the model's own `packed_modules` attribute, else {}."""
     return own_attribute(model, "packed_modules", {}) if given is None else given
 
 

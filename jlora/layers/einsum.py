@@ -27,8 +27,8 @@ class EinsumAxes:
     """How the axes of one equation flatten.
 
     Attributes:
-      x: permutation that brings the input to lead axes, then in axes.
-      y: permutation that brings the output to lead axes, then out axes.
+      x: permutation of the input to lead axes followed by in axes.
+      y: permutation of the output to lead axes followed by out axes.
       lead: number of lead axes.
       kernel_in, kernel_out: in and out axes of the kernel.
     """

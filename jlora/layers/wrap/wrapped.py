@@ -184,6 +184,6 @@ def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.nd
 
 
 def set_class(layer: nnx.Module, cls: type) -> None:
-    """Change the class of a layer, without an attribute of its own for the class."""
+    """Change the class of a layer without adding an attribute to it."""
     # `layer.__class__ = cls` would make flax list the class among the layer's attributes, which jit compares.
     object.__setattr__(layer, "__class__", cls)

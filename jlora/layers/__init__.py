@@ -1,1 +1,1 @@
-"""Flax NNX layers that serve LoRA: wrapping, the trace-time scope, slot arrays."""
+"""Flax NNX layers that serve LoRA: wrapping, the trace-time scope and slot arrays."""

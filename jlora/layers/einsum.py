@@ -1,4 +1,4 @@
-"""Einsum equations that are linear layers: which axes of input, kernel and output are rows, K and N."""
+"""Einsum equations of linear layers: map the axes of input, kernel and output to rows, K and N."""
 
 import math
 import re
@@ -18,13 +18,20 @@ _EQUATION = re.compile(r"[A-Za-z.\s]+,[A-Za-z.\s]+->[A-Za-z.\s]*")
 
 
 def is_equation(value: Any) -> bool:
-    """True for a string such as "BTD,DNH->BTNH"."""
+    """Return True for a string such as "BTD,DNH->BTNH"."""
     return isinstance(value, str) and _EQUATION.fullmatch(value) is not None
 
 
 @dataclass(frozen=True)
 class EinsumAxes:
-    """How the axes of one equation flatten: x transposed by `x` is lead + in axes, y by `y` is lead + out axes."""
+    """How the axes of one equation flatten.
+
+    Attributes:
+      x: permutation of the input to lead axes followed by in axes.
+      y: permutation of the output to lead axes followed by out axes.
+      lead: number of lead axes.
+      kernel_in, kernel_out: in and out axes of the kernel.
+    """
 
     x: tuple[int, ...]
     y: tuple[int, ...]
@@ -34,7 +41,10 @@ class EinsumAxes:
 
 
 def einsum_axes(equation: str, x_ndim: int | None = None) -> EinsumAxes | str:
-    """Read "BTD,DNH->BTNH", or say why the equation is not a linear layer. Axes of x and y need `x_ndim`."""
+    """Return the axes of an equation such as "BTD,DNH->BTNH", or the reason why it is not a linear layer.
+
+    With an ellipsis, the axes of x and y are valid only if `x_ndim` is given.
+    """
     if not is_equation(equation):
         return f"{equation!r} is not an einsum of one input and one kernel"
     x, rest = re.sub(r"\s", "", equation).split(",")
@@ -43,7 +53,7 @@ def einsum_axes(equation: str, x_ndim: int | None = None) -> EinsumAxes | str:
         return f"the kernel of {equation!r} has an ellipsis"
     if "..." in x:
         spread = 0 if x_ndim is None else x_ndim - len(x.replace("...", ""))
-        stand_in = "".join(chr(0x3B1 + i) for i in range(spread))  # Greek letters: never in an equation
+        stand_in = "".join(chr(0x3B1 + i) for i in range(spread))  # Greek letters, which an equation cannot contain
         x, y = x.replace("...", stand_in), y.replace("...", stand_in)
     shared = sorted(set(x) & set(kernel) & set(y))
     summed = sorted((set(x) - set(kernel) - set(y)) | (set(kernel) - set(x) - set(y)))
@@ -71,7 +81,7 @@ def einsum_axes(equation: str, x_ndim: int | None = None) -> EinsumAxes | str:
 
 @dataclass(frozen=True)
 class EinsumRows:
-    """The `rows` of an einsum layer: its own equation, or the one that a call gives for the same kernel."""
+    """The `rows` function of an einsum layer. A call may pass another equation for the same kernel."""
 
     equation: str
 
@@ -88,7 +98,7 @@ class EinsumRows:
         )
 
     def axes(self, given: str, x_ndim: int) -> EinsumAxes:
-        """Of the equation that a call gives. Raises `LoRAError` where LoRA cannot follow it."""
+        """Return the axes of the equation that a call passes. Raises `LoRAError` if it uses the kernel differently."""
         own, axes = einsum_axes(self.equation), einsum_axes(given, x_ndim)
         if isinstance(axes, str):
             raise LoRAError(f"it cannot follow the call: {axes}")
@@ -109,16 +119,20 @@ def einsum_spec(
     out_index: Sequence[int] | np.ndarray | None = None,
     dtype: DType | None = None,
 ) -> LinearSpec:
-    """The spec of a layer that computes `einsum(equation, x, kernel)`.
+    """Return the spec of a layer that computes `einsum(equation, x, kernel)`.
 
     Args:
-      equation: input, kernel and output: "BTD,DNH->BTNH". A call of the layer may give another equation for the same
+      equation: input, kernel and output: "BTD,DNH->BTNH". A call of the layer may pass another equation for the same
         kernel, as any argument.
       shape: the kernel's shape, in the equation's order.
       param: name of the kernel attribute.
-      in_index, out_index: as in `LinearSpec`: positions in the flattened in and out axes (in the kernel's order) that
-        are a checkpoint's, where heads are padded or shards interleaved.
-      dtype: of the slots, as in `LinearSpec`.
+      in_index: as in `LinearSpec`: positions in the flattened in axes, in the kernel's order, that belong to a
+        checkpoint, for padded heads or interleaved shards.
+      out_index: the same for the out axes.
+      dtype: dtype of the slots, as in `LinearSpec`.
+
+    Returns:
+      The spec, with `rows` set.
 
     Raises:
       LoRAUsageError: the equation is not a linear layer, or has another number of axes than `shape`.
@@ -145,8 +159,8 @@ def einsum_spec(
 
 
 def describe_einsum(layer: nnx.Einsum) -> LinearSpec | str:
-    """`nnx.Einsum`, or the reason why it cannot be wrapped."""
-    if not isinstance(layer.einsum_str, str):  # None, whatever Flax's annotation says, where calls bring their own
+    """Return the spec of an `nnx.Einsum`, or the reason why it cannot be wrapped."""
+    if not isinstance(layer.einsum_str, str):  # None is possible despite Flax's annotation, if calls pass equations
         return "it has no einsum_str of its own"
     axes = einsum_axes(layer.einsum_str)
     return axes if isinstance(axes, str) else einsum_spec(layer.einsum_str, layer.kernel_shape, "kernel")

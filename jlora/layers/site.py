@@ -1,4 +1,4 @@
-"""What a wrapped layer carries: slot arrays, a `Site` that says what they mean, a `SlotSpec` with their shapes."""
+"""State of a wrapped layer: its slot arrays, the `Site` that describes them, and the `SlotSpec` with their shapes."""
 
 import functools
 import itertools
@@ -24,31 +24,39 @@ Blocks: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class SlotParam(nnx.Variable[jax.Array]):
-    """Every slot array: the filter for `nnx.split`, donation and sharding. Never an `nnx.Param` of the base model."""
+    """A slot array. Use this type as the filter for `nnx.split`, donation and sharding.
+
+    It is no `nnx.Param`, so filters for the base model's parameters do not match it.
+    """
 
 
 class SlotRanks(SlotParam):
-    """The int32 arrays beside the slots, true ranks and stamps, apart so that the others can be differentiated."""
+    """An int32 array beside the slots: true ranks or stamps.
+
+    It has its own type, so that A and B can be differentiated without it.
+    """
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Shapes and dtype of the slot arrays of a site. Sites of equal specs are staged and written together.
+    """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
 
-    A [(layers,) S, (E,) n, R, K]; B [(layers,) S, (E,) R, N]; ranks [(layers,) S, (E,) n], int32.
+    A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are int32 [(layers,) S, (E,) n].
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
       num_slots: S.
-      in_features: K, for an embedding the number of table rows; 0 where the site holds B alone.
-      out_sizes: sizes of the n output slices; their sum is N. All are 0 where the site holds A alone.
+      in_features: K, for an embedding the number of table rows; 0 if the site holds only B.
+      out_sizes: sizes of the n output slices; their sum is N. All are 0 if the site holds only A.
       max_rank: R.
-      dtype: of A and B, by name: "bfloat16", "float16" or "float32".
-      experts: E, where every expert has factors of its own, else None.
-      first_slot: which of the model's slots the first of these is.
-      sharding: how the base kernel is split over a mesh, which decides where these arrays lie; None off meshes.
-      in_blocks, out_blocks: K of A, and N of B, as the layer has them, where that is not as an adapter has them and
-        they are split: from left to right (the adapter's first feature or -1 for padding, how many). () for as it has.
+      dtype: dtype of A and B, by name: "bfloat16", "float16" or "float32".
+      experts: E, if every expert has its own factors, else None.
+      first_slot: index of the first of these slots among the slots of the model.
+      sharding: how the base kernel is split over a mesh, which determines the sharding of these arrays; None off
+        meshes.
+      in_blocks, out_blocks: order of K in A, and of N in B, as stored: pairs (the adapter's first feature or -1 for
+        padding, count) from left to right. They are set if the features are split and the layer's order differs from
+        the adapter's; () for the adapter's order.
     """
 
     layers: int | None
@@ -65,26 +73,26 @@ class SlotSpec:
 
     @functools.cached_property
     def expert_shards(self) -> int:
-        """Shards that have different experts."""
+        """Number of shards that hold different experts."""
         return 1 if self.sharding is None or self.experts is None else self.sharding.size(self.sharding.experts)
 
     @functools.cached_property
     def own_shards(self) -> Sequence[int]:
-        """Which of `expert_shards` devices of this process have; all where they are not split, or on no devices."""
+        """Indices of the `expert_shards` on this process; all of them if they are not split or have no devices."""
         if self.sharding is None or self.expert_shards == 1 or not (found := self.sharding.experts_by_process):
             return range(self.expert_shards)
         return found.get(jax.process_index(), ())
 
     @functools.cached_property
     def most_shards(self) -> int:
-        """How many of `expert_shards` the process has that has most of them."""
+        """Largest number of `expert_shards` that any one process holds."""
         if self.sharding is None or self.expert_shards == 1 or not (found := self.sharding.experts_by_process):
             return self.expert_shards
         return max(map(len, found.values()))
 
     @functools.cached_property
     def own_experts(self) -> tuple[range, ...]:
-        """The experts of `own_shards`, in ranges that do not touch."""
+        """Experts of `own_shards`, as ranges that are not adjacent."""
         assert self.experts is not None
         size = self.experts // self.expert_shards
         found: list[range] = []
@@ -97,33 +105,33 @@ class SlotSpec:
 
     @property
     def stored_in(self) -> int:
-        """K of A as it is stored."""
+        """K of A as stored."""
         return sum(count for _, count in self.in_blocks) or self.in_features
 
     @property
     def stored_out(self) -> int:
-        """N of B as it is stored."""
+        """N of B as stored."""
         return sum(count for _, count in self.out_blocks) or self.out_features
 
     @property
     def stored_rank(self) -> int:
-        """R of A as it is stored: it may be split."""
+        """R of A as stored, rounded up to a multiple of the shards that split it."""
         parts = 1 if self.sharding is None else self.sharding.size(self.sharding.a[2])
         return -(-self.max_rank // parts) * parts
 
     @property
     def in_runs(self) -> tuple[tuple[slice, slice], ...]:
-        """(features of the adapter, where they are stored) of A; padding is left out."""
+        """Pairs (features of the adapter, position as stored) of A, without padding."""
         return _runs(self.in_blocks, self.in_features)
 
     @property
     def out_runs(self) -> tuple[tuple[slice, slice], ...]:
-        """The same of B."""
+        """Pairs (features of the adapter, position as stored) of B, without padding."""
         return _runs(self.out_blocks, self.out_features)
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
-        """Of A, B and the ranks; None off meshes."""
+        """Shardings of A, B and the ranks; None off meshes."""
         found = self.sharding
         if found is None:
             return None, None, None
@@ -133,7 +141,10 @@ class SlotSpec:
 
     @functools.cached_property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Of what is written into A, [rows, n, step, K], and into B, [rows, step, N]; one row is whole."""
+        """Shardings of the blocks written into A, [rows, n, step, K], and into B, [rows, step, N]; None off meshes.
+
+        They are for blocks of all rows. A block of one row is not split over the experts.
+        """
         if (found := self.sharding) is None:
             return None, None
         rows = () if self.experts is None else found.experts
@@ -141,34 +152,40 @@ class SlotSpec:
 
     @property
     def slots(self) -> range:
-        """Which of the model's slots these are."""
+        """Indices of these slots among the slots of the model."""
         return range(self.first_slot, self.first_slot + self.num_slots)
 
     @functools.cached_property
     def factors(self) -> tuple[int, ...]:
-        """Which of A (0) and B (1) the site holds. No array is made for the other: XLA has crashed on empty ones."""
+        """Factors that the site holds: 0 for A, 1 for B.
+
+        The other one has no array, because XLA has crashed on empty arrays.
+        """
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
 
     @property
     def whole(self) -> bool:
-        """Whether the site holds both factors."""
+        """True if the site holds both factors."""
         return len(self.factors) == 2
 
     @property
     def out_features(self) -> int:
+        """N, the sum of `out_sizes`."""
         return sum(self.out_sizes)
 
     @property
     def slices(self) -> int:
+        """Number n of output slices."""
         return len(self.out_sizes)
 
     @property
     def stack(self) -> tuple[int, ...]:
+        """Leading axes of the arrays: (layers,) of a stack, else ()."""
         return () if self.layers is None else (self.layers,)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """((layers,) (experts,)): a site has a pair of factors for each, numbered in C order."""
+        """Sizes ((layers,) (experts,)). A site has one pair of factors for each entry, numbered in C order."""
         return self.stack if self.experts is None else (*self.stack, self.experts)
 
     @property
@@ -183,30 +200,31 @@ class SlotSpec:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B and ranks; on a mesh those of all shards together."""
+        """Bytes of one slot: A, B and ranks, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place where LoRA is added. Compared by identity, so a layer can hold it as a static attribute.
+    """One place in a model where LoRA is added. Compared by identity, so a layer can hold it as a static attribute.
 
     Attributes:
       path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.
       aliases: every dotted path that reaches the same layer, `path` first.
       kind: "linear" (delta of a projection) or "embedding" (delta of a table lookup).
       spec: shapes and dtype of its slot arrays.
-      parts: checkpoint name -> (first slice, number of slices) it fills, for each alias.
-      backend: as configured.
+      parts: checkpoint name -> (first slice, number of slices) that it fills, for each alias.
+      backend: the configured backend.
       prefix: attribute prefix of this site's arrays on the layer.
-      doubt: why it takes no adapter before `manager.verify` has seen it serve one; None where its spec is enough.
-      stamped: whether its layer holds the model's stamps too: int32 [(layers,) S], the number of the last write of each
-        slot. One site of a model does. A batch says which writes it needs: a copy that missed one is found out.
-      shared: of a product of experts, the sites of A and of B in the slots for adapters whose experts share one of the
-        two, if there are such slots. Each holds one factor alone, since their rows differ: the site of the one that is
-        shared has no experts. They have no `parts`: adapters name the product.
-      bitwise_base: as configured.
+      doubt: the uncertainty that `manager.verify` must resolve before the site takes an adapter; None if there is none.
+      stamped: True if its layer also holds the model's stamps, int32 [(layers,) S], the number of the last write of
+        each slot. One site of each model is stamped. A batch carries the stamps that it needs, so a copy of the model
+        that missed a write is detected.
+      shared: for a product of experts, the sites of A and of B in the slots for adapters whose experts share one
+        factor; () if there are no such slots. Each holds one factor, because the two have different rows. The site of
+        the shared factor has no experts. Their `parts` are empty, since adapters name the product.
+      bitwise_base: the configured option.
     """
 
     path: str
@@ -223,7 +241,7 @@ class Site:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the layer attributes that hold A, B (`spec.factors` of them) and the ranks."""
+        """Names of the layer attributes that hold A and B (those in `spec.factors`) and the ranks."""
         names = f"{self.prefix}_a", f"{self.prefix}_b"
         return *(names[j] for j in self.spec.factors), f"{self.prefix}_ranks"
 
@@ -234,12 +252,12 @@ class Site:
 
     @property
     def shared_slot_nbytes(self) -> int:
-        """Bytes of one of the slots for adapters whose experts share a factor; 0 where there are none."""
+        """Bytes of one slot for adapters whose experts share a factor; 0 if there are no such slots."""
         return sum(each.spec.slot_nbytes for each in self.shared)
 
     @property
     def with_shared(self) -> "tuple[Site, ...]":
-        """This site, and those of its shared slots."""
+        """This site and the sites of its shared slots."""
         return (self, *self.shared)
 
     @property
@@ -250,13 +268,13 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class ModelSites:
-    """The sites of one wrapped model. Its layers hold it, and so do its batches; compared by identity.
+    """The sites of one wrapped model, held by its layers and its batches. Compared by identity.
 
     Attributes:
-      sites: those that adapters can name; each with those of its shared slots.
-      names: of all modules of the model, as a configuration may give them.
-      sharding: of one of the sites: its mesh and its data axes are those of all; None off meshes.
-      device: chosen for the model off meshes, where one was.
+      sites: the sites that adapters can name. Each holds the sites of its shared slots.
+      names: names of all modules of the model that a configuration can use.
+      sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
+      device: the device chosen for a model off meshes, or None.
     """
 
     sites: tuple[Site, ...]
@@ -272,14 +290,16 @@ class ModelSites:
 
 
 def is_named(given: str, names: Iterable[str]) -> bool:
-    """Whether `given` is one of the dotted names, or a part of one: how `exclude_modules` names modules."""
+    """Return True if `given` is one of the dotted names or a part of one, as in `exclude_modules`."""
     return any(f".{given}." in f".{name}." for name in names)
 
 
 def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
-    """Return the zero slot arrays of `site`, by the name of the layer attribute that will hold each.
+    """Return the zero slot arrays of `site`, keyed by the layer attribute that will hold each.
 
-    `device`: where they are placed off meshes; None for the default.
+    Args:
+      site: the site.
+      device: placement of the arrays off meshes; None for the default device.
     """
     *names, ranks = site.attributes
     shapes, shardings = site.spec.shapes, site.spec.shardings
@@ -298,12 +318,17 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
 
 
 def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
-    """Raises `MemoryError` where the slot arrays need more than all of the memory that a device has.
+    """Check that the slot arrays fit in the total memory of each device.
 
-    `chosen` is where they are to lie off meshes, as for `allocate`.
+    Without this check a GPU's allocator fails only after ten seconds, and a system that overcommits memory kills the
+    process.
 
-    A GPU's allocator would take ten seconds to say so, and a system that promises more memory than it has would kill
-    the process.
+    Args:
+      sites: all sites of a model.
+      chosen: placement of the arrays off meshes, as in `allocate`.
+
+    Raises:
+      MemoryError: the arrays need more memory than a device has.
     """
     needed: dict[Device, int] = {}
     for site in sites:
@@ -324,6 +349,7 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
 
 
 def chosen_by_default() -> Device:
+    """Return JAX's default device."""
     chosen = default_device()
     return cast("Device", jax.local_devices(backend=chosen)[0]) if chosen is None or isinstance(chosen, str) else chosen
 
@@ -331,31 +357,35 @@ def chosen_by_default() -> Device:
 def _variable(
     kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None
 ) -> SlotParam:
-    """Zeros; each shard is made where it belongs, so that no array is ever whole where it is to be split.
+    """Return a variable of zeros with the sharding `where`.
 
-    What says how is kept beside it, as Flax does (`nnx.get_partition_spec`), for code that maps over the mesh.
+    Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
+    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
     """
     if not isinstance(where, NamedSharding):
         return kind(jnp.zeros(shape, dtype, device=where))
-    # It lies there already: Flax would lay it out again, and knows no mesh with axes of both types.
+    # The array has its sharding already. Flax would reshard it, and does not support meshes with both axis types.
     zeros = jnp.zeros(shape, dtype, device=where)
     return kind(zeros, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
 
 
 def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:
-    """Give a layer its site and the slot arrays made by `allocate`."""
+    """Set the site and the slot arrays from `allocate` as attributes of a layer."""
     for name, value in (*arrays.items(), (f"{site.prefix}_site", site)):
         set_attribute(layer, name, value)
 
 
 def detach(layer: nnx.Module, site: Site) -> None:
-    """Take a site and its slot arrays off a layer; what is gone already is left alone."""
+    """Remove a site and its slot arrays from a layer. Attributes that are already gone are ignored."""
     for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
 
 
 def as_brought(stored: np.ndarray, total: int, runs: Sequence[tuple[slice, slice]]) -> np.ndarray:
-    """[.., features as they are stored] -> [.., total], as an adapter has them; `runs` as a spec's `in_runs`."""
+    """Convert an array [..., stored features] to the adapter's order, [..., total].
+
+    `runs` are the `in_runs` or `out_runs` of a spec.
+    """
     found = np.zeros((*stored.shape[:-1], total), stored.dtype)
     for features, place in runs:
         found[..., features] = stored[..., place]
@@ -373,10 +403,11 @@ def _runs(blocks: Blocks, total: int) -> tuple[tuple[slice, slice], ...]:
     )
 
 
-# Flax's own: a layer class may override __setattr__ and __delattr__.
+# Use Flax's method, because a layer class may override __setattr__ and __delattr__.
 set_attribute = nnx.Module.__setattr__
 
 
 def delete_attribute(layer: nnx.Module, name: str) -> None:
+    """Delete an attribute of a layer if it exists, with Flax's own method."""
     if name in vars(layer):
         nnx.Module.__delattr__(layer, name)

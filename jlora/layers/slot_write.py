@@ -1,4 +1,4 @@
-"""What a write of slot arrays computes: blocks of an adapter put into one slot of many layers."""
+"""Write blocks of an adapter into one slot of many layers: the computation of one write."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -24,17 +24,21 @@ def write_block(
     *,
     one_launch: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
-    """All A and then all B, of those that the sites hold, with a block written into one slot of each.
+    """Write one block of each factor into one slot of each site.
 
     Args:
-      spec: of the sites whose arrays these are.
-      arrays: all A and all B, or one of them (`spec.factors`), of as many sites as the block has rows; of one site
-        where it has several rows itself, those of a stack of layers, or of experts of one layer.
-      blocks: for each of them the factors of some ranks: A [rows, n, step, K] and B [rows, step, N].
-      where: [slot of the model, first row, first rank, shard of experts that has a row which comes alone].
-      ranks_over, rows_over: axes of the mesh that the ranks of A, and rows that come alone, are split over, where these
-        are the arrays of a shard.
-      one_launch: by a Triton kernel, where that can: see `takes_kernels`.
+      spec: the spec of the sites that hold the arrays.
+      arrays: all A and all B, or only one of the two (`spec.factors`). There is one array for each row of the block, or
+        one array in all if the site itself has several rows: a stack of layers, or the experts of a layer.
+      blocks: the values of some ranks for each factor: A [rows, n, step, K] and B [rows, step, N].
+      where: int32 [4]: slot of the model, first row, first rank, and the shard of experts that owns a row written
+        alone.
+      ranks_over: mesh axes that split the ranks of A, if the arrays are those of one shard.
+      rows_over: mesh axes that split rows written alone, if the arrays are those of one shard.
+      one_launch: use a Triton kernel if it supports the arrays; see `takes_kernels`.
+
+    Returns:
+      The updated arrays, all A and then all B.
     """
     slot, row, start, owner = where
     slot -= spec.first_slot
@@ -42,14 +46,14 @@ def write_block(
     if spec.experts is None:
         lead = (slot,) if spec.layers is None else (row, slot)
     else:
-        experts = arrays[0][0].shape[len(spec.stack) + 1]  # that a shard has
+        experts = arrays[0][0].shape[len(spec.stack) + 1]  # experts of one shard
         lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
     tails = (zero, start, zero), (start, zero)
     for j, held, block in zip(spec.factors, arrays, blocks, strict=True):
         tail = tails[j]
         if one_launch and not spec.rows and not (ranks_over and j == 0):
-            from jlora.pallas.triton import write  # of Pallas' Triton, whose import is slow
+            from jlora.pallas.triton import write  # imports Pallas' Triton backend, which is slow
 
             if write.suits(held[0].shape, len(held)):
                 written += write.write_rows(held, block, slot, start)
@@ -70,7 +74,7 @@ def write_block(
 
 
 def takes_kernels(device: object) -> bool:
-    """Whether Triton kernels run there: NVIDIA's GPUs from Ampere on."""
+    """Return True if Triton kernels run on the device: NVIDIA GPUs from Ampere on."""
     return (
         getattr(device, "platform", None) in ("gpu", "cuda") and (gpu_compute_capability(device) or 0) >= MIN_CAPABILITY
     )
@@ -83,7 +87,10 @@ def _own_ranks(
     start: Int[Array, ""],
     over: tuple[str, ...],
 ) -> Float[Array, "..."]:
-    """What a shard's ranks of A will hold: of `update`, whose first is `start`, those among them; else as now."""
+    """Return the new values of the ranks of A that a shard holds.
+
+    Ranks covered by `update`, whose first rank is `start`, are replaced. The others keep their present values.
+    """
     count = array.shape[-2]
     zero = jnp.zeros((), jnp.int32)
     now = lax.dynamic_slice(array, (*lead, zero, zero, zero), (*update.shape[:-2], count, update.shape[-1]))
@@ -99,9 +106,10 @@ def write_ranks(
     ranks: Int[Array, "ranks"],
     slot: Int[Array, ""],
 ) -> tuple[Int[Array, "..."], ...]:
-    """The ranks of every site, with those of one slot written: `ranks` holds them one site after the other.
+    """Write the ranks of one slot of every site, and return the updated arrays.
 
-    Sites that do not have this slot stay as they are. An array of a shard of experts takes those of its own.
+    `ranks` holds the values of all sites, one site after the other. Sites without this slot keep their values. An array
+    of one shard of experts takes the values of its own experts.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""What a layer class computes: `LinearSpec`, `EmbedSpec`, `ExpertsSpec`, and those of Flax's own classes."""
+"""Specs of layer classes: `LinearSpec`, `EmbedSpec` and `ExpertsSpec`, and the specs of Flax's own classes."""
 
 import inspect
 import math
@@ -22,23 +22,23 @@ Rows: TypeAlias = Callable[..., tuple[Array, Array, Restore]]
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec:
-    """What jlora must know of a linear layer class.
+    """Describe a linear layer class to jlora.
 
-    Sizes are those of the layer itself, padding included. Where only some of its features are a checkpoint's (padded
-    heads, a padded vocabulary, shards interleaved in a merged kernel), `in_index` and `out_index` say which, in the
-    checkpoint's order; all others keep the base output, bit by bit.
+    Sizes are those of the layer, padding included. If only some of its features belong to a checkpoint (padded heads, a
+    padded vocabulary, interleaved shards of a merged kernel), list them in the checkpoint's order in `in_index` and
+    `out_index`. All other features keep the base output, bit by bit.
 
     Attributes:
-      in_features, out_features: K and N (all axes multiplied).
+      in_features, out_features: K and N, each the product over all of its axes.
       param: name of the kernel attribute.
       in_axes, out_axes: the kernel's axes, in the order in which they flatten to K and to N.
-      rows: `rows(layer, x, y, *args, **kwargs)` -> x as [*lead, K], y as [*lead, N], and the way back from
-        [*lead, N] to y's own shape. None: K and N are the last axes of input and output.
-      in_index, out_index: the layer's feature for each feature of the checkpoint, int [k] and int [n]; None for all.
-      real_vocab: the same for the first `real_vocab` outputs, of a head whose vocabulary the model padded.
-      out_blocks: the same where the layer's outputs are runs of the checkpoint's, copies of some included: from left to
-        right (first feature of the checkpoint, how many), with -1 for padding.
-      dtype: of the slots, where `LoRAConfig.dtype` does not say it; None for the layer's own.
+      rows: `rows(layer, x, y, *args, **kwargs)` returns x as [*lead, K], y as [*lead, N], and a function from [*lead,
+        N] back to y's own shape. None: K and N are the last axes of input and output.
+      in_index, out_index: int [k] and int [n], the layer's feature for each feature of the checkpoint; None for all.
+      real_vocab: instead of `out_index`, for a head with a padded vocabulary: the first `real_vocab` outputs are real.
+      out_blocks: instead of `out_index`, if the layer's outputs are runs of the checkpoint's features, which may be
+        repeated: pairs (first feature of the checkpoint, count) from left to right, with first feature -1 for padding.
+      dtype: dtype of the slots unless `LoRAConfig.dtype` is set; None for the layer's own.
     """
 
     in_features: int
@@ -70,10 +70,12 @@ class LinearSpec:
 
     @property
     def columns_in(self) -> "Index | None":
-        return self.in_index  # type: ignore[return-value]  # made an Index when the spec was made
+        """`in_index` as an `Index`; None for all features."""
+        return self.in_index  # type: ignore[return-value]  # `__post_init__` converts it to an Index
 
     @property
     def columns_out(self) -> "Index | None":
+        """`out_index` as an `Index`; None for all features."""
         return self.out_index  # type: ignore[return-value]
 
     @property
@@ -89,7 +91,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, eq=False)
 class EmbedSpec:
-    """What jlora must know of an embedding class.
+    """Describe an embedding class to jlora.
 
     Attributes:
       vocab, features: rows and columns of the table, padding included.
@@ -98,10 +100,11 @@ class EmbedSpec:
         cannot serve LoRA.
       attend: method that takes [*lead, features] first and returns the logits [*lead, vocab] of a tied head; None if
         there is none, or if it cannot serve LoRA.
-      scale: what the lookup multiplies a row by (the square root of the width, in Gemma's).
-      real_vocab: rows that are a checkpoint's where the model padded its vocabulary; the others keep the base output.
-      attend_scale: what `attend` multiplies the logits by (muP's output multiplier).
-      dtype: of the slots, as in `LinearSpec`.
+      scale: factor of the rows that the lookup returns (in Gemma the square root of the width).
+      real_vocab: number of rows that belong to a checkpoint, if the model pads its vocabulary. The other rows keep the
+        base output.
+      attend_scale: factor of the logits that `attend` returns (muP's output multiplier).
+      dtype: dtype of the slots, as in `LinearSpec`.
     """
 
     vocab: int
@@ -113,8 +116,8 @@ class EmbedSpec:
     real_vocab: int | None = None
     attend_scale: float = 1.0
     dtype: DType | None = None
-    head: LinearSpec = field(init=False, repr=False)  # the attend as a linear layer
-    table: LinearSpec = field(init=False, repr=False)  # the lookup as one of one-hot rows
+    head: LinearSpec = field(init=False, repr=False)  # `attend` as a linear layer
+    table: LinearSpec = field(init=False, repr=False)  # `lookup` as a linear layer of one-hot rows
 
     def __post_init__(self):
         _check_sizes(self, "vocab", "features")
@@ -137,27 +140,28 @@ class EmbedSpec:
 
 @dataclass(frozen=True, eq=False)
 class ExpertsSpec:
-    """What jlora must know of the experts of a mixture-of-experts layer: the grouped products that they make.
+    """Describe the grouped products of a mixture-of-experts layer class to jlora.
 
-    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served where it is a method
-    of the class, which takes rows [*lead, K] first and returns [*lead, N]; or where the class hands over rows and
-    result itself, with `jlora.expert_delta`. The router and shared experts are layers of their own.
+    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served in one of two ways.
+    It can be a method of the class, which takes rows [*lead, K] first and returns [*lead, N]. Otherwise the class calls
+    `jlora.expert_delta` with the rows and the result. The router and shared experts are separate layers.
 
     Attributes:
-      experts: E, how many there are.
-      products: name of each product -> what one expert computes; `param` is [E, ...], the axes after the first those
-        of a `LinearSpec`. A product whose name is that of a method is served there.
-      rows: `rows(layer, name, x, *args, **kwargs)` -> the `RowMap` of the rows that the method got, with `expert`.
-        None where no product is a method.
-      names: product -> for each of its output slices, side by side, the names that checkpoints give the module of one
-        expert. Left out: the usual ones of "gate_up" (two slices), "up" and "down". What they call as they do "down"
-        leads out of the experts, who can share its B; of all others they can share A
+      experts: E, the number of experts.
+      products: product name -> spec of one expert. `param` has the shape [E, ...]. The axes after the first are those
+        of a `LinearSpec`. If a method has the product's name, that method is wrapped.
+      rows: `rows(layer, name, x, *args, **kwargs)` returns the `RowMap` of the rows passed to the method, with `expert`
+        set. None if no product is a method.
+      names: product -> for each of its output slices, side by side, the checkpoint names of one expert's module. The
+        usual names of "gate_up" (two slices), "up" and "down" are the default. Products named like "down" lead out of
+        the experts, which can share their B. The experts can share A of all other products
         (`LoRAConfig.max_shared_expert_loras`).
-      gathers: products that are given not their rows but what their map's `source` counts, all tokens [T, K], and take
-        the rows out of it themselves: then LoRA reads a token once, and not once for each of its experts.
-      alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts, and not
-        in the layer (gpt-oss): adapters trained on that tensor have its order. Of other products they have the layer's.
-      dtype: of the slots of all products whose own spec names none; see `LinearSpec`.
+      gathers: products whose input is all tokens [T, K], which `source` of the `RowMap` indexes, and that gather their
+        rows themselves. LoRA then reads a token once instead of once for each of its experts.
+      alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts but not in
+        the layer (gpt-oss). Adapters trained on that tensor have its order. For other products the tensor has the order
+        of the layer.
+      dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
     """
 
     experts: int
@@ -188,19 +192,20 @@ class ExpertsSpec:
     def own_order(self, product: str) -> np.ndarray | None:
         """Return the column of a checkpoint's tensor of all experts for each output of a product, slice after slice.
 
-        None where the tensor has them in that order.
+        Returns:
+          int [N], or None if the tensor has the outputs in that order.
         """
         linear = self.products[product]
         if product in self.alternating:
             return np.arange(linear.real_out).reshape(-1, len(self.names[product])).T.reshape(-1)
         index = linear.columns_out
-        # `out_blocks` is an order that a mesh needs, and not a checkpoint's.
+        # `out_blocks` is the order that a mesh needs. It does not describe a checkpoint.
         if index is None or linear.out_blocks is not None or index.size < index.total:
             return None
         return index.positions
 
 
-# What transformers and Mixtral's own checkpoints call the projections of one expert.
+# Names of the projections of one expert in transformers and in Mixtral's own checkpoints.
 EXPERT_NAMES: Mapping[str, Sequence[Sequence[str]]] = {
     "gate_up": (("gate_proj", "w1"), ("up_proj", "w3")),
     "up": (("up_proj", "w1"),),
@@ -214,11 +219,13 @@ Describe: TypeAlias = Callable[[Any], Spec | str]
 
 @dataclass(frozen=True)
 class Doubt:
-    """What no shape tells of a layer. It takes no adapter until `manager.verify` has seen it serve one.
+    """An uncertainty about a layer that its shapes cannot resolve.
+
+    Such a layer takes no adapter until `manager.verify` has confirmed that its results are right.
 
     Attributes:
-      why: what is not known.
-      instead: what settles it without `verify`.
+      why: the reason for the uncertainty, as the beginning of a message.
+      instead: how to resolve it without `verify`, as the end of a message.
     """
 
     why: str
@@ -226,16 +233,16 @@ class Doubt:
 
     @property
     def reason(self) -> str:
-        """Why no adapter is taken now."""
+        """Reason why the layer takes no adapter yet, with the ways to change that."""
         return f"{self.why}; run manager.verify(forward, inputs) once, which checks that, or {self.instead}"
 
 
 class Index:
-    """Which of a layer's `total` features are real, in the checkpoint's order.
+    """The real features among a layer's `total` features, in the checkpoint's order.
 
     Attributes:
-      positions: int [size], the layer's feature (the first, if there are copies) for each of the checkpoint's.
-      source: int [total], the checkpoint's feature for each of the layer's; -1 for padding.
+      positions: int [size], the layer's feature for each feature of the checkpoint; the first of several copies.
+      source: int [total], the checkpoint's feature for each feature of the layer; -1 for padding.
     """
 
     def __init__(self, positions: np.ndarray, total: int, source: np.ndarray | None = None):
@@ -246,14 +253,14 @@ class Index:
             source[positions] = np.arange(self.size)
         self.source = source
         first = int(positions[0])
-        # A run of features is cut out and put back without gathers.
+        # A contiguous run of features is sliced and concatenated without a gather.
         self.run = (first, first + self.size) if np.array_equal(positions, first + np.arange(self.size)) else None
         if self.run is not None and np.count_nonzero(source >= 0) > self.size:
-            self.run = None  # there are copies beside it
+            self.run = None  # other features are copies of the run
 
     @property
     def blocks(self) -> "Blocks":
-        """`source` as runs: (first feature of the checkpoint or -1, how many)."""
+        """`source` as runs: (first feature of the checkpoint or -1, count)."""
         found: list[tuple[int, int]] = []
         for value in self.source.tolist():
             first, count = found[-1] if found else (0, 0)
@@ -264,13 +271,13 @@ class Index:
         return tuple(found)
 
     def take(self, values: Array) -> Array:
-        """[..., total] -> [..., size]."""
+        """Return the real features [..., size] of `values` [..., total], in the checkpoint's order."""
         if self.run is not None:
             return lax.slice_in_dim(values, *self.run, axis=-1)
         return values[..., self.positions]
 
     def put(self, values: Array, real: Array) -> Array:
-        """[..., total] with the real features replaced by [..., size]; the others are the same bits."""
+        """Replace the real features of `values` [..., total] by `real` [..., size]; the others keep their bits."""
         if self.run is not None:
             start, stop = self.run
             before = lax.slice_in_dim(values, 0, start, axis=-1)
@@ -280,7 +287,7 @@ class Index:
 
 
 def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
-    """An attribute that an object or its class really has: a `__getattr__` that answers to everything is not asked."""
+    """Return an attribute that the object or its class defines, else `default`. A `__getattr__` is ignored."""
     missing = object()
     if inspect.getattr_static(obj, name, missing) is missing:
         return default
@@ -288,7 +295,11 @@ def own_attribute(obj: Any, name: str, default: Any = None) -> Any:
 
 
 def as_index(name: str, positions: Index | Sequence[int] | np.ndarray | None, total: int) -> Index | None:
-    """None for all features in order. Raises `LoRAUsageError` for what is no index of different features."""
+    """Return the index of these positions; None for all features in order.
+
+    Raises:
+      LoRAUsageError: `positions` is no vector of distinct features below `total`.
+    """
     if positions is None or isinstance(positions, Index):
         return positions
     array = np.asarray(positions)
@@ -300,7 +311,11 @@ def as_index(name: str, positions: Index | Sequence[int] | np.ndarray | None, to
 
 
 def _index_of_blocks(blocks: "Blocks", total: int) -> Index | None:
-    """What `out_blocks` says. Raises `LoRAUsageError` where they are no blocks of `total` features."""
+    """Return the index that `out_blocks` describes; None for all features in order.
+
+    Raises:
+      LoRAUsageError: the blocks do not cover `total` features, or lack a feature of the checkpoint.
+    """
     given: object = blocks
     pairs = [tuple[Any, ...](pair) for pair in given] if is_list_or_tuple(given) else []
     good = pairs and all(
@@ -333,12 +348,15 @@ def _check_real(spec: Any, real: int | None, total: int) -> None:
 
 
 def describe_linear(layer: nnx.Linear) -> LinearSpec:
-    """`nnx.Linear`; one whose merged outputs lie otherwise than a checkpoint's says so by `output_blocks`."""
+    """Return the spec of an `nnx.Linear`.
+
+    A layer whose merged outputs are ordered differently from a checkpoint's declares it in `output_blocks`.
+    """
     return LinearSpec(layer.in_features, layer.out_features, out_blocks=own_attribute(layer, "output_blocks"))
 
 
 def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
-    """`nnx.LinearGeneral`, or the reason why it cannot be wrapped."""
+    """Return the spec of an `nnx.LinearGeneral`, or the reason why it cannot be wrapped."""
     if layer.batch_axis:
         return "its batch_axis gives every batch entry a kernel of its own"
     n_in = len(layer.in_features)
@@ -352,6 +370,7 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
 
 
 def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
+    """Return x as [*lead, K], y as [*lead, N], and the way back: the `rows` of an `nnx.LinearGeneral`."""
     # Flax sorts the axes before it contracts them with the kernel's leading ones.
     axes = sorted(axis % x.ndim for axis in layer.axis)
     lead = [axis for axis in range(x.ndim) if axis not in axes]
@@ -361,5 +380,6 @@ def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: An
 
 
 def describe_embed(layer: nnx.Embed) -> EmbedSpec:
+    """Return the spec of an `nnx.Embed`. A padded table declares its real rows in `real_vocab`."""
     real = own_attribute(layer, "real_vocab")
     return EmbedSpec(layer.num_embeddings, layer.features, attend="attend", real_vocab=real)

@@ -1,1 +1,1 @@
-"""Check that a wrapped model computes what merged weights compute."""
+"""Compare the outputs of a wrapped model with those of merged weights."""

@@ -1,4 +1,4 @@
-"""Copies of a wrapped model that share its arrays: as it is, or unwrapped with factors merged into its kernels."""
+"""Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors."""
 
 import functools
 from typing import Any, cast
@@ -16,14 +16,14 @@ from jlora.sharding.put import put
 
 
 def wrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
-    """A copy of the wrapped model and its layers, with variables of its own that hold the same arrays."""
+    """Return a copy of the wrapped model and its layers. Its variables are new but hold the same arrays."""
     copy = nnx.clone(wrapped.model)
     modules = dict(walk(copy))
     return copy, {site: modules[wrapped.paths[site]] for site in wrapped.modules}
 
 
 def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
-    """The same, without LoRA: every layer of its own class again."""
+    """Return a copy of the model without LoRA and its layers, each with the class it had before wrapping."""
     copy, layers = wrapped_copy(wrapped)
     for site, layer in layers.items():
         take_off(layer, site, wrapped.classes[id(wrapped.modules[site])])
@@ -33,7 +33,8 @@ def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Mo
 def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b: np.ndarray) -> None:
     """Add a [(layers,) (E,) n, r, K] and b [.., r, N] to the kernel of a layer of an unwrapped copy, in float32.
 
-    A table that serves lookup and logits keeps its values: either method then reads a merged copy of its own.
+    A table that serves both lookup and logits keeps its values. Each of the two methods then reads its own merged copy
+    of the table.
     """
     spec = spec_of(wrapped.modules[site], site)
     starts = np.cumsum((0, *site.spec.out_sizes))
@@ -55,7 +56,7 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
 
 
 def cast_to_float32(model: nnx.Module) -> None:
-    """Bring a copy's variables of less than 32 bits, and the dtypes that its modules compute in, to float32."""
+    """Cast a copy's variables of less than 32 bits, and the dtypes that its modules compute in, to float32."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_value(jax.tree.map(in_float32, node.get_value()))
@@ -66,7 +67,7 @@ def cast_to_float32(model: nnx.Module) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """The value, in float32 if it is an array of floats of less than 32 bits."""
+    """Return `value` in float32 if it is a floating array of less than 32 bits, else unchanged."""
     return value.astype(jnp.float32) if hasattr(value, "dtype") and _is_short(value.dtype) else value
 
 
@@ -78,7 +79,7 @@ def _is_short(dtype: Any) -> bool:
 
 
 def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
-    """[..., k, n] of the checkpoint -> [..., K, N] of the layer, zero where it pads."""
+    """Expand [..., k, n] of the checkpoint to [..., K, N] of the layer, with zeros for padding."""
     for axis, index in ((-2, spec.columns_in), (-1, spec.columns_out)):
         if index is not None:
             full = np.moveaxis(delta, axis, 0)[np.maximum(index.source, 0)]
@@ -88,7 +89,7 @@ def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
 
 
 def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """[(layers,) K, N] -> the kernel's own axes."""
+    """Reshape and transpose [(layers,) K, N] to the kernel's own axes."""
     axes = (*spec.in_axes, *spec.out_axes)
     lead = len(shape) - len(axes)
     sizes = [shape[lead + axis] for axis in axes]
@@ -103,7 +104,7 @@ def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
 
 @functools.cache
 def _with_table(cls: type, name: str, param: str, table: str) -> type:
-    """A subclass whose method `name` reads the variable `table` in place of `param`."""
+    """Return a subclass whose method `name` reads the variable `table` in place of `param`."""
 
     @functools.wraps(getattr(cls, name))
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""`LoRAManager.verify`: does this model, wrapped, compute what merged weights compute, row by row?
+"""`LoRAManager.verify`: compare a wrapped model with merged weights, row by row.
 
-No shape can tell a sequence axis from another of the same length, a layer that scales its input from one that does not,
-or a kernel's axes from each other where they are as long. So random factors go into every wrapped layer, a mixed batch
-is served, and each row is compared with a copy of the model into whose kernels the same factors are merged.
+Shapes cannot distinguish a sequence axis from another axis of equal length, a layer that scales its input from one that
+does not, or kernel axes of equal length. Therefore every wrapped layer gets random factors, a mixed batch is served,
+and each row is compared with a copy of the model that has the same factors merged into its kernels.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,16 +35,18 @@ _NAMES = ("one", "two")
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found to be right.
+    """Result of a successful `verify`.
 
     Attributes:
       checked: paths of the layers that were compared, in the order in which the forward calls them.
-      unserved: path -> why that wrapped layer serves no adapter in this forward; `manager.unserved` has it from now on.
-      unchecked: path -> why that layer, which serves, was not compared.
-      confirmed: paths of the layers in doubt, guessed ones say, that were seen to be right.
-      error, tolerance: the largest error of a row, and what it may be: in units of the outputs' largest value where
-        the model computes in float32, else of the norm of the row's delta.
-      batches: mixed batches that were compared.
+      unserved: path -> the reason why that wrapped layer serves no adapter in this forward. `manager.unserved` contains
+        it from now on.
+      unchecked: path -> the reason why that layer, which serves adapters, was not compared.
+      confirmed: paths of the layers with an uncertain spec, such as a guessed one, that were confirmed.
+      error: the largest error of a row. It is relative to the outputs' largest value if the model computes in float32,
+        else to the norm of the row's delta.
+      tolerance: the upper bound for `error`.
+      batches: number of mixed batches that were compared.
     """
 
     checked: tuple[str, ...]
@@ -68,32 +70,34 @@ def verify(
     batch_axis: int = 0,
     seed: int = 0,
 ) -> tuple[VerifyReport, Mapping[Site, str]]:
-    """Compare a mixed batch with merged weights, row by row. Slots, adapters and the model are not touched.
+    """Compare a mixed batch with merged weights, row by row. Slots, adapters and the model are unchanged.
 
     Args:
       wrapped: the wrapped model.
-      forward: `forward(model, inputs, batch)` -> array or tree of arrays, your own step, or several: each opens
-        `jlora.use(batch)`, and it returns rows of sequences. It is called with copies of the model that share its
-        arrays, so it must not donate them, and with `batch=None` on a copy that is not wrapped.
-      inputs: what `forward` takes; sequences of different content, and, where the model allows it, as many sequences
-        as no other axis has.
-      num_sequences: sequences of `inputs`; None reads the first axis of its first array (or `token_counts`).
-      token_counts, pad_to, length: as in `LoRAManager.prepare`.
-      batch_axis: the axis of the outputs (and of `inputs`) that counts sequences, or packed or flattened rows.
-      seed: of the random factors.
+      forward: `forward(model, inputs, batch)` -> array or tree of arrays with rows of sequences. It runs one or several
+        of your steps, each inside `jlora.use(batch)`. It is called with copies of the model that share its arrays, so
+        it must not donate them, and with `batch=None` on an unwrapped copy.
+      inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
+        should differ from the length of all other axes.
+      num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or `token_counts`).
+      token_counts: as in `LoRAManager.prepare`.
+      pad_to: as in `LoRAManager.prepare`.
+      length: as in `LoRAManager.prepare`.
+      batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
+      seed: seed of the random factors.
 
     Returns:
-      A `VerifyReport`, and why each wrapped site that serves no adapter does not.
+      A `VerifyReport`, and the reason for each wrapped site that serves no adapter.
 
     Raises:
       LoRAUsageError: the outputs have no rows of the batch.
-      LoRAError: some row differs from merged weights; the message names the first layer, in call order, that is off
-        when it alone has factors.
+      LoRAError: a row differs from merged weights. The message names the first layer, in call order, that differs when
+        only it has factors.
     """
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
     probe = _Probe(wrapped, forward, inputs, _Layout(num_sequences, token_counts, pad_to, length, batch_axis), seed)
-    with opening(probe.record):  # layers that serve none are found here, and raise nothing
+    with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
         if not served:
             why = next(iter((unchecked | unserved).values()), "none")
@@ -131,7 +135,7 @@ def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the rows of inputs and outputs belong to sequences."""
+    """The mapping from rows of inputs and outputs to sequences."""
 
     sequences: int
     counts: Sequence[int] | None
@@ -140,7 +144,7 @@ class _Layout:
     axis: int
 
     def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
-        """The arrays of an output, rows first, in float64; and the sequence of each row, -1 for padding."""
+        """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""
         arrays: Rows = []
         owners: list[np.ndarray] = []
         for leaf in jax.tree.leaves(output):
@@ -170,7 +174,7 @@ class _Layout:
         return np.concatenate([rows, np.full((self.pad_to or len(rows)) - len(rows), -1)])
 
     def _is_single(self, shape: tuple[int, ...]) -> bool:
-        """[1, tokens, ...] of packed rows."""
+        """Return True for packed rows of shape [1, tokens, ...]."""
         packed = self._packed()
         return packed is not None and shape[:2] == (1, len(packed)) and shape[0] != self.sequences
 
@@ -195,12 +199,12 @@ class _Layout:
 
 
 class _Probe:
-    """One verification: the random factors, and the forwards that serve and merge some of them."""
+    """One verification: its random factors, and the forwards that serve or merge some of them."""
 
     def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _Layout, seed: int):
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
         self.rng = np.random.default_rng(seed)
-        # The factors that experts share are added to the same rows; what no shape can tell is told by the others.
+        # The factors that experts share are added to the same rows, so checking the other factors suffices.
         self.sites = tuple(site for site in wrapped.modules if site.spec.whole)
         self.names = _NAMES[: min(site.spec.num_slots for site in self.sites)]
         dtypes = {jnp.dtype(d) for s in self.sites for d in (s.spec.dtype, _kernel(wrapped, s).dtype)}
@@ -216,7 +220,10 @@ class _Probe:
         self._casts = self.half
 
     def _draw(self, i: int) -> Factors:
-        """Random factors for every site, whose product is about as large as the kernel; the second of half the rank."""
+        """Return random factors for every site. Their product is about as large as the kernel.
+
+        The second adapter has half the rank.
+        """
         factors: Factors = {}
         for site in self.sites:
             spec = site.spec
@@ -226,14 +233,14 @@ class _Probe:
             a = self.rng.normal(size=(*spec.rows, spec.slices, rank, spec.in_features))
             b = self.rng.normal(size=(*spec.rows, rank, spec.out_features)) * (size / rank**0.5)
             dtype = jnp.dtype(spec.dtype)
-            # Rounded to what the slots can hold, so that the merged copy has the same factors.
+            # Round to the slots' dtype, so that the merged copy has the same factors.
             factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
         return factors
 
     # --- the two sides --------------------------------------------------------------------------------------------
 
     def serve(self, sites: Iterable[Site], names: Sequence[str | None]) -> Rows:
-        """Outputs of one mixed batch, with factors in `sites` alone."""
+        """Return the outputs of one mixed batch, with factors only in `sites`."""
         chosen = set(sites)
         copy, layers = wrapped_copy(self.wrapped)
         for site in self.sites:
@@ -243,7 +250,7 @@ class _Probe:
         shape = batch_shape(len(names), self.layout.counts, self.layout.pad_to, self.layout.length)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
         slots = [none if name is None else self.names.index(name) for name in names]
-        # The copy's slots are nobody's: the lease holds no adapter, and lives for this one forward.
+        # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
         lease = Lease((), (None,) * len(names), thread=0)
         model = self.wrapped.sites
         batch = make_batch(slots, shape, model, lease, none=none, unserved=frozenset())
@@ -251,7 +258,7 @@ class _Probe:
         return arrays
 
     def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
-        """Outputs of an unwrapped copy with the factors of one adapter merged into the kernels of `sites`."""
+        """Return the outputs of an unwrapped copy, with one adapter's factors merged into the kernels of `sites`."""
         copy, layers = unwrapped_copy(self.wrapped)
         inputs = self.inputs
         if cast:
@@ -286,7 +293,12 @@ class _Probe:
     # --- comparing ------------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[list[Site], dict[Site, str], dict[Site, str]]:
-        """The sites to compare, in call order; those that serve and cannot be compared, and why; those that do not."""
+        """Run the forward once and classify the sites by their calls.
+
+        Returns:
+          The sites to compare, in call order; the sites that serve but cannot be compared, with reasons; and the sites
+            that do not serve, with reasons.
+        """
         self.serve((), self._mixes()[0])
         called, unserved = self.record.calls.called, dict(self.record.calls.refused)
         unserved |= {site: "the forward never calls that layer" for site in self.sites if site not in called}
@@ -298,13 +310,16 @@ class _Probe:
         return [site for site in called if site not in unserved and site not in unchecked], unchecked, unserved
 
     def _mixes(self) -> list[list[str | None]]:
-        """Batches in which each sequence takes each adapter, and the base, once; in a shuffled order."""
+        """Return batches in which each sequence takes each adapter and the base model once, in shuffled order."""
         choices = (*self.names, None)
         order = self.rng.permutation(self.layout.sequences)
         return [[choices[(int(i) + turn) % len(choices)] for i in order] for turn in range(len(choices))]
 
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
-        """The largest error of a row over several mixed batches with factors in `sites` alone; whether rows changed."""
+        """Return the largest error of a row, and True if some row changed, with factors only in `sites`.
+
+        The error is taken over several mixed batches.
+        """
         mixes = self._mixes()
         with jax.default_matmul_precision("highest"):
             served = [self.serve(sites, names) for names in mixes]
@@ -314,7 +329,7 @@ class _Probe:
                 self.blame_base()
             worst, changed, scale = 0.0, False, 0.0
             for name in (*self.names, None):
-                # One merged copy lives at a time.
+                # Only one merged copy exists at a time.
                 expected = base if name is None else self.merged(sites, name, self._casts)
                 for names, found in zip(mixes, served, strict=True):
                     takes = np.array([other == name for other in names])
@@ -334,13 +349,18 @@ class _Probe:
             except Exception:
                 if not cast:
                     raise
-                # The model does not run in float32 (it holds its dtype elsewhere): merge in float32, run as it is.
+                # The model does not run in float32 (it stores its dtype elsewhere). Merge in float32 and run in its own
+                # dtype.
                 self._casts = False
                 return self._base(False)
         return self._bases[cast]
 
     def _error(self, found: Any, expected: Any, base: Any, own: Any, whole: Any, change: Any, scale: float) -> float:
-        """float32: of the largest value. Else, row by row: what LoRA adds, against the norm of what it should add."""
+        """Return the largest error of these rows.
+
+        In float32 it is relative to the largest output. Otherwise it is, for each row, the error of its delta relative
+        to the norm of the expected delta.
+        """
         if not len(found):
             return 0.0
         if not (np.isfinite(found).all() and np.isfinite(whole).all()):
@@ -348,11 +368,11 @@ class _Probe:
         if not self.half:
             return float(np.abs(found - expected).max() / max(np.abs(whole).max(), 1e-30))
         off = np.linalg.norm((found - own) - (expected - base), axis=1)
-        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # rows that hardly change have no norm to measure by
+        norm = np.maximum(change, max(0.1 * scale, 1e-30))  # bounded below for rows that hardly change
         return float((off / norm).max())
 
     def blame_base(self) -> NoReturn:
-        """Raises for a model that is not finite without adapters, and names the layer whose parameter is the cause."""
+        """Raise `LoRAError` for a model whose base outputs are not finite, naming the layer with the bad parameter."""
         kernels = ((site, _kernel(self.wrapped, site).astype(jnp.float32)) for site in self.sites)
         cause = next((site.path for site, kernel in kernels if not jnp.isfinite(kernel).all()), None)
         raise LoRAError(
@@ -361,7 +381,7 @@ class _Probe:
         )
 
     def blame(self, sites: Sequence[Site], error: float) -> NoReturn:
-        """Raises for the first layer that is off when it alone has factors."""
+        """Raise `LoRAError` for the first layer that differs when only it has factors."""
         for site in sites:
             alone, _ = self.compare([site])
             if not alone <= self.tolerance:
@@ -384,7 +404,10 @@ class _Probe:
         )
 
     def confirm(self, sites: Sequence[Site], reasons: dict[Site, str]) -> tuple[str, ...]:
-        """The layers in doubt that are right; each must have changed some row alone. The others get a reason."""
+        """Return the paths of the uncertain layers that are confirmed.
+
+        Each must have changed some row on its own. The others get a reason in `reasons`.
+        """
         confirmed: list[str] = []
         for site in sites:
             if site.doubt is None:
@@ -407,6 +430,6 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:
-    """On the device, sharded as the slot arrays are."""
+    """Return the values on the device, sharded like the slot arrays."""
     held = [vars(layer)[attribute].get_value() for attribute in site.attributes]
     return put(values, [array.sharding for array in held])

@@ -1,1 +1,1 @@
-"""The forward: what a wrapped layer computes in a traced step."""
+"""Computations of wrapped layers in a traced step."""

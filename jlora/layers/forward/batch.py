@@ -1,4 +1,4 @@
-"""`LoRABatch`: which adapter each sequence of a batch takes, as arrays, and the lease that keeps them in slots."""
+"""`LoRABatch`: the adapter of each sequence of a batch as arrays, and the lease that keeps these adapters in slots."""
 
 import time
 import weakref
@@ -43,7 +43,7 @@ _ARRAYS = (jax.Array, np.ndarray)
 
 @runtime_checkable
 class Served(Protocol):
-    """What a lease must know of an adapter that it holds."""
+    """An adapter held by a lease."""
 
     @property
     def name(self) -> str: ...
@@ -53,17 +53,17 @@ class Served(Protocol):
 
 
 class Lease:
-    """Host state of one `prepare`: while it is open, the adapters of the batch keep their slots.
+    """Host state of one `prepare`. While it is open, the adapters of the batch keep their slots.
 
-    Every copy of the batch holds it. It ends when one of them is closed, or when the last of them is gone.
+    It is shared by all copies of the batch, and ends when one of them is closed or when the last of them is collected.
 
     Attributes:
-      adapters: the different adapters of the batch.
-      versions: which version each sequence is served from; None for the base model.
-      opened: `time.monotonic()` at which it was opened.
+      adapters: the distinct adapters of the batch.
+      versions: the adapter version of each sequence; None for the base model.
+      opened: `time.monotonic()` when it was opened, in seconds.
       thread: identifier of the thread that opened it.
-      where: the stack at which it was opened, if that is recorded.
-      closed: whether it has ended.
+      where: the stack trace of the call that opened it, if recorded.
+      closed: True once it has ended.
     """
 
     __slots__ = ("__weakref__", "_on_close", "adapters", "closed", "opened", "thread", "versions", "where")
@@ -85,7 +85,7 @@ class Lease:
         self._on_close = on_close
 
     def close(self) -> None:
-        """Let the slots be given to other adapters. Closing twice is harmless."""
+        """Release the slots for other adapters. Closing twice is harmless."""
         self.closed = True
         if self._on_close is not None:
             self._on_close()
@@ -93,17 +93,17 @@ class Lease:
 
 @dataclass(frozen=True)
 class Layout:
-    """The static part of a batch: what a compiled function depends on. The lease travels with it, uncompared.
+    """The static part of a batch, on which a compiled function depends. The lease is carried along but not compared.
 
     Attributes:
-      sites: of the model that the batch was prepared for.
-      num_sequences: of the whole batch; one shard of it may have fewer `slots`.
+      sites: sites of the model that the batch was prepared for.
+      num_sequences: sequences of the whole batch; one shard of it may have fewer `slots`.
       unserved: the sites that serve no adapter.
-      length: rows a sequence, where declared.
-      absent: whether sequences lack their adapter.
-      orphan: whether the batch came out of a traced function. A step is traced for it, and raises.
-      lease: of the batch that this describes. Weak, for compiled functions keep static parts for ever. None in what
-        comes out of a traced function.
+      length: rows of each sequence, if declared.
+      absent: True if sequences lack their adapter.
+      orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
+      lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
+        the batch was returned by a traced function.
     """
 
     sites: ModelSites
@@ -119,18 +119,18 @@ class Layout:
 class LoRABatch:
     """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small int32 arrays.
 
-    Also a context manager: the adapters that it names stay in their slots until it closes. Copies (`jax.device_put`,
-    `jax.tree.map`, `copy.copy`) hold the same lease: closing one closes all. What comes out of a traced function raises
-    when it is used, and so does a batch with more rows than were prepared. Not supported: a batch whose rows are taken
-    from several, by `jnp.where` say; it holds the lease of one of them.
+    It is also a context manager: its adapters stay in their slots until it closes. Copies (`jax.device_put`,
+    `jax.tree.map`, `copy.copy`) share one lease, so closing one closes all. A batch returned by a traced function
+    raises when it is used, and so does a batch with more rows than were prepared. Combining rows of several batches,
+    for example with `jnp.where`, is not supported: the result holds only one of their leases.
 
     Attributes:
-      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence that takes no adapter.
-      token_slots: int32 [T] or None, the same for each row of packed tokens, when token counts were given.
-      stamps: int32 [B], the number of the write that brought the adapter of each sequence into its slot; 0 without.
+      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence without an adapter.
+      token_slots: int32 [T], the slot of each row of packed tokens; None without token counts.
+      stamps: int32 [B], the number of the write that put each sequence's adapter into its slot; 0 for no check.
 
-    Mapped by `jax.vmap` over its sequences, a batch inside is one sequence with a scalar `slots`. Sharded over its
-    sequences by `jax.shard_map`, a batch inside holds the sequences and packed rows of its own shard.
+    Under `jax.vmap` over its sequences, the batch inside is one sequence with a scalar `slots`. Under `jax.shard_map`
+    over its sequences, the batch inside holds the sequences and packed rows of its own shard.
     """
 
     slots: Int[jax.Array, "B"]
@@ -146,41 +146,42 @@ class LoRABatch:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether any sequence takes an adapter; always True inside a traced function, which must serve both.
+        """True if any sequence takes an adapter; always True inside a traced function, which must serve both cases.
 
-        A step may run its base-only variant where none does, at no cost over the unwrapped model:
-        `forward(model, tokens, batch if batch.has_adapters else None)`.
+        Use it to run a base-only variant of a step, which costs no more than the unwrapped model: `forward(model,
+        tokens, batch if batch.has_adapters else None)`.
         """
         return True if self.lease is None else bool(self.lease.adapters)
 
     @property
     def versions(self) -> tuple[int | None, ...]:
-        """Which version of its adapter each sequence is served from, None for the base model.
+        """Version of the adapter of each sequence; None for the base model.
 
-        A version is one content of a name: what a cache of prefixes must key on beside the name.
+        A version identifies one content of an adapter name. Prefix caches must use both as their key.
 
         Raises:
-          LoRAUsageError: inside a traced function, where it is not known.
+          LoRAUsageError: inside a traced function, where the versions are unknown.
         """
         if self.lease is None:
             raise LoRAUsageError("LoRABatch.versions is known outside traced functions only; read it before the step")
         return self.lease.versions
 
     def close(self) -> None:
-        """Give the slots back. Closing twice is harmless."""
+        """Release the slots. Closing twice is harmless."""
         if self.lease is not None:
             self.lease.close()
 
     def drop_absent(self) -> "LoRABatch":
-        """The same batch, for callers that drop the rows of the sequences which are not ready, or their results.
+        """Return the same batch, for callers that drop the rows or the results of sequences that are not ready.
 
-        Those rows are computed by the base model and mean nothing. See `LoRAManager.prepare(..., wait=False)`.
+        The base model computes those rows, so their results are meaningless. See `LoRAManager.prepare(...,
+        wait=False)`.
         """
         layout = self.layout
         return LoRABatch(self.slots, self.token_slots, self.stamps, replace(layout, absent=False), self.lease)
 
     def check_usable(self) -> None:
-        """Raises `LoRAError` where the slots may hold other adapters than the batch names."""
+        """Raise `LoRAError` unless the slots hold the adapters of the batch."""
         traced = isinstance(self.slots, jax.core.Tracer)
         if self.layout.orphan or not (traced or self.layout.lease):
             raise LoRAError(_TRACED)
@@ -207,17 +208,17 @@ class LoRABatch:
     def tree_flatten(self) -> tuple[tuple[Any, Any, Any], Layout]:
         slots, layout = self.slots, self.layout
         if isinstance(slots, jax.core.Tracer):
-            # JAX keeps this for what a traced function returns, in every call of it.
+            # JAX caches this layout for all calls of a traced function that returns the batch.
             layout = replace(layout, lease=None)
         elif isinstance(slots, _ARRAYS) and not layout.orphan:
-            # JAX and Flax pass an orphan around; only its use is wrong. Shapes serve no rows.
+            # Passing an orphan around is allowed. Only using it raises. Skip the check for ShapeDtypeStructs.
             self.check_usable()
         return (self.slots, self.token_slots, self.stamps), layout
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any, Any]) -> "LoRABatch":
-        # Traced arrays hold no lease, nor do shapes and other stand-ins of JAX: they may outlive the call, in a cache
-        # of compiled functions.
+        # Traced arrays, shapes and other placeholders of JAX get no lease, since a cache of compiled functions may keep
+        # them after the call.
         if isinstance(children[0], jax.core.Tracer) or not isinstance(children[0], _ARRAYS):
             return cls(*children, layout, None)
         if layout.lease is None:
@@ -226,7 +227,7 @@ class LoRABatch:
 
 
 def check_batch(batch: LoRABatch) -> None:
-    """Raises `LoRAError` where `jlora.use` must not serve `batch`."""
+    """Raise `LoRAError` unless `jlora.use` may serve `batch`."""
     batch.check_usable()
     if batch.layout.absent:
         raise LoRAError(_ABSENT)
@@ -235,9 +236,12 @@ def check_batch(batch: LoRABatch) -> None:
 def check_copy(
     batch: LoRABatch, path: str, out: Float[Array, "*lead N"], stamps: Int[Array, "S"]
 ) -> Float[Array, "*lead N"]:
-    """`out` of the stamped layer; NaN where that belongs to a copy of the model which missed a write of a slot.
+    """Return `out` of the stamped layer, or NaN if its copy of the model missed a write of a slot in the batch.
 
-    Inside a traced function nothing can raise when it runs. Called without one, this does.
+    A traced function cannot raise at run time, so it returns NaN. An eager call raises instead.
+
+    Raises:
+      LoRAError: in an eager call, the copy missed a write.
     """
 
     def compare(out: Array, stamps: Array, slots: Array, needed: Array) -> Array:
@@ -266,17 +270,17 @@ def make_batch(
     stamps: Sequence[int] | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Make a batch, and move its int32 arrays to the device, or onto the mesh.
+    """Return a batch with its int32 arrays on the device or the mesh.
 
     Args:
-      slots: of each sequence.
-      shape: of the batch.
-      sites: of the model.
-      lease: on the adapters in these slots.
-      none: the slot of rows that take no adapter.
+      slots: the slot of each sequence.
+      shape: the shape of the batch.
+      sites: the sites of the model.
+      lease: the lease of the adapters in these slots.
+      none: the slot of rows without an adapter.
       unserved: the sites that serve no adapter.
-      stamps: of each sequence. None: the batch takes any copy of the model.
-      absent: whether sequences lack their adapter.
+      stamps: the stamp of each sequence. None: every copy of the model is accepted.
+      absent: True if sequences lack their adapter.
     """
     of_sequences = np.array(slots, np.int32)
     of_tokens = shape.token_slots(of_sequences, none)
@@ -285,12 +289,12 @@ def make_batch(
     arrays = [of_sequences, of_writes] if of_tokens is None else [of_sequences, of_writes, of_tokens]
     if sites.sharding is None:
         placed = [to_device(array, sites.device) for array in arrays]
-    else:  # whole on all of the mesh, for a shard of rows then takes its own without being sent them
+    else:  # replicated over the mesh, so each shard of rows slices its own without communication
         placed = put(arrays, [sites.sharding.whole] * len(arrays))
     return LoRABatch(placed[0], None if of_tokens is None else placed[2], placed[1], layout, lease)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
-    """The arrays of `batch` under another lease of the same adapters."""
+    """Return a batch with the arrays of `batch` under another lease of the same adapters."""
     layout = replace(batch.layout, lease=weakref.ref(lease))
     return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)

@@ -1,4 +1,4 @@
-"""The rows of a batch: how many sequences it has, and how many rows each of them."""
+"""The rows of a batch: the number of sequences, and the rows of each."""
 
 import operator
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class BatchShape:
 
     Attributes:
       num_sequences: B.
-      token_counts: packed rows of each sequence, in order; None where rows are not packed.
-      num_rows: T, packed rows with padding; 0 where rows are not packed.
-      length: rows of each sequence, where declared.
+      token_counts: packed rows of each sequence, in order; None if rows are not packed.
+      num_rows: T, packed rows with padding; 0 if rows are not packed.
+      length: rows of each sequence, if declared.
     """
 
     num_sequences: int
@@ -28,7 +28,7 @@ class BatchShape:
     length: int | None = None
 
     def token_slots(self, slots: Int[np.ndarray, "B"], none: int) -> Int[np.ndarray, "T"] | None:
-        """Return the slot of each packed row; `none` for padding. None where rows are not packed."""
+        """Return the slot of each packed row, int32 [T], with `none` for padding; None if rows are not packed."""
         if self.token_counts is None:
             return None
         padding = self.num_rows - sum(self.token_counts)
@@ -38,7 +38,7 @@ class BatchShape:
 def batch_shape(
     num_sequences: int, token_counts: Sequence[int] | None, pad_to: int | None, length: int | None
 ) -> BatchShape:
-    """Check the shape that `LoRAManager.prepare` is given.
+    """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
 
     Raises:
       LoRAUsageError: a value has the wrong type or sign, or the values disagree.

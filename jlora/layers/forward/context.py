@@ -1,4 +1,4 @@
-"""The scopes that are open around the code that runs: one context variable, and one trace key for JAX."""
+"""The open scopes of the running code: one context variable, and one trace key for JAX."""
 
 import contextlib
 import contextvars
@@ -18,18 +18,18 @@ _ORDER = (
 
 
 def staged() -> bool:
-    """Return True while jit (or scan, remat, ...) is tracing; eager grad and vmap are not staged."""
+    """Return True while jit (or scan, remat, ...) is tracing. Eager grad and vmap are not staged."""
     return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
 
 
 class Opened:
-    """Something that is open: a scope, a row map, a record of calls. Each knows the one around it.
+    """An open scope, row map or record of calls, with a link to the one around it.
 
     Attributes:
-      what: what opened it, for messages.
-      key: functions that are traced inside are used again inside equal keys alone.
-      outer: what it was opened in.
-      closed: whether it has ended.
+      what: name of the call that opened it, for messages.
+      key: JAX reuses functions traced inside only under an equal key.
+      outer: the enclosing one, or None.
+      closed: True once it has ended.
     """
 
     def __init__(self, what: str, key: Hashable):
@@ -41,12 +41,12 @@ class Opened:
 
 _innermost: contextvars.ContextVar[Opened | None] = contextvars.ContextVar("jlora_opened", default=None)
 
-# Functions traced inside close over what is open, so JAX must not reuse their traces inside something else.
+# Functions traced inside depend on the open scopes, so JAX must not reuse their traces in others.
 _trace_key = jax.make_user_context(None)
 
 
 def around() -> Iterator[Opened]:
-    """Yield all that is open here, innermost first."""
+    """Yield every scope, row map and record that is open here, innermost first."""
     opened = _innermost.get()
     while opened is not None:
         if not opened.closed:
@@ -56,10 +56,10 @@ def around() -> Iterator[Opened]:
 
 @contextlib.contextmanager
 def opening(opened: Opened) -> Generator[None, None, None]:
-    """Open it for the code inside.
+    """Open `opened` for the code inside.
 
     Raises:
-      LoRAError: on leaving, where that comes before the end of what was opened inside.
+      LoRAError: on exit, if one that was opened inside is still open.
     """
     opened.outer = next(around(), None)
     _innermost.set(opened)
@@ -77,5 +77,5 @@ def opening(opened: Opened) -> Generator[None, None, None]:
 
 
 def _set_trace_key() -> None:
-    # Entered and never left: leaving restores what was there before, which has ended too if that was out of order.
+    # Entered but never exited. An exit would restore the previous key, which is stale if scopes close out of order.
     _trace_key(tuple(each.key for each in around()) or None).__enter__()

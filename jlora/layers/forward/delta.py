@@ -1,16 +1,18 @@
-"""The LoRA of a layer's rows: where slot arrays, plans and kernels meet, on one device and on a mesh.
+"""Add the LoRA delta of a layer's rows from slot arrays and plans, on one device or on a mesh.
 
-    column-parallel   x whole, A whole, B and y split by N: a shard does what one device does, for its columns
-    row-parallel      x and A split by K: a shard has a part of x A^T. Where the base product is made here too
-                      (`fused_base`), each expands its part into its part of the base output, and the one reduction that
-                      the base model makes anyway sums both. Else the parts of x A^T, of rank size, are
-                      summed first
-    fully sharded     besides, A is split by rank, and x A^T gathered; B of row-parallel by N: each shard expands the
-                      sum of x A^T into its own columns
+The kernel's sharding determines the computation of each shard:
 
-Without a mesh nothing is split, and the one shard is called directly. Rows that are split (over data) have plans of
-their own shard (`jlora.layers.forward.plans`). Inside a `jax.shard_map` of the user, arrays are those of a shard
-already, and what is computed is the same without another one.
+    column-parallel   x and A are replicated, B and y split by N. Each shard computes its columns as one device does.
+    row-parallel      x and A are split by K, so a shard has a partial sum of x A^T. If the base product is computed
+                      here too (`fused_base`), each shard expands its partial sum into its part of the base output,
+                      and the base model's own reduction sums both. Otherwise the partial sums of x A^T, of size
+                      rank, are reduced first.
+    fully sharded     in addition, A is split by rank and x A^T is gathered. B of a row-parallel layer is split by N,
+                      and each shard expands the sum of x A^T into its own columns.
+
+Without a mesh the same code runs directly as the only shard. Rows split over the data axes have one plan for each shard
+(`jlora.layers.forward.plans`). Inside a user's `jax.shard_map` the arrays are already those of a shard, and the same
+code runs without another map.
 """
 
 from collections.abc import Sequence
@@ -51,9 +53,9 @@ class Factor(NamedTuple):
     """A or B of all slots, and the plan of the rows that multiply it.
 
     Attributes:
-      plan: of groups: slots, or slots and experts.
+      plan: plan of the groups, which are slots, or pairs of slot and expert.
       array: A [S, (E,) n, R, K] or B [S, (E,) R, N].
-      ranks: [S, (E,) n].
+      ranks: int32 [S, (E,) n], the true ranks.
     """
 
     plan: Plan
@@ -65,10 +67,10 @@ class SlotFactors(NamedTuple):
     """A and B of all slots of a site, and the plan of the rows that multiply them.
 
     Attributes:
-      plan: of groups: slots, or slots and experts.
+      plan: plan of the groups, which are slots, or pairs of slot and expert.
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
-      ranks: [S, (E,) n].
+      ranks: int32 [S, (E,) n], the true ranks.
     """
 
     plan: Plan
@@ -78,10 +80,12 @@ class SlotFactors(NamedTuple):
 
     @property
     def first(self) -> Factor:
+        """A as a `Factor`."""
         return Factor(self.plan, self.a, self.ranks)
 
     @property
     def second(self) -> Factor:
+        """B as a `Factor`."""
         return Factor(self.plan, self.b, self.ranks)
 
 
@@ -89,20 +93,20 @@ def slot_factors(layer: nnx.Module, site: Site, plan: Plan) -> SlotFactors:
     """Return the slot arrays of a layer inside the forward.
 
     Raises:
-      LoRAError: they would be baked into a compiled function; a stack of layers that is not mapped.
+      LoRAError: they would be constants of a compiled function, or the layer is a stack that is not mapped.
     """
     a, b, ranks = _slot_arrays(layer, site)
     return SlotFactors(plan, a, b, ranks)
 
 
 def shared_factor(layer: nnx.Module, site: Site, plan: Plan) -> Factor:
-    """Return the one factor that a site of `site.shared` holds. Raises as `slot_factors`."""
+    """Return the single factor of a site in `site.shared`. Raises as `slot_factors`."""
     array, ranks = _slot_arrays(layer, site)
     return Factor(plan, array, ranks)
 
 
 def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
-    """Return the slot arrays of `site.attributes`: A and B, or one of them, and the ranks."""
+    """Return the slot arrays named in `site.attributes`: A and B, or one of them, and the ranks."""
     arrays: list[Array] = [vars(layer)[name][...] for name in site.attributes]
     ranks = arrays[-1]
     if not isinstance(ranks, jax.core.Tracer) and staged():
@@ -118,7 +122,7 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
 def check_stamps(
     layer: nnx.Module, site: Site, batch: LoRABatch, base: Float[Array, "*lead N"]
 ) -> Float[Array, "*lead N"]:
-    """Return `base`; NaN in the stamped layer of a copy of the model that missed a write: see `check_copy`."""
+    """Return `base`, or NaN in the stamped layer if this copy of the model missed a write. See `check_copy`."""
     return check_copy(batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
 
@@ -132,14 +136,23 @@ def add_delta(
     row_map: RowMap | None = None,
     x_rows: Integer[Array, "M"] | None = None,
 ) -> Float[Array, "*lead N"]:
-    """Add the LoRA of every row to `base`, which is complete; padding features keep the base's bits.
+    """Add the LoRA of every row to the complete output `base`. Padding features keep the bits of `base`.
 
-    `row_map` is given by a layer whose rows are not the batch's: those of experts. With `x_rows`, row m of it has
-    x[x_rows[m]] for input. Where experts are split and no shard of them calls, each shard adds the LoRA of its own
-    experts, and a row is then taken from the shard that has its expert.
+    If the experts are split and the calling code is not one of their shards, each shard adds the LoRA of its own
+    experts, and each row is taken from the shard that holds its expert.
+
+    Args:
+      layer: the wrapped layer.
+      site: its site.
+      scope: the open scope.
+      base: the output without LoRA.
+      x: the input.
+      spec: the spec of the layer, or of the product.
+      row_map: the rows of a product of experts; None if the rows are those of the batch.
+      x_rows: integers [M]: row m of `base` has the input x[x_rows[m]]. None: it has x[m].
 
     Raises:
-      LoRAError: slots that would be baked into a compiled function, or a stack of layers that is not mapped.
+      LoRAError: slots would be constants of a compiled function, or the layer is a stack that is not mapped.
     """
     if not base.size:
         return base
@@ -150,7 +163,7 @@ def add_delta(
     shared = [shared_factor(layer, each, plan) for each, plan in zip(site.shared, rows.shared, strict=True)]
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
-    complete = not reached(site)  # of the calling code: inside `local` it always is
+    complete = not reached(site)  # in the calling code; inside `local` it always is
 
     def local(
         base: Array,
@@ -172,7 +185,8 @@ def add_delta(
         if sums:
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
-            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)  # one shard must add the base
+            # A row without an expert counts for expert 0, since one shard must add its base.
+            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
@@ -191,10 +205,10 @@ def add_lookup(
     tokens: Int[Array, "*lead"],
     spec: EmbedSpec,
 ) -> Float[Array, "*lead N"]:
-    """Return base + scale * A[slot, :, token] @ B[slot]: PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`.
+    """Return base + scale * A[slot, :, token] @ B[slot], PEFT's `lora_embedding_B @ lora_embedding_A[:, token]`.
 
     Raises:
-      LoRAError: as `add_delta`; called by a shard of a table whose rows are split.
+      LoRAError: as in `add_delta`, or the calling code is one shard of a table with split rows.
     """
     if not base.size:
         return base
@@ -212,10 +226,10 @@ def add_lookup(
     def local(base: Array, tokens: Array, ids: Array, own: SlotFactors) -> Array:
         flat = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
-        found = jnp.where(found < 0, found + spec.vocab, found)  # as the table itself is indexed
+        found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
         size = own.a.shape[-1]
         column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
-        # Rows without an adapter read some slot's column here, and `expand` gives them no tile.
+        # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
         slots = jnp.repeat(ids.reshape(-1), len(column) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
         h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
         if sharding.ins:
@@ -249,16 +263,17 @@ def add_rows(
     x_rows: Array | None = None,
     shared: Sequence[Factor] = (),
 ) -> Array:
-    """Return `base` [*lead, own N] plus the LoRA of x [*lead, own K].
+    """Return `base` [*lead, own N] plus the LoRA of x [*lead, own K], in the code of one shard.
 
-    Where K is split, `base` is a part of a sum unless `complete`. `shared` are A and B in the slots of `site.shared`.
+    If K is split, `base` is a partial sum unless `complete` is True. `shared` holds A and B of the slots of
+    `site.shared`.
     """
     sharding, backend = split_of(site.spec), site.backend
     plan, a, b, ranks = own = SlotFactors(own.plan, *_by_group(own.a, own.b, own.ranks))
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
     x = x.reshape(-1, x.shape[-1]).astype(a.dtype)
-    if sharding.ins:  # features that are padding may hold anything
+    if sharding.ins:  # padding features may hold any value
         real = _real(sharding, sharding.ins, site.spec.in_blocks)
         x = x if real is None else jnp.where(real, x, 0)
     elif spec.columns_in is not None:
@@ -272,7 +287,7 @@ def add_rows(
     else:
         h = _shrink_own(site.spec, backend, x, own.first, x_rows)
         out = _expand_whole(site.spec, backend, rows, h, own.second, complete=complete)
-    if shared:  # a row has its adapter in slots of one kind, and those of the other leave it as it is
+    if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
         of_a, of_b = (each.spec for each in site.shared)
         first, second = (Factor(each.plan, *_by_group(each.array, each.ranks)) for each in shared)
         h = _shrink_own(of_a, backend, x, first, x_rows)
@@ -283,14 +298,14 @@ def add_rows(
 
 
 def _by_group(*arrays: Array) -> Sequence[Array]:
-    """Return arrays of slots and experts, ranks last, with one axis for both."""
+    """Return arrays of slots and experts, the ranks last, with both axes merged into one."""
     if arrays[-1].ndim == 2:
         return arrays
     return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
 
 def _shrink_own(slots: SlotSpec, backend: Backend, x: Array, first: Factor, x_rows: Array | None) -> Array:
-    """Return [n, M, own R] of x [M or tokens, own K]: of the ranks that a shard has, and of sums its part."""
+    """Return h [n, M, own R] of x [M or tokens, own K]: the ranks of this shard, as a partial sum if K is split."""
     plan, a, ranks = first
     size = a.shape[2]
     if (axes := split_of(slots).a[2]) and size:
@@ -299,11 +314,14 @@ def _shrink_own(slots: SlotSpec, backend: Backend, x: Array, first: Factor, x_ro
 
 
 def _expand_whole(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor, *, complete: bool) -> Array:
-    """Return `rows` [M, own N] plus the expanded `h` [n, M, own R], which may be parts of sums or of ranks."""
+    """Return `rows` [M, own N] plus the expansion of `h` [n, M, own R].
+
+    `h` may be a partial sum, or a part of the ranks.
+    """
     sharding = split_of(slots)
     if sharding.a[2]:
         h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
-    further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B and not those of the layer
+    further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B but not those of the layer
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
@@ -318,7 +336,7 @@ def _expand_whole(slots: SlotSpec, backend: Backend, rows: Array, h: Array, seco
 
 
 def _expand_merged(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor) -> Array:
-    """Call `expand` over the columns that a shard has of the output slices."""
+    """Call `expand` on the columns of the output slices that this shard holds."""
     merged, (plan, b, ranks) = merged_columns(slots), second
     if merged.sizes is not None:
         return expand(h, b, plan, slice_sizes=merged.sizes, base=rows, ranks=ranks, backend=backend)
@@ -329,7 +347,10 @@ def _expand_merged(slots: SlotSpec, backend: Backend, rows: Array, h: Array, sec
 
 
 def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
-    """Return which features of a shard are no padding, where `axes` split all of those in `blocks`; None for all."""
+    """Return a mask of a shard's features that are not padding; None if there is no padding.
+
+    `axes` split all features in `blocks`.
+    """
     if all(first >= 0 for first, _ in blocks):
         return None
     real = np.concatenate([np.full(count, first >= 0) for first, count in blocks])
@@ -340,7 +361,10 @@ def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, 
 
 
 def factor_specs(slots: SlotSpec, rows: RowSharding, experts: Names = ()) -> SlotFactors:
-    """Return the specs of `SlotFactors`: plans of the shards of rows, or of `experts`; arrays as one layer has them."""
+    """Return the PartitionSpecs of `SlotFactors`.
+
+    Plans are split over the shards of rows or over `experts`. Slot arrays are split as for a single layer of a stack.
+    """
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     of_plan = partition((*rows.names, *experts))
@@ -349,13 +373,13 @@ def factor_specs(slots: SlotSpec, rows: RowSharding, experts: Names = ()) -> Slo
 
 
 def _shared_specs(slots: SlotSpec, rows: RowSharding, experts: Names) -> Factor:
-    """Return the specs of the one `Factor` that such slots hold."""
+    """Return the PartitionSpecs of the single `Factor` that these slots hold."""
     specs = factor_specs(slots, rows, experts)
     return specs.second if 1 in slots.factors else specs.first
 
 
 def summed(array: Array, axes: Names) -> Array:
-    """Return the sum over the shards along these axes."""
+    """Return the sum over the shards along `axes`."""
     return cast("Array", lax.psum(array, axes)) if axes else array
 
 

@@ -1,4 +1,4 @@
-"""LoRA on embeddings: the table lookup, and `attend`, the logits of a model with tied embeddings."""
+"""LoRA of embeddings: the table lookup, and `attend`, which computes the logits of a model with tied embeddings."""
 
 import functools
 from collections.abc import Callable
@@ -52,14 +52,14 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
         query = jnp.asarray(first_input(parameters, args, kwargs)[0])
         _check_output(site, f"{cls.__name__}.{name}", y, query.shape[:-1], head.out_features, str(list(query.shape)))
         if spec.attend_scale != 1:
-            query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, where it becomes the slots' dtype
+            query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, in the cast to the slots' dtype
         return add_delta(self, site, scope, y, query, head)
 
     return attend
 
 
 def _check_output(site: Site, method: str, y: object, lead: tuple[int, ...], features: int, given: str) -> None:
-    """Raises `LoRAError` where the output of a method is not [*lead, features of a shard]."""
+    """Raise `LoRAError` unless the output of a method has the shape [*lead, features of a shard]."""
     own = features // parts_of(site)[1]
     if not isinstance(y, jax.Array) or y.shape != (*lead, own):
         raise LoRAError(

@@ -1,4 +1,4 @@
-"""LoRA on the grouped products of a mixture-of-experts layer: their own rows, plus the delta of every row's expert."""
+"""LoRA of the grouped products of a mixture-of-experts layer: their output plus the delta of each row's expert."""
 
 import functools
 import math
@@ -30,14 +30,15 @@ def prefix_of(product: str) -> str:
 
 
 def product_of(site: Site) -> str:
-    """Return the name of the product that a site of experts is."""
+    """Return the name of the product of a site of experts."""
     return site.prefix.removeprefix(prefix_of(""))
 
 
 def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> tuple[Site, Site]:
-    """Return the sites of A and of B in the slots, after those of `site`, for adapters whose experts share one of them.
+    """Return the sites of A and of B in the slots for adapters whose experts share one factor.
 
-    They share B of a product that leads out of the experts, which its `names` tell, and A of every other.
+    These slots follow those of `site`. The experts share B of a product that leads out of the experts, as its `names`
+    show, and A of every other product.
     """
     leads_out = any(name in EXPERT_NAMES["down"][0] for name in names[0])
     own = replace(site.spec, num_slots=num_slots, first_slot=site.spec.num_slots)
@@ -50,7 +51,7 @@ def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> 
 
 
 def experts_methods(cls: type, name: str) -> Callable[..., Any]:
-    """Return the method with which a subclass of the experts' class `cls` serves LoRA: the product, plus the delta."""
+    """Return the method of a wrapped experts layer: the product of `cls`, plus the LoRA delta."""
     own = getattr(cls, name)
     parameters = parameters_of(own)
 
@@ -75,7 +76,7 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
 
 
 def has_grouped_products(layer: nnx.Module) -> bool:
-    """Return whether a class says by itself what its grouped products are; see `describe_grouped`."""
+    """Return True if a class declares its grouped products itself; see `describe_grouped`."""
     grouped = own_attribute(layer, "grouped_products")
     if not is_mapping(grouped) or not grouped:
         return False
@@ -86,13 +87,18 @@ def has_grouped_products(layer: nnx.Module) -> bool:
 
 
 def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
-    """Return the spec of a class that says by itself what its grouped products are, as the reference decoder's does.
+    """Return the spec of a class that declares its grouped products itself, like the reference decoder.
 
-    It has `grouped_products`, method -> parameter [E, K, N], whose methods take (x [M, K], rows) with `rows.token`,
-    `rows.expert` [M] and `rows.length` (tokens a sequence, or None for packed rows), and in a shard of a mesh
-    `rows.origin`, which of the batch's tokens each of those is that the shard has; and `gated` and `interleaved`,
-    which say whether "gate_up" holds gate and up, and whether their columns alternate; and `gathers`, the methods that
-    take all tokens [T, K] and pick out `rows.token` themselves; and `alternating`, as an `ExpertsSpec` has it.
+    The class has these attributes; all but the first are optional:
+
+        grouped_products  method -> parameter [E, K, N]. The methods take (x [M, K], rows) with `rows.token` and
+                          `rows.expert` [M], and `rows.length` (tokens of a sequence, None for packed rows). In a
+                          shard of a mesh, `rows.origin` is the index in the batch of each of the shard's tokens.
+        gated             True if "gate_up" holds both gate and up.
+        interleaved       True if the columns of gate and up alternate.
+        output_blocks     `LinearSpec.out_blocks` of "gate_up".
+        gathers           methods that take all tokens [T, K] and gather `rows.token` themselves.
+        alternating       as in `ExpertsSpec`.
     """
     grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
     gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)
@@ -118,24 +124,24 @@ def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:
 def expert_delta(
     layer: nnx.Module, product: str, x: Float[Array, "*rows K"], y: Float[Array, "*lead N"], row_map: RowMap
 ) -> Float[Array, "*lead N"]:
-    """Return `y` plus the LoRA of every row, for a class whose grouped product is no method of its own.
+    """Return `y` plus the LoRA of every row, for a class whose grouped product is not a method.
 
-    Call it right after the product, before the activation or the weighted sum over experts. On a layer that no manager
-    has wrapped, or whose product is left out, it gives `y`.
+    Call it right after the product, before the activation or the weighted sum over experts. It returns `y` if the layer
+    is not wrapped, or if its product is left out.
 
     Args:
       layer: the experts' layer (`self`), whose class is registered with an `ExpertsSpec`.
-      product: the name of the product in it.
-      x: the rows that went in; of a product that `gathers`, the tokens that they were taken out of.
-      y: what came out.
-      row_map: which token and which expert each row is.
+      product: the name of the product in that spec.
+      x: the input rows; for a product in `gathers`, the tokens from which they are gathered.
+      y: the output of the product.
+      row_map: the token and the expert of each row.
 
     Returns:
       [*lead, N] in y's dtype.
 
     Raises:
-      LoRAError: called outside `jlora.use`; arrays of other sizes than the spec says.
-      LoRAUsageError: a row map without `expert`, or of another number of rows.
+      LoRAError: called outside `jlora.use`, or the sizes of the arrays differ from the spec.
+      LoRAUsageError: the row map lacks `expert`, or has another number of rows.
 
     Example:
       >>> gate_up = jax.lax.ragged_dot(x, self.w13[...], counts)

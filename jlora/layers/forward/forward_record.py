@@ -1,4 +1,4 @@
-"""Which layers a forward calls, and which of them see rows that fit no layout of its batch."""
+"""Record the layers that a forward calls, and those with rows that fit no layout of its batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -15,7 +15,7 @@ _UNSERVED = (
 )
 _WITHOUT = ". Or say that this step does not run them: `jlora.use(batch, without={names})`"
 _NOT_CALLED = "it was not called (its parameters are read directly, or the step runs only a part of the model)"
-_SHOWN = 8  # layers in a message
+_SHOWN = 8  # maximum number of layers in a message
 
 
 class Calls:
@@ -23,7 +23,7 @@ class Calls:
 
     Attributes:
       called: the sites, in the order of their first calls.
-      refused: site -> why a call of it served no adapter.
+      refused: site -> the reason why a call of it served no adapter.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,25 @@ class Calls:
 
 
 class ForwardRecord(Opened):
-    """All calls of the layers of one model inside, whatever their scopes; none of these checks its own.
+    """The calls of one model's layers across all scopes inside, which then do not check their own calls.
 
     Attributes:
-      sites: of the model.
-      calls: of its layers.
+      sites: the sites of the model.
+      calls: the calls of its layers.
     """
 
     def __init__(self, sites: ModelSites):
-        super().__init__("manager.verify", object())  # everything is traced anew inside, so every call is seen
+        super().__init__("manager.verify", object())  # a unique key forces new traces, so every call is recorded
         self.sites = sites
         self.calls = Calls()
 
 
 def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site], without: Sequence[str]) -> None:
-    """Raises `LoRAError` for layers that served no adapter, and are neither unserved nor waived."""
+    """Check that every layer served adapters, except those that are unserved or waived by `without`.
+
+    Raises:
+      LoRAError: a layer served no adapter; the message lists the layers.
+    """
     missing: dict[str, str] = {}
     skipped: list[str] = []
     for site in sites.sites:

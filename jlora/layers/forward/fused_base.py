@@ -1,7 +1,7 @@
-"""The base product of Flax's own layers, made together with its LoRA.
+"""Compute the base product of Flax's own layers together with its LoRA.
 
-Where the kernel is split by its input features, both share one reduction; where the tuned table of a device has an
-entry, one kernel.
+If the kernel is split by input features, both share one reduction. If the device's tuned table has an entry, both run
+in one kernel.
 """
 
 import functools
@@ -24,24 +24,24 @@ from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
 from jlora.sharding.rules import Names, partition, split_axis
 
-Product: TypeAlias = Callable[..., Array]  # (x, kernel, out_sharding=) -> y, as the layer's own
-# (x, kernel, how their axes flatten, the layer's own product, out_sharding) -> y with its LoRA
+Product: TypeAlias = Callable[..., Array]  # (x, kernel, out_sharding=) -> y of the layer
+# (x, kernel, axes, the layer's own product, out_sharding) -> y with its LoRA
 Compute: TypeAlias = Callable[[Array, Array, EinsumAxes, Product, Any], Array]
 
 
 def can_fuse(
     cls: type[nnx.Module], layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return whether the product of a layer is made together with its LoRA in this call.
+    """Return True if this call computes the layer's product together with its LoRA.
 
-    The product can be replaced where it is Flax's own, and JAX's own computes it.
+    Only Flax's own call, computed by JAX's own product, can be replaced.
     """
     own, sharding = vars(layer), site.spec.sharding
     if sharding is not None and (not sharding.ins or reached(site)):
         return False
     if own.get("promote_dtype") is not promote_dtype:
         return False
-    rows = own["jlora_spec"].rows  # the `rows` of a registered spec may do more than the product shows
+    rows = own["jlora_spec"].rows  # `rows` of a registered spec may do more than the product shows
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
         plain &= rows in (None, general_rows)
@@ -52,10 +52,10 @@ def can_fuse(
 
 
 def _has_kernels(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether kernels that make product and LoRA together exist for this call, and may be used."""
+    """Return True if a kernel that computes both product and LoRA exists for this call and may be used."""
     own, spec, x = vars(layer), cast("LinearSpec", vars(layer)["jlora_spec"]), _input(args, kwargs)
     if site.bitwise_base or site.spec.stack or not isinstance(x, Array):
-        return False  # (of a stack the kernel is a slice, which only XLA's own products read where it lies)
+        return False  # a stack's kernel is a slice, which only XLA's own products read in place
     if own.get("precision") is not None or own.get("preferred_element_type") is not None:
         return False
     if spec.columns_in is not None or spec.columns_out is not None:
@@ -63,7 +63,7 @@ def _has_kernels(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: M
     kernel: Array = own["kernel"][...]
     bias = own.get("bias")
     if bias is not None and bias[...].dtype != kernel.dtype:
-        return False  # Flax brings all to one dtype
+        return False  # Flax promotes all to one dtype
     flat = (*spec.in_axes, *spec.out_axes) == tuple(range(kernel.ndim))
     if not flat or own.get("dtype") not in (None, kernel.dtype) or not jax.sharding.get_abstract_mesh().empty:
         return False
@@ -82,12 +82,12 @@ def fused_base(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the output of `layer`, whose product and LoRA are made together.
+    """Return the output of `layer`, with its product and LoRA computed together.
 
-    By the same kernels on one device, in the same sum where K is split. Rows that fit no layout of the batch get the
-    base output.
+    On one device, one kernel computes both. If K is split, both are summed in one reduction. Rows that fit no layout of
+    the batch get the base output.
     """
-    # LoRA reads the layer's input in its own dtype, and the product in that of the layer.
+    # LoRA reads the layer's input in the input's dtype, and the product reads it in the layer's dtype.
     x = jnp.asarray(_input(args, kwargs))
     if not x.size:
         return cls.__call__(layer, *args, **kwargs)
@@ -98,7 +98,7 @@ def fused_base(
             return product(cast_x, kernel, out_sharding=out_sharding)
         return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
-    # A copy that shares the parameters: another thread may be calling the layer.
+    # Use a copy that shares the parameters, because another thread may be calling the layer.
     twin = object.__new__(type(layer))
     vars(twin).update(vars(layer))
     if cls.__call__ is nnx.Einsum.__call__:
@@ -120,7 +120,7 @@ def _with_lora(
     axes: EinsumAxes,
     product: Product,
 ) -> Array | None:
-    """Return the product of `x`, cast to `dtype`, and the kernel, with its LoRA; None for rows that fit no layout."""
+    """Return the product of `x`, cast to `dtype`, and the kernel, plus its LoRA; None if the rows fit no layout."""
     spec: LinearSpec = vars(layer)["jlora_spec"]
     sharding, flat = split_of(site.spec), _flat(x, axes)
     call = scope.rows(site, flat)
@@ -170,7 +170,7 @@ def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _dot_general(
     compute: Compute, x: Array, kernel: Array, dims: Any, *, out_sharding: Any = None, **options: Any
 ) -> Array:
-    """Stand in for `lax.dot_general` in Flax's own call of a linear layer."""
+    """Replace `lax.dot_general` in Flax's own call of a linear layer."""
     (x_in, kernel_in), _ = dims
     lead = [i for i in range(x.ndim) if i not in x_in]
     kernel_out = tuple(i for i in range(kernel.ndim) if i not in kernel_in)
@@ -194,7 +194,7 @@ def _einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> Array:
-    """Stand in for `jnp.einsum` in Flax's own call of an einsum layer."""
+    """Replace `jnp.einsum` in Flax's own call of an einsum layer."""
     try:
         axes = rows.axes(equation, x.ndim)
     except LoRAError as error:

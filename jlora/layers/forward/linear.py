@@ -1,4 +1,4 @@
-"""LoRA on anything linear: the layer's own output, plus the delta of every row."""
+"""LoRA of linear layers: the layer's own output plus the delta of every row."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ from jlora.layers.specs import LinearSpec, Restore
 
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
-    """Return the method with which a subclass of the linear layer class `cls` serves LoRA: its own, plus the delta."""
+    """Return the method of a wrapped linear layer: that of `cls`, plus the LoRA delta."""
     own = getattr(cls, name)
     parameters = parameters_of(own)
 
@@ -39,7 +39,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
         try:
             x, base, restore = _rows(self, site, spec, parameters, y, args, kwargs)
         except Exception as error:
-            if site.doubt is not None and scope.recorded:  # a guess that does not hold is no reason to fail
+            if site.doubt is not None and scope.recorded:  # a wrong guess is recorded instead of raised
                 scope.refuse(site, f"{site.doubt.why}, and {error}")
                 return y
             if isinstance(error, LoRAError):
@@ -59,7 +59,7 @@ def _rows(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Array, Array, Callable[[Array], Any]]:
-    """Return x as [*lead, K], y as [*lead, N], and the way back to the layer's own output. Raises `LoRAError`."""
+    """Return x as [*lead, K], y as [*lead, N], and the function back to the layer's own output. Raises `LoRAError`."""
     x, args, kwargs = first_input(parameters, args, kwargs)
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
@@ -95,7 +95,7 @@ def _unchanged(rows: Array) -> Array:
 def first_input(
     parameters: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return the first argument that is no string (an equation), by the method's parameters, and all others."""
+    """Return the first argument that is not a string (an equation), by the method's parameters, and the others."""
     for i, value in enumerate(args):
         if not isinstance(value, str):
             return value, args[:i] + args[i + 1 :], kwargs
@@ -106,6 +106,7 @@ def first_input(
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's parameters after `self`; [] if it has no signature."""
     try:
         return list(inspect.signature(method).parameters)[1:]
     except (TypeError, ValueError):  # some callables have no signature

@@ -1,4 +1,4 @@
-"""Which output slices the columns of a shard are of, where a merged projection is split over a mesh."""
+"""Assign the columns of a shard to output slices, for a merged projection that is split over a mesh."""
 
 import functools
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ import numpy as np
 from jlora.layers.forward.mesh import split_of
 from jlora.layers.site import SlotSpec
 
-MOST_PIECES = 64  # of a shard's columns, by the output slices that they are of
+MOST_PIECES = 64  # maximum number of pieces in a shard's columns
 
 
 @dataclass(frozen=True)
 class MergedColumns:
-    """The columns of a shard, by output slice. Padding counts to the slice beside it: it cuts no piece in two.
+    """The columns of a shard by output slice. Padding belongs to the adjacent slice, so that it does not cut a piece.
 
     Attributes:
-      sizes: of the slices, where all shards have all of them in order, as many columns of each; else None.
-      size: else, of pieces that are of one slice each.
-      table: for each shard the slices of its pieces.
+      sizes: columns of each slice, if every shard has the same number of columns of all slices, in order; else None.
+      size: otherwise, the size of pieces that each belong to one slice; 0 if `sizes` is set.
+      table: otherwise, the slice of each piece, for each shard.
     """
 
     sizes: tuple[int, ...] | None
@@ -28,7 +28,7 @@ class MergedColumns:
 
 @functools.lru_cache(maxsize=1024)
 def merged_columns(slots: SlotSpec) -> MergedColumns:
-    """Return the columns that each shard has of the output slices."""
+    """Return the columns of the output slices that each shard holds."""
     sharding = split_of(slots)
     slices = np.full(slots.stored_out, -1, np.int64)
     of_feature = np.repeat(np.arange(slots.slices), slots.out_sizes)
@@ -46,7 +46,7 @@ def merged_columns(slots: SlotSpec) -> MergedColumns:
 
 
 def _filled(shards: np.ndarray) -> np.ndarray:
-    """Return slices with padding, -1, as the slice before it in its shard, else the one after it, else slice 0."""
+    """Replace padding (-1) by the slice before it in its shard, else by the slice after it, else by slice 0."""
     real = shards >= 0
     columns = np.arange(int(shards.shape[1]), dtype=np.int64)
     before = np.maximum.accumulate(np.where(real, columns, np.int64(-1)), axis=1)
@@ -55,7 +55,7 @@ def _filled(shards: np.ndarray) -> np.ndarray:
 
 
 def too_many_pieces(slots: SlotSpec) -> str | None:
-    """Return why the output slices of a layer cannot be served as its columns are split, or None."""
+    """Return the reason why a layer's output slices cannot be served with this split of its columns, or None."""
     merged = merged_columns(slots)
     if not merged.table or len(merged.table[0]) <= MOST_PIECES:
         return None

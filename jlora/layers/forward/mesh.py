@@ -1,6 +1,7 @@
-"""The mesh that the calling code runs on: axes that are Explicit, axes of which it is one shard, and the one map.
+"""The mesh of the calling code: its Explicit and Manual axes, and `jax.shard_map` over the remaining ones.
 
-And whether that makes it the code of a shard of a layer.
+Code inside a `jax.shard_map` runs on one shard along the Manual axes. `reached` and `experts_reached` detect code that
+runs on one shard of a layer.
 """
 
 import functools
@@ -18,10 +19,10 @@ from jlora.sharding.rules import KernelSharding, Names, names_of, partition
 
 
 def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
-    """`compute(base, *args)`, of base's shape and sharding.
+    """Return `compute(base, *args)`, with the shape and sharding of `base`.
 
-    Where axes of the mesh are Explicit, JAX wants the sharding of each intermediate value written out; inside, the
-    compiler is asked to find them, as it does everywhere else.
+    On Explicit mesh axes JAX requires the sharding of each intermediate value. Inside `compute` these axes are Auto, so
+    the compiler infers the shardings.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = tuple(name for name in mesh.axis_names if name in explicit_axes(mesh))
@@ -35,17 +36,20 @@ def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array
 
 
 def here(array: Array) -> Array:
-    """An array that the code of a shard may have from outside of its map, as one of the map's own: for JAX it lies on
-    another mesh, which few of its functions take."""
+    """Return an array that can be used inside a `jax.shard_map` and may come from outside of it.
+
+    JAX assigns an outside array to another mesh, and few of its functions accept that.
+    """
     return jnp.copy(array) if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types else array
 
 
 def manual_axes(mesh: Any) -> frozenset[str]:
-    """Axes of a mesh along which the code that runs now is that of a shard."""
+    """Return the axes of a mesh that are Manual: the code runs on one shard along them."""
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:
+    """Return the Explicit axes of a mesh."""
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
@@ -56,9 +60,9 @@ def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
 def on_mesh(
     sharding: KernelSharding, local: Callable[..., Any], in_specs: Sequence[Any], out_specs: PartitionSpec
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of `local` over the axes of the mesh along which the calling code is not that of a shard.
+    """Map `local` over the mesh with `jax.shard_map`, along the axes that are not Manual already.
 
-    Without a mesh it is `local`, as `across_mesh` has it.
+    Without a mesh, return `local` wrapped in `across_mesh`.
     """
     if not sharding.mesh.axis_names:
         return functools.partial(across_mesh, local)
@@ -75,14 +79,14 @@ def on_mesh(
         in_specs=tuple(in_specs),
         out_specs=out_specs,
         axis_names=set(names),
-        check_vma=False,  # kernels do not say along which axes their results vary
+        check_vma=False,  # kernels do not declare the axes along which their results vary
     )
     explicit = explicit_axes(context)
     if not explicit:
         return mapped
 
     def moved(*args: Any) -> Any:
-        """Where axes are Explicit, operands are asked to lie as they will be used."""
+        """Reshard the operands along Explicit axes, then call the mapped function."""
         of_explicit = [
             jax.tree.map(functools.partial(_without, names=names - explicit), spec, is_leaf=_is_spec)
             for spec in in_specs
@@ -97,7 +101,7 @@ def _is_spec(value: object) -> bool:
 
 
 def _resharded(specs: Any, operands: Any) -> Any:
-    """Operands moved to where their specs say; a spec may stand for a whole tree."""
+    """Return the operands resharded to their specs; one spec may cover a whole tree."""
 
     def move(spec: PartitionSpec, operand: Any) -> Any:
         return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=spec), operand)
@@ -109,12 +113,16 @@ _NO_MESH = KernelSharding(AbstractMesh((), ()))
 
 
 def split_of(slots: SlotSpec) -> KernelSharding:
-    """How the kernel of a layer is split: over the axes of an empty mesh where it lies on none."""
+    """Return the sharding of a layer's kernel; one of an empty mesh if the layer is not on a mesh."""
     return slots.sharding or _NO_MESH
 
 
 def check_mesh(site: Site) -> None:
-    """Raises `LoRAError` where the mesh of the calling code is not that of the layer."""
+    """Check that the mesh of the calling code is the mesh of the layer.
+
+    Raises:
+      LoRAError: the sizes of their axes differ.
+    """
     context, mesh = jax.sharding.get_abstract_mesh(), split_of(site.spec).mesh
     if not context.empty and any(context.shape.get(name) != size for name, size in mesh.shape.items()):
         raise LoRAError(
@@ -124,16 +132,20 @@ def check_mesh(site: Site) -> None:
 
 
 def reached(site: Site) -> bool:
-    """Whether the code that runs now is that of a shard of K: then an output of the layer is a part of a sum.
+    """Return True if the calling code runs on one shard of K, so that the layer's output is a partial sum.
 
     Raises:
-      LoRAError: it is that of a shard along some of the axes that K is split over.
+      LoRAError: it is one shard along only some of the axes that split K.
     """
     return _inside(site, split_of(site.spec).ins, "input features")
 
 
 def experts_reached(site: Site) -> bool:
-    """Whether the code that runs now is that of a shard of experts. Raises as `reached`."""
+    """Return True if the calling code runs on one shard of the experts.
+
+    Raises:
+      LoRAError: it is one shard along only some of the axes that split the experts.
+    """
     return _inside(site, split_of(site.spec).experts, "experts")
 
 
@@ -148,7 +160,7 @@ def _inside(site: Site, axes: Names, what: str) -> bool:
 
 
 def parts_of(site: Site) -> tuple[int, int]:
-    """Of how many parts the code that runs now has one, of the layer's K and of its N."""
+    """Return the number of shards of K and of N along the Manual axes, (1, 1) outside of `jax.shard_map`."""
     sharding, manual = split_of(site.spec), manual_axes(jax.sharding.get_abstract_mesh())
     ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))
     return sharding.size(ins), sharding.size(outs)

@@ -1,6 +1,6 @@
-"""The plans of the rows of a call: which tile of rows takes which slot, or which slot and expert.
+"""Plans of the rows of a call: the slot, or the slot and expert, of each tile of rows.
 
-On a mesh the plans of all shards are side by side: each leaf is split as the rows are, or as the experts are.
+On a mesh the plans of all shards are concatenated, and each leaf is split like the rows or the experts.
 """
 
 import math
@@ -27,9 +27,9 @@ from jlora.sharding.rules import partition
 
 
 def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Hashable:
-    """Return the key of a plan: calls of equal keys, in one scope, have the same one.
+    """Return the cache key of a plan. Calls with equal keys in one scope share the plan.
 
-    The arrays of a row map are compared by identity; keep them alive as long as the key.
+    The arrays of a row map are compared by identity. Keep them alive as long as the key.
     """
     kind: Hashable = layout.kind
     if isinstance(layout.kind, RowMap):
@@ -45,12 +45,12 @@ def plan_of(
     """Return the plan of the rows of a call.
 
     Args:
-      site: of the layer.
-      spec: of the slots: its own, or of one of `site.shared`.
-      layout: of the rows.
-      sharding: of the rows.
-      slots: of the batch, or of the shard of it that the calling code has.
-      num_sequences: of the whole batch; no more slots are active.
+      site: the site of the layer.
+      spec: the spec of the slots: the site's own, or of one in `site.shared`.
+      layout: the layout of the rows.
+      sharding: the sharding of the rows.
+      slots: the slots of the batch, or of the calling code's shard of it.
+      num_sequences: sequences of the whole batch, an upper bound on the number of active slots.
     """
     if site.spec.experts is not None:
         return _plan_of_experts(site, spec, site.spec.experts, layout, slots, num_sequences)
@@ -75,16 +75,16 @@ def plan_of(
 def _plan_of_experts(
     site: Site, spec: SlotSpec, num_experts: int, layout: RowLayout, slots: BatchSlots, num_sequences: int
 ) -> Plan:
-    """Return the plan by slot and expert; by slot alone, for a factor that experts share."""
+    """Return the plan by slot and expert, or by slot alone for a factor that experts share."""
     row_map, sharding = layout.kind, split_of(site.spec)
-    assert isinstance(row_map, RowMap)  # `layout_of` has checked that it has `expert`
+    assert isinstance(row_map, RowMap)  # `layout_of` has checked `expert`
     own = num_experts // site.spec.expert_shards
     table, index = entries_of(row_map, slots)
     table = table if spec.first_slot == 0 else table - spec.first_slot
 
     def make(table: Array, index: Array, expert: Array) -> Plan:
         groups = own
-        if spec.experts is None:  # one group a slot; rows of experts elsewhere still take none
+        if spec.experts is None:  # one group for each slot; rows of experts on other shards still get none
             expert, groups = jnp.where((expert >= 0) & (expert < own), 0, -1), 1
         return plan_experts(
             table,
@@ -100,7 +100,7 @@ def _plan_of_experts(
         return make(table, index, expert - lax.axis_index(sharding.experts) * own)
 
     operands = table, index, jnp.asarray(row_map.expert)
-    if not sharding.experts or experts_reached(site):  # the code of a shard counts its own experts from 0
+    if not sharding.experts or experts_reached(site):  # inside a shard, its own experts are numbered from 0
         return make(*operands)
     whole = PartitionSpec()
     return on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(*operands)

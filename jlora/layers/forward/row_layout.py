@@ -1,7 +1,7 @@
-"""How the rows of one call of a layer belong to a batch, and how they lie on the mesh.
+"""Map the rows of one call of a layer to a batch, and describe their sharding.
 
-Rows are declared by the batch, or by a `RowMap`; they are never guessed from divisibility. Everything here is a pure
-function of shapes, declarations and the batch's arrays.
+Rows are declared by the batch or by a `RowMap`. They are never guessed from divisibility. All functions here are pure
+functions of shapes, declarations and the batch's arrays.
 """
 
 import math
@@ -25,13 +25,13 @@ RowKind: TypeAlias = RowMap | Literal["packed", "sequences"]
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which entries of the batch the rows of a call are.
+    """How the rows of a call map to the entries of the batch.
 
     Attributes:
       kind: packed tokens in order, sequences in order, or a `RowMap`.
-      shape: of the axes before the features.
+      shape: shape of the axes before the features.
       repeats: consecutive rows of each sequence; 1 for the other kinds.
-      length: L, where the rows are [B, L, features]; else None.
+      length: L if the rows are [B, L, features]; else None.
     """
 
     kind: RowKind
@@ -45,18 +45,19 @@ class RowSharding:
     """How the rows of a call are split over the mesh.
 
     Attributes:
-      axes: for each axis before the features, the axes of the mesh; () off meshes.
+      axes: the mesh axes that split each axis before the features; () off meshes.
     """
 
     axes: tuple[Names, ...] = ()
 
     @property
     def split(self) -> bool:
+        """True if any axis of the rows is split."""
         return any(self.axes)
 
     @property
     def names(self) -> Names:
-        """All axes of the mesh that rows are split over, in order."""
+        """All mesh axes that split rows, in order."""
         return tuple(name for names in self.axes for name in names)
 
 
@@ -65,9 +66,10 @@ class BatchSlots:
     """The slots of a batch.
 
     Attributes:
-      sequences: of each sequence.
-      tokens: of each packed row; None where rows are not packed.
-      lengths: how many tokens a sequence may have, where rows are not packed: as declared, else as seen so far.
+      sequences: int32 [B], the slot of each sequence.
+      tokens: int32 [T], the slot of each packed row; None if rows are not packed.
+      lengths: the possible numbers of tokens of a sequence, if rows are not packed: the declared one, else those seen
+        so far.
     """
 
     sequences: Int[Array, "B"]
@@ -87,17 +89,17 @@ def layout_of(
     """Return the layout of the rows of a call, or the reason why they fit none.
 
     Args:
-      batch: of the scope.
-      site: of the layer.
-      shape: of the rows, the axes before the features.
+      batch: the batch of the scope.
+      site: the site of the layer.
+      shape: shape of the rows, the axes before the features.
       lengths: L of all rows [B, L, features] seen so far, under the same `vmap`.
-      mapped: whether a `jax.vmap` maps the rows and not the batch.
-      row_map: given by the layer itself; None: the open one, if any.
+      mapped: True if a `jax.vmap` maps the rows and not the batch.
+      row_map: a map provided by the layer itself; None for the open one, if any.
 
     Raises:
       LoRAError: the open row map is a constant inside a traced function.
-      LoRAUsageError: a row map of another number of rows; one with `expert` elsewhere than at the products of experts,
-        or none there; rows under `jax.vmap` that may be of one sequence or of all.
+      LoRAUsageError: the row map has another number of rows; it has `expert` but the layer is no product of experts, or
+        it lacks `expert` for one; or rows under `jax.vmap` could be those of one sequence or of all.
     """
     if row_map is None:
         row_map = current_rows(site.path)
@@ -113,7 +115,7 @@ def layout_of(
                 f"{site.path}: {total} rows of shape {shape}, and a RowMap of {row_map.source.shape[0]} rows"
             )
         return RowLayout(row_map, shape)
-    if batch.slots.ndim == 0:  # mapped over its sequences: every row is of this one
+    if batch.slots.ndim == 0:  # the batch is mapped over its sequences, so every row belongs to this one
         return RowLayout("sequences", shape, total)
     if batch.layout.length is not None:
         lengths |= {batch.layout.length}
@@ -145,12 +147,12 @@ def layout_of(
 
 
 def only_rows_mapped(batch: LoRABatch, rows: Array) -> bool:
-    """Return whether a `jax.vmap` around the code that runs now maps `rows` and not the batch."""
+    """Return True if an enclosing `jax.vmap` maps `rows` and not the batch."""
     return _is_mapped(rows) and not _is_mapped(batch.slots)
 
 
 def _is_mapped(value: object) -> bool:
-    """Return whether a `vmap` around the code that runs now maps `value`; one around a jit inside is not seen."""
+    """Return True if an enclosing `vmap` maps `value`. A `vmap` around an enclosing jit is not detected."""
     while _is_tracer(value):
         if type(value).__name__ == "BatchTracer":  # JAX does not export the class
             return True
@@ -163,10 +165,10 @@ def _is_tracer(value: object) -> bool:
 
 
 def row_sharding(batch: LoRABatch, site: Site, layout: RowLayout, rows: Float[Array, "*lead N"]) -> RowSharding:
-    """Return how `rows` lie on the mesh of the layer.
+    """Return how `rows` are split over the mesh of the layer.
 
-    On axes of the mesh that are Explicit, their type shows it. Else the axis of sequences (or of packed rows) is split
-    over the data axes, if these divide it.
+    On Explicit mesh axes the type of `rows` determines it. Otherwise the axis of sequences (or of packed rows) is split
+    over the data axes if its size is divisible by theirs.
     """
     sharding = site.spec.sharding
     if sharding is None:
@@ -188,7 +190,7 @@ def row_sharding(batch: LoRABatch, site: Site, layout: RowLayout, rows: Float[Ar
 
 
 def batch_slots(batch: LoRABatch, lengths: frozenset[int]) -> BatchSlots:
-    """Return the slots of a batch, for code of a shard too. `lengths` as in `BatchSlots`, seen so far."""
+    """Return the slots of a batch, also inside of a shard. `lengths` are those seen so far, as in `BatchSlots`."""
     tokens, declared = batch.token_slots, batch.layout.length
     return BatchSlots(
         here(batch.slots.reshape(-1)),
@@ -198,11 +200,11 @@ def batch_slots(batch: LoRABatch, lengths: frozenset[int]) -> BatchSlots:
 
 
 def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "runs"]:
-    """Return the slot of each run of `layout.repeats` rows; `none` for rows of a map that are outside the batch."""
+    """Return the slot of each run of `layout.repeats` rows; `none` for rows of a map outside of the batch."""
     if layout.kind == "sequences":
         return slots.sequences
     if layout.kind == "packed":
-        assert slots.tokens is not None  # `layout_of` has found them
+        assert slots.tokens is not None  # checked by `layout_of`
         return slots.tokens
     table, index = entries_of(layout.kind, slots)
     inside = (index >= 0) & (index < table.shape[0])
@@ -211,23 +213,23 @@ def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "run
 
 
 def slots_by_axes(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "..."]:
-    """Return `slots_of` along the first axes of the rows; all rows along the other axes are of the same slot."""
+    """Return `slots_of` in the shape of the first axes of the rows. The slot is constant along the other axes."""
     found = slots_of(layout, slots, none)
     return found if layout.kind == "sequences" and layout.repeats > 1 else found.reshape(layout.shape)
 
 
 def entries_of(row_map: RowMap, slots: BatchSlots) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
-    """Return the slots of the sequences or tokens that a map counts, and for each row the index of its own."""
+    """Return the slots of the sequences or tokens that a map indexes, and the index of each row among them."""
     index = jnp.asarray(row_map.source)
     if row_map.of == "sequences":
         return slots.sequences, index
     if slots.tokens is not None:
         return slots.tokens, index
-    return slots.sequences, index // _length(row_map, slots.lengths)  # negative stays negative
+    return slots.sequences, index // _length(row_map, slots.lengths)  # a negative index stays negative
 
 
 def counted_rows(row_map: RowMap, slots: BatchSlots) -> int:
-    """Return how many rows `source` counts: all sequences, or all tokens."""
+    """Return the size of the range that `source` indexes: the number of sequences or of tokens."""
     if row_map.of == "sequences":
         return slots.sequences.shape[0]
     if slots.tokens is not None:

@@ -1,4 +1,4 @@
-"""`RowMap` and `rows`: which sequence or token each row of a layer is, where its shape cannot show it."""
+"""`RowMap` and `rows`: declare the sequence or token of each row of a layer if its shape cannot show them."""
 
 import contextlib
 from collections.abc import Generator
@@ -22,18 +22,19 @@ _STALE = (
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """Map the rows of a layer to rows of the batch, where no shape can: beams, image patches, sorted tokens.
+    """Map the rows of a layer to rows of the batch if no shape can, such as beams, image patches or sorted tokens.
 
     Attributes:
-      source: integers [M], for row m of the layer the index of the sequence (or token) that it belongs to. Rows with an
-        index outside the batch take no adapter.
-      of: whether `source` counts the batch's sequences, or its tokens: the packed rows, or [B, L] flattened.
-      expert: integers [M], the expert of each row of a mixture-of-experts layer's products; rows with an index that
-        none has (another shard's, say) take no adapter. None elsewhere.
-      length: L, needed where `of="tokens"`, rows are not packed and neither `prepare(..., length=)` nor an earlier
-        layer's [B, L] rows have said it.
-      taken: integers [M], of a product that gathers (`ExpertsSpec.gathers`): which of the rows that it is given is the
-        input of each; None where those are what `source` counts. On a mesh a shard may be given tokens of its own.
+      source: integers [M], the index of the sequence (or token) of each row of the layer. Rows with an index outside
+        the batch take no adapter.
+      of: "sequences" if `source` indexes the batch's sequences, "tokens" for its tokens: packed rows, or [B, L]
+        flattened.
+      length: L, required for `of="tokens"` if rows are not packed and neither `prepare(..., length=)` nor [B, L] rows
+        of an earlier layer define it.
+      expert: integers [M], the expert of each row of a product of experts; None elsewhere. Rows with an index of no
+        expert (such as one on another shard) take no adapter.
+      taken: integers [M], for a product that gathers (`ExpertsSpec.gathers`): the index of each row's input among the
+        rows passed in. None if that is `source`. On a mesh the rows passed in may be a shard's own tokens.
 
     Raises:
       LoRAUsageError: `source`, `expert` or `taken` is no vector of integers, they differ in length, or `length` is not
@@ -45,7 +46,7 @@ class RowMap:
     length: int | None = None
     expert: Integer[Array | np.ndarray, "M"] | None = None
     taken: Integer[Array | np.ndarray, "M"] | None = None
-    # Stands for this map where JAX asks what a function was traced for; the map itself would be kept alive there.
+    # Represents this map in JAX's trace key, which would otherwise keep the map alive.
     trace_key: object = field(default_factory=object, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class RowMap:
         length: object = self.length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise LoRAUsageError(f"RowMap.length must be a positive int, got {length!r}")
-        # A narrow dtype would overflow where it is compared with the size of the batch.
+        # A narrow dtype would overflow in the comparison with the size of the batch.
         object.__setattr__(self, "source", source.astype(jnp.int32) if source.dtype.itemsize < 4 else source)
         for name in ("expert", "taken"):
             if getattr(self, name) is None:
@@ -77,29 +78,29 @@ class _OpenRows(Opened):
     """An open row map.
 
     Attributes:
-      row_map: None for the rows of the batch.
-      traced: whether something was traced when it was opened.
+      row_map: the map; None for the rows of the batch.
+      traced: True if it was opened inside of a JAX trace.
     """
 
     def __init__(self, row_map: RowMap | None):
         self.row_map = row_map
         self.traced = not trace_state_clean()
-        # Eager calls may share what JAX has compiled, as in `jlora.use`.
+        # Eager calls may share compiled functions, as in `jlora.use`.
         super().__init__("jlora.rows", "batch" if row_map is None else row_map.trace_key if self.traced else "eager")
 
 
 @contextlib.contextmanager
 def rows(row_map: RowMap | None) -> Generator[None, None, None]:
-    """Let the wrapped layers called inside see the rows that `row_map` describes; None: those of the batch, as outside.
+    """Describe the rows of the wrapped layers called inside by `row_map`; None restores the rows of the batch.
 
-    Open it inside the jitted function. A layer inside that sees another number of rows than the map raises.
+    Open it inside the jitted function. A layer called inside with another number of rows than the map raises.
 
     Example:
       >>> with jlora.rows(jlora.RowMap(beam_parents)):  # row m continues sequence beam_parents[m]
       ...     y = self.mlp(x)
 
     Raises:
-      LoRAUsageError: it is neither.
+      LoRAUsageError: `row_map` is neither a `RowMap` nor None.
     """
     if row_map is not None and not isinstance(row_map, RowMap):
         raise LoRAUsageError(f"jlora.rows takes a RowMap or None, got {type(row_map).__name__}")
@@ -108,7 +109,7 @@ def rows(row_map: RowMap | None) -> Generator[None, None, None]:
 
 
 def current_rows(path: str) -> RowMap | None:
-    """Return the open map. Raises `LoRAError` inside a traced function where the map was opened outside of it."""
+    """Return the open map, or None. Raises `LoRAError` inside a traced function if it was opened outside of it."""
     opened = next((each for each in around() if isinstance(each, _OpenRows)), None)
     if opened is None or opened.row_map is None:
         return None

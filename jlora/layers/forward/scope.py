@@ -1,4 +1,4 @@
-"""`with jlora.use(batch)`: which adapter every row of the traced forward takes."""
+"""`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
 from collections.abc import Generator, Hashable, Sequence
@@ -51,10 +51,10 @@ class CallRows:
     """The rows of one call of a layer.
 
     Attributes:
-      layout: which entries of the batch they are.
-      sharding: how they are split over the mesh.
-      plan: of these rows, for the layer's own slots.
-      shared: for the slots of each of `site.shared`.
+      layout: how the rows map to the entries of the batch.
+      sharding: how the rows are split over the mesh.
+      plan: plan of the rows for the layer's own slots.
+      shared: plans of the rows for the slots of each site in `site.shared`.
     """
 
     layout: RowLayout
@@ -64,10 +64,10 @@ class CallRows:
 
 
 class BaseScope(Opened):
-    """One open `use(None)`.
+    """An open `use(None)`.
 
     Attributes:
-      eager: whether it was opened outside all that JAX traces.
+      eager: True if it was opened outside of any JAX trace.
     """
 
     def __init__(self):
@@ -76,53 +76,54 @@ class BaseScope(Opened):
 
 
 class Scope(Opened):
-    """One open `use(batch)`: the batch, the calls so far, and the plans made for them.
+    """An open `use(batch)`: the batch, the calls so far, and the plans made for them.
 
     Attributes:
       batch: the open batch.
-      eager: whether it was opened outside all that JAX traces.
-      calls: of the layers inside; those of the scope of the same model around it, if there is one.
-      checks: whether it must have served each layer when it ends.
+      eager: True if it was opened outside of any JAX trace.
+      calls: calls of the layers inside, shared with an enclosing scope of the same model, if there is one.
+      checks: True if the scope checks at its end that every layer served an adapter.
     """
 
     def __init__(self, batch: LoRABatch):
         self.batch = batch
         self.eager = not isinstance(batch.slots, jax.core.Tracer)
-        # A concrete batch is never read by a jitted function, so eager calls may share what JAX has compiled.
+        # A concrete batch is never read by a jitted function, so eager calls may share compiled functions.
         super().__init__("jlora.use(batch)", "eager" if self.eager else object())
         outer = self._outer_calls()
         self.calls = Calls() if outer is None else outer
         self.checks = outer is None
-        self._lengths: set[tuple[bool, int]] = set()  # (only rows under vmap, L) of rows seen as [B, L, features]
+        self._lengths: set[tuple[bool, int]] = set()  # (only rows under vmap, L) of each [B, L, features] so far
         self._trace: object = jax.extend.core.get_opaque_trace_state()
         self._plans: dict[Hashable, tuple[RowLayout, Plan]] = {}
 
     @property
     def sites(self) -> ModelSites:
-        """Of the model that the batch was prepared for."""
+        """Sites of the model that the batch was prepared for."""
         return self.batch.layout.sites
 
     @property
     def recorded(self) -> bool:
-        """Whether `manager.verify` looks at the calls."""
+        """True if `manager.verify` records the calls."""
         return any(isinstance(each, ForwardRecord) for each in around())
 
     def refuse(self, site: Site, reason: str) -> None:
-        """Record that a call of the layer serves no adapter."""
+        """Record the reason why a call of the layer serves no adapter."""
         self.calls.refused.setdefault(site, reason)
 
     def rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> CallRows | None:
-        """Return the rows of one call of a layer; None where they fit no layout.
+        """Return the rows of one call of a layer, or None if they fit no layout.
 
-        A layer without rows gives its base output, and the scope raises when it ends.
+        In the second case the layer returns its base output, and the scope raises when it ends.
 
         Args:
-          site: of the layer.
-          base: its output, or another array with the same axes before the features.
-          row_map: given by the layer itself, as of the products of experts.
+          site: the site of the layer.
+          base: the output of the layer, or another array with the same axes before the features.
+          row_map: a map provided by the layer itself, as the products of experts do.
 
         Raises:
-          LoRAError: the layer lies on another mesh than the calling code; as `layout_of`.
+          LoRAError: the layer's mesh differs from the mesh of the calling code, or as in `layout_of`.
+          LoRAUsageError: as in `layout_of`.
         """
         mapped = only_rows_mapped(self.batch, base)
         lengths = frozenset(length for under_vmap, length in self._lengths if under_vmap == mapped)
@@ -138,13 +139,13 @@ class Scope(Opened):
         return CallRows(layout, sharding, plan, tuple(shared))
 
     def slots(self) -> BatchSlots:
-        """Return the slots of the batch, or of the shard of it that the calling code has."""
+        """Return the slots of the batch, or of the calling code's shard of it."""
         return batch_slots(self.batch, frozenset(length for _, length in self._lengths))
 
     def _plan(self, site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Plan:
-        """Return a plan that is made once, and shared by all layers."""
-        # A value made inside scan, remat or grad must not outlive it, so there nothing is kept (XLA finds that the
-        # layers' plans are the same).
+        """Return the plan of the rows, computed once and shared by all layers with the same key."""
+        # A value traced inside scan, remat or grad must not outlive that trace, so it is not cached. XLA merges the
+        # identical plans of the layers.
         keep = self._trace == jax.extend.core.get_opaque_trace_state()
         key = plan_key(site, spec, layout, sharding)
         if keep and key in self._plans:
@@ -155,11 +156,11 @@ class Scope(Opened):
         return plan
 
     def _outer_calls(self) -> Calls | None:
-        """Return the calls of the scope or record around this one that counts its calls too."""
+        """Return the calls of the enclosing scope or record that also counts this scope's calls, or None."""
         for outer in around():
             if isinstance(outer, ForwardRecord) and outer.sites is self.sites:
                 return outer.calls
-            # JAX keeps what is traced in an eager scope, for later ones that would not see its calls.
+            # JAX caches functions traced in an eager scope. A later scope that reuses them would not see their calls.
             if isinstance(outer, Scope) and outer.sites is self.sites and (self.eager or not outer.eager):
                 return outer.calls
         return None
@@ -172,24 +173,24 @@ def _check_fresh(batch: LoRABatch) -> None:
 
 @contextlib.contextmanager
 def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[None, None, None]:
-    """Trace-time scope: the wrapped layers called inside serve the adapters of `batch`.
+    """Serve the adapters of `batch` in the wrapped layers called inside, at trace time.
 
-    When it ends without an exception, every wrapped layer must have been called, with rows of the batch, but for those
-    in `manager.unserved`. A `use` inside another of the same manager leaves that to the outer one, and its calls count
-    there. A function that is traced inside an eager `use` answers for itself.
+    If the scope ends without an exception, every wrapped layer must have been called with rows of the batch, except
+    those in `manager.unserved`. A nested `use` of the same manager adds its calls to the outer one, which makes this
+    check. A `use` in a function traced inside an eager `use` makes its own check.
 
     Args:
-      batch: what `LoRAManager.prepare` returned, passed to your jitted function as an argument; None serves the base
-        model alone, in a compiled variant of its own, and checks nothing.
+      batch: the result of `LoRAManager.prepare`, passed to your jitted function as an argument. None serves the base
+        model alone, in a separate compiled variant, without any check.
       without: modules that the code inside does not run, named as in `LoRAConfig.exclude_modules`; ["*"] for code that
-        runs single layers. Only the check that they are called is waived: those that are called are served, or raise.
+        runs single layers. They need not be called. If they are called, they serve the batch or raise as usual.
 
     Raises:
-      LoRAError: the batch is closed, came out of a traced function, lacks adapters that were not ready, or is a
-        constant inside `jax.jit`. On leaving: a wrapped layer served no adapter; the message shows the ways out.
-      LoRAUsageError: it is no batch; `without` is a string, or one of its names matches no module.
+      LoRAError: the batch is closed, was returned by a traced function, lacks adapters that were not ready, or is a
+        constant inside `jax.jit`. On exit: a wrapped layer served no adapter; the message lists the remedies.
+      LoRAUsageError: `batch` is no `LoRABatch`; `without` is a string, or one of its names matches no module.
     """
-    if isinstance(without, str):  # it would be taken letter by letter
+    if isinstance(without, str):  # its letters would be taken as names
         raise LoRAUsageError(f"jlora.use: without must be a list of names of modules, got {without!r:.100}")
     names = tuple(without)
     scope = BaseScope() if batch is None else _scope_of(batch, names)
@@ -201,7 +202,7 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
 
 
 def _scope_of(batch: object, without: Sequence[str]) -> Scope:
-    """Return a scope of a batch that may be served here. Raises as `use`."""
+    """Return a scope of `batch` after checking that it may be served here. Raises as `use`."""
     if not isinstance(batch, LoRABatch):
         raise LoRAUsageError(
             f"jlora.use takes a LoRABatch from manager.prepare(...) or None, got {type(batch).__name__}"
@@ -213,7 +214,7 @@ def _scope_of(batch: object, without: Sequence[str]) -> Scope:
 
 
 def _check_names(names: Sequence[str], sites: ModelSites) -> None:
-    """Raises `LoRAUsageError` for a name that matches no module."""
+    """Raise `LoRAUsageError` unless every name matches a module of the model."""
     missing = [name for name in names if name != "*" and not is_named(name, sites.names)]
     if missing:
         raise LoRAUsageError(
@@ -223,7 +224,7 @@ def _check_names(names: Sequence[str], sites: ModelSites) -> None:
 
 
 def _check_eager(scope: BaseScope | Scope) -> None:
-    """Raises `LoRAError` where an eager scope that is open could be confused with this one."""
+    """Raise `LoRAError` if an open eager scope makes it ambiguous which scope a layer serves."""
     for outer in around():
         if not isinstance(outer, BaseScope | Scope) or not outer.eager:
             continue
@@ -236,10 +237,10 @@ def _check_eager(scope: BaseScope | Scope) -> None:
 
 
 def enter_site(site: Site, sites: ModelSites) -> Scope | None:
-    """Record a call of a wrapped layer, and return the open scope; None where the layer serves the base model.
+    """Record a call of a wrapped layer and return the open scope, or None if the layer serves the base model.
 
     Raises:
-      LoRAError: no scope is open, or one whose batch may not be served here.
+      LoRAError: no scope is open, the batch belongs to another model, or it may not be served here.
     """
     scope = next((each for each in around() if isinstance(each, BaseScope | Scope)), None)
     if scope is None:
@@ -249,6 +250,6 @@ def enter_site(site: Site, sites: ModelSites) -> Scope | None:
     if scope.sites is not sites:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
-    scope.batch.check_usable()  # it may have been closed in its own scope
+    scope.batch.check_usable()  # the batch may have been closed inside the scope
     scope.calls.called.setdefault(site)
     return None if site in scope.batch.layout.unserved else scope

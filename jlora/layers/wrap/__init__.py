@@ -1,1 +1,1 @@
-"""Wrapping: which layers of a model serve LoRA, and their new classes."""
+"""Wrap the layers of a model that serve LoRA."""

@@ -1,4 +1,4 @@
-"""Make the eligible layers of any `nnx.Module` serve LoRA, in place, all or none: each gets a subclass of its class."""
+"""Wrap the eligible layers of an `nnx.Module` in place, all or none. Each layer gets a subclass of its class."""
 
 import functools
 import re
@@ -43,19 +43,23 @@ def wrap_model(
 ) -> WrappedModel:
     """Wrap the eligible layers of `model` in place and give them zero slots.
 
+    If an error is raised, the model is unchanged.
+
     Args:
-      model: any `nnx.Module`; layers reachable by several paths are wrapped once.
+      model: any `nnx.Module`. Layers reachable by several paths are wrapped once.
       config: sizes, dtype, target_modules, exclude_modules and backend.
-      packed_modules: which checkpoint names make up a merged projection; None reads the model's own
+      packed_modules: the checkpoint names that make up each merged projection. None reads the model's own
         `packed_modules` attribute if it has one.
       skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
-      make: makes the slot arrays of a site; for a model of shapes alone, shapes.
+      make: function that returns the slot arrays of a site, or their shapes for a model of shapes alone.
+
+    Returns:
+      The wrapped model.
 
     Raises:
-      LoRAUsageError: a target that matches nothing or a layer that cannot be wrapped; a registered spec that its layer
-        contradicts; a `skip` that is no list of regular expressions.
+      LoRAUsageError: a target matches no layer or one that cannot be wrapped; a registered spec contradicts its layer;
+        `skip` is no list of regular expressions.
       LoRAError: the model is wrapped already; the slots do not fit in memory.
-        Whatever is raised, the model is as it was.
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = choose(wrapped, config, packed_modules)
@@ -77,7 +81,7 @@ def wrap_model(
             set_class(found.module, _lora_class(cls, _methods(found, sites)))
         return wrapped
     except BaseException:
-        # After an interrupt too: no manager is left that could unwrap the model.
+        # Restore the model after an interrupt as well, since no manager exists that could unwrap it.
         for layer, cls, attributes in kept:
             set_class(layer, cls)
             vars(layer).update(attributes)
@@ -87,7 +91,7 @@ def wrap_model(
 
 
 def survey(model: nnx.Module, config: LoRAConfig) -> WrappedModel:
-    """Return what `wrap_model` would wrap. The model is left as it is, and its parameters may be shapes alone."""
+    """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
     wrapped = WrappedModel(model)
     plans = choose(wrapped, config, None)
     wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_shared}
@@ -95,7 +99,7 @@ def survey(model: nnx.Module, config: LoRAConfig) -> WrappedModel:
 
 
 def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns of `skip`, compiled; they are searched in names. Raises LoRAUsageError."""
+    """Return the compiled patterns of `skip`, to be searched in names. Raises `LoRAUsageError`."""
     if isinstance(skip, str) or not all(isinstance(pattern, str) and pattern for pattern in skip):
         raise LoRAUsageError(f"skip must be a list of regular expressions, got {skip!r}")
     try:
@@ -110,7 +114,7 @@ def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | 
 
 
 def _device_of(layers: Iterable[Found]) -> Device | None:
-    """Return the one device, other than the default, that parameters of the layers are committed to, or None."""
+    """Return the single device, other than the default, to which parameters of the layers are committed, or None."""
     devices: set[Device] = set()
     for variable in (value for found in layers for value in vars(found.module).values()):
         array = cast("object", variable.get_value()) if isinstance(variable, nnx.Variable) else None
@@ -122,9 +126,13 @@ def _device_of(layers: Iterable[Found]) -> Device | None:
 def _allocate(
     sites: Sequence[Site], make: Callable[[Site], dict[str, SlotParam]], device: Device | None
 ) -> Iterable[tuple[Site, dict[str, Any]]]:
-    """The slot arrays of all sites, on the device before the model is touched."""
+    """Return the slot arrays of all sites, on the device before the model is changed.
+
+    Raises:
+      LoRAError: they do not fit in the memory of the device.
+    """
     try:
-        if make is allocate:  # others have shapes alone, maybe for devices that are not there
+        if make is allocate:  # other functions make shapes, possibly for devices that are absent
             check_room(sites, device)
             make = functools.partial(allocate, device=device)
         with asked_for():
@@ -170,19 +178,19 @@ _MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {
 
 @functools.cache
 def _lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
-    """The subclass of a layer's own class that serves LoRA; one a class, so that jit sees one type.
+    """Return the subclass of a layer's class that serves LoRA. It is cached for each class, so that jit sees one type.
 
-    It has the layer's class as its only base: Python lets an object change to a class of the same layout alone.
+    The layer's class is its only base, because Python changes `__class__` only between classes of equal layout.
     """
     served = {name: _MAKERS[kind](cls, name) for kind, name in methods}
     body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _copyable(cls), **served}
-    # flax's own default would undo `class Dense(..., pytree=False)`
+    # Flax's default would undo `class Dense(..., pytree=False)`.
     is_pytree = getattr(cls, "_pytree__is_pytree", True)
     return type(cls)(f"{cls.__name__}WithLoRA", (cls,), body, pytree=is_pytree)
 
 
 def _copyable(cls: type) -> Callable[[Any, Any], Any]:
-    """Return a `__reduce_ex__` that `copy.copy` follows as that of the layer's own class, and that pickle cannot."""
+    """Return a `__reduce_ex__` that supports `copy.copy` like that of the layer's own class, and rejects pickle."""
 
     def reduced(self: Any, protocol: Any) -> Any:
         found = cast("Any", cls).__reduce_ex__(self, protocol)
@@ -193,7 +201,7 @@ def _copyable(cls: type) -> Callable[[Any, Any], Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Construction:
-    """A call that makes a wrapped layer. Pickle refuses it: its class exists in this process alone."""
+    """The constructor call of a wrapped layer. It cannot be pickled, since the class exists only in this process."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...]

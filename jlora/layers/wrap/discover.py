@@ -1,4 +1,4 @@
-"""Find the layers of any `nnx.Module`: every path that leads to each, and its spec, or why it has none."""
+"""Find the layers of an `nnx.Module`: all paths to each, and its spec or the reason why it has none."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,13 +39,13 @@ _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.Instance
 
 
 def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
-    """Let managers made from now on wrap layers of the class `cls` (and subclasses that keep its methods).
+    """Register a layer class, so that managers made later wrap it and its subclasses that keep its methods.
 
     Args:
-      cls: a layer class. Linear: its `__call__` takes the input (the first argument that is an array) and returns the
-        projection of it, or (projection, bias). Embedding: its methods are those that the spec names.
-      describe: `describe(layer)` returns a `LinearSpec`, what `einsum_spec` returns, an `EmbedSpec`, or a string that
-        says why this instance cannot serve LoRA.
+      cls: a layer class. Linear: its `__call__` takes the input (the first argument that is an array) and returns its
+        projection, or (projection, bias). Embedding: its methods are those named in the spec.
+      describe: function `describe(layer)` that returns a `LinearSpec` (also from `einsum_spec`), an `EmbedSpec`, an
+        `ExpertsSpec`, or a string with the reason why this instance cannot serve LoRA.
 
     Raises:
       LoRAUsageError: `cls` is no subclass of `nnx.Module`.
@@ -65,10 +65,10 @@ class Found:
     Attributes:
       module: the module.
       aliases: every dotted path that reaches it.
-      spec: what it computes, or why it cannot serve LoRA.
-      guess: set where the spec is one.
-      reasons: method of an embedding -> why that method serves no LoRA.
-      excluded: whether the configuration leaves it out; then `spec` says so, and nothing else of it was read.
+      spec: its spec, or the reason why it cannot serve LoRA.
+      guess: the uncertainty of a guessed spec, else None.
+      reasons: method of an embedding ("lookup" or "attend") -> the reason why it serves no LoRA.
+      excluded: True if the configuration excludes it. `spec` is then the reason, and the module was not described.
     """
 
     module: nnx.Module
@@ -80,18 +80,19 @@ class Found:
 
     @property
     def candidate(self) -> bool:
-        """Whether LoRA could be expected here: a layer of a known class, or a module with a matrix of its own."""
+        """True if LoRA could be expected here: a layer of a known class, or a module with a matrix of its own."""
         if isinstance(self.module, _NORMS):
             return False
         return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
 def discover(model: nnx.Module, excluded: Callable[[nnx.Module, tuple[str, ...]], str | None]) -> list[Found]:
-    """Every module below `model`, in path order, a shared one once.
+    """Return every module below `model` in path order, shared modules once.
 
     Args:
       model: any `nnx.Module`.
-      excluded: (module, aliases) -> why the configuration leaves the module out, or None. Such a module is not read.
+      excluded: (module, aliases) -> the reason why the configuration excludes the module, or None. An excluded module
+        is not described.
 
     Raises:
       LoRAUsageError: the model is itself a layer, so it has no path.
@@ -114,7 +115,7 @@ def discover(model: nnx.Module, excluded: Callable[[nnx.Module, tuple[str, ...]]
 
 
 def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    """Every (dotted path, module) below `model`, a shared module once for each path."""
+    """Yield (dotted path, module) for every module below `model`, a shared module once for each path."""
 
     def below(node: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, nnx.Module]]:
         if id(node) in above:
@@ -137,17 +138,21 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
 
 
 def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
-    """A module with its spec. Whatever is wrong with one module becomes its reason: the others are served."""
+    """Return a module with its spec. Any error becomes the module's reason, so that the others are still served."""
     try:
         return _described(module, aliases)
     except LoRAError as error:
         return Found(module, aliases, str(error))
-    except Exception as error:  # a layer class may be written in any way
+    except Exception as error:  # `describe` of a layer class may raise any error
         return Found(module, aliases, f"{type(module).__name__} cannot be described: {error!r}")
 
 
 def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
-    """A module with its spec. Raises LoRAError where a spec does not fit it, and whatever its class raises."""
+    """Return a module with its spec.
+
+    Raises:
+      LoRAError: the spec does not fit the module. Errors of the class's `describe` are passed on.
+    """
     cls, base = type(module), _base_of(type(module))
     reasons: dict[str, str] = {}
     guess: str | None = None
@@ -187,7 +192,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
-    """The class whose description holds for `cls`: itself or the nearest ancestor that is registered."""
+    """Return the registered class that describes `cls`: itself or its nearest registered ancestor."""
     return next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
 
 
@@ -196,10 +201,14 @@ def _is_bridged(module: nnx.Module) -> bool:
 
 
 def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
-    """The spec of a subclass that overrides the call: that of its base class, as long as nothing speaks against it."""
+    """Return the spec of a subclass that overrides the call.
+
+    The spec of the base class is used if the subclass has its parameter. Otherwise the spec is that of an einsum, if
+    the module has a suitable equation.
+    """
     try:
         spec = _describe[base](module)
-    except Exception as error:  # written for the base class: it may ask for what the subclass does not have
+    except Exception as error:  # `describe` of the base class may use attributes that the subclass lacks
         spec = f"{type(module).__name__} is not the {base.__name__} that it derives from ({error!r})"
     if isinstance(spec, str | ExpertsSpec) or spec.param in vars(module):
         return spec
@@ -207,7 +216,7 @@ def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
 
 
 def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
-    """The spec of a module with one equation and one parameter beside a bias, or why it has none."""
+    """Return the spec of a module with one equation and one parameter besides a bias, or why it has none."""
     name = type(module).__name__
     if _is_bridged(module):
         return "it is a Linen module: hold it in a jlora.LinenModule instead"
@@ -232,7 +241,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
 
 
 def _kept_methods(spec: EmbedSpec, cls: type, base: type) -> tuple[Spec | str, dict[str, str]]:
-    """The spec without the methods that a subclass of the registered class overrides."""
+    """Return the spec without the methods that a subclass of the registered class overrides, and the reasons."""
     reasons: dict[str, str] = {}
     for role in ("lookup", "attend"):
         name = getattr(spec, role)
@@ -258,7 +267,10 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
 
 
 def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None = None) -> str | None:
-    """What the parameter of a layer says against its spec. With `experts`, it has an axis of them first."""
+    """Return how the parameter of a layer contradicts its spec, or None.
+
+    With `experts`, the parameter has an axis of that size before the axes of the spec.
+    """
     param: nnx.Variable[Any] | None = vars(module).get(spec.param)
     if not isinstance(param, nnx.Variable):
         if param is not None:
@@ -281,7 +293,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     if sorted(axes) != list(range(len(axes))):
         return f"in_axes and out_axes must name each axis of {spec.param!r} {own} once, got {axes}"
     if not str(dtype).startswith(("float", "bfloat")):
-        return None  # quantised and packed weights have shapes of their own
+        return None  # quantised and packed weights have other shapes
     if isinstance(spec, EmbedSpec):
         return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
     sizes = tuple(math.prod(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
@@ -294,7 +306,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
 
 
 def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the module's own weights of two axes or more."""
+    """Return name -> shape of the module's own weights with at least two axes."""
     found: dict[str, tuple[int, ...]] = {}
     for name, value in vars(module).items():
         if isinstance(value, nnx.Variable) and not isinstance(value, _NO_WEIGHTS):
@@ -305,7 +317,7 @@ def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _how_to_register(module: nnx.Module) -> str:
-    """The line that says what the class of a module computes, as far as its parameters show it; "" for no matrix."""
+    """Return advice for registering the class of a module, as far as its parameters show it; "" without a matrix."""
     cls, matrices = type(module), _matrices(module)
     if not matrices or cls.__module__.startswith("flax."):
         return ""

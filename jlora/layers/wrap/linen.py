@@ -1,4 +1,4 @@
-"""Flax Linen models: `LinenModule` holds one as an `nnx.Module` whose Dense and Embed layers serve LoRA."""
+"""Serve LoRA in Flax Linen models: `LinenModule` holds one as an `nnx.Module`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -15,7 +15,7 @@ from jlora.layers.specs import EmbedSpec, LinearSpec
 
 
 class LinenNode(nnx.Module):
-    """The variables of one Linen module, by its own names; modules below it are attributes too."""
+    """The variables of one Linen module under its own names. Submodules are attributes too."""
 
     def __init__(self, variables: Mapping[str, Any]):
         self.linen_names = tuple(variables)
@@ -23,6 +23,7 @@ class LinenNode(nnx.Module):
             nnx.Module.__setattr__(self, name, _node(value))
 
     def linen_variables(self) -> dict[str, Any]:
+        """Return the variables as Linen's nested dict of arrays."""
         values = {name: vars(self)[name] for name in self.linen_names}
         return {
             name: value.linen_variables() if isinstance(value, LinenNode) else value[...]
@@ -52,23 +53,26 @@ class LinenEmbed(LinenNode):
 
 
 def describe_dense(layer: LinenDense) -> LinearSpec:
+    """Return the spec of an `nn.Dense`."""
     return LinearSpec(*vars(layer)["kernel"].get_value().shape)
 
 
 def describe_embed(layer: LinenEmbed) -> EmbedSpec:
+    """Return the spec of an `nn.Embed`."""
     return EmbedSpec(*vars(layer)["embedding"].get_value().shape, lookup="lookup", attend="attend")
 
 
 class LinenModule(LinenNode):
     """A Linen model and its variables as one `nnx.Module`, for `LoRAManager` to wrap.
 
-    Paths are those of the parameters: "decoder.layer_0.q_proj". Every `nn.Dense` and `nn.Embed` of the model's own
-    serves LoRA. Not served, and refused: subclasses that override the call, `nn.DenseGeneral`, `nn.Einsum`, and layers
-    under `nn.scan` and `nn.vmap` (their kernels are stacked). Collections that the call changes are not supported.
+    Paths are those of the parameters, such as "decoder.layer_0.q_proj". Every `nn.Dense` and `nn.Embed` of the model
+    serves LoRA. Not supported, and rejected with an error, are subclasses that override the call, `nn.DenseGeneral`,
+    `nn.Einsum`, and layers under `nn.scan` and `nn.vmap`, whose kernels are stacked. Collections changed by the call
+    are not supported.
 
     Args:
-      module: the Linen module, as you would `apply` it; or one in `nnx.bridge.ToNNX`, initialized.
-      variables: what `module.init` returned or a checkpoint holds, {"params": ...}; None for `ToNNX`.
+      module: the Linen module, as passed to `apply`, or an initialized `nnx.bridge.ToNNX` that holds it.
+      variables: the result of `module.init` or the contents of a checkpoint, {"params": ...}; None for `ToNNX`.
 
     Example:
       >>> model = jlora.LinenModule(module, {"params": params})
@@ -93,7 +97,7 @@ class LinenModule(LinenNode):
         self.linen_collections = nnx.data({k: dict(v) for k, v in unboxed.items() if k != "params"})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply(variables, *args, **kwargs)`, with LoRA where the model is wrapped."""
+        """Return `module.apply(variables, *args, **kwargs)`, with LoRA if the model is wrapped."""
         variables = {"params": self.linen_variables(), **self.linen_collections}
         with nn.intercept_methods(self._serve):
             return self.linen_module.apply(variables, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which layers of a model are wrapped, the sites of each, and why the others take no adapter."""
+"""Choose the layers of a model to wrap and make their sites, or the reasons why they take no adapter."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.sharding.rules import KernelSharding, kernel_sharding
 
 _ATTEND = "jlora_attend"
-_WIDTHS = ("bfloat16", "float16", "float32", "float64")  # of parameters whose dtype the slots can have
+_WIDTHS = ("bfloat16", "float16", "float32", "float64")  # parameter dtypes that slots can have
 _POSITIONS = Doubt(
     "by its name it is a table of positions, whose rows are not those of sequences",
     "leave it out with LoRAConfig.exclude_modules",
@@ -45,12 +45,12 @@ _SHOWN = 8  # kinds of layers in a message
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a layer where LoRA may be served: a projection, a lookup, the logits of a table, a product.
+    """One use of a layer where LoRA may be served: a projection, a lookup, the logits of a table, or a product.
 
     Attributes:
-      path: of the site.
-      names: by which a configuration or a checkpoint may mean it.
-      make: its site.
+      path: path of the site.
+      names: names by which a configuration or a checkpoint can refer to it.
+      make: function that returns its site, or raises `LoRAError`.
     """
 
     path: str
@@ -60,7 +60,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Context:
-    """What all layers of a model share while their sites are made."""
+    """State shared by all layers of a model while their sites are made."""
 
     config: LoRAConfig
     selection: Selection
@@ -72,10 +72,14 @@ class _Context:
 def choose(
     wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None
 ) -> list[tuple[Found, list[Site]]]:
-    """The layers to wrap and the sites of each. Nothing is changed yet.
+    """Return the layers to wrap with the sites of each. The model is not changed.
 
-    A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`. The doubtful ones of those that
-    are wrapped start in `wrapped.unserved`.
+    A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`. Wrapped layers with a `doubt`
+    start in `wrapped.unserved`.
+
+    Raises:
+      LoRAError: the model is wrapped already, no layer of it can serve LoRA, or as in `_mesh_of`.
+      LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
     """
     model = wrapped.model
     selection, packed = Selection(config), packed_modules_of(model, packed_modules)
@@ -132,18 +136,18 @@ _NO_METHOD = "its spec leaves it no method that serves LoRA"
 
 
 def _excluded(selection: Selection, packed: PackedModules, module: nnx.Module, aliases: tuple[str, ...]) -> str | None:
-    """Why the configuration leaves a module out, before anything of it is read."""
+    """Return the reason why the configuration excludes a module, or None, before the module is described."""
     names = (*aliases, *part_names(aliases, packed))
     reason = selection.exclusion(names)
     if reason is not None:
-        # Names of its uses are no mistakes, though it is not known whether it has these uses.
+        # Configured names of its uses are valid, although its actual uses are unknown.
         uses = [f"{alias}.{name}" for alias in aliases for name in ("attend", *vars(module))]
         selection.leave_out((*names, *uses, "lm_head"))
     return reason
 
 
 def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
-    """Checkpoint names that mean a module of which no use is known."""
+    """Yield the checkpoint names of a module without any known use."""
     yield from found.aliases
     yield from part_names(found.aliases, packed)
     if isinstance(found.module, nnx.Embed):
@@ -159,7 +163,7 @@ def _site_or_reason(use: _Use) -> Site | str:
 
 
 def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
-    """The layers that could have served, of each kind the first, with the reason."""
+    """Return a message that lists the unserved layers, the first of each kind, with the reason."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for path, name in others.items():
         kinds.setdefault((name, reasons[path]), []).append(path)
@@ -173,8 +177,11 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
 
 
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
-    """Let one site have the stamps: the first, of those that surely serve, that has all slots and is no stack
-    of layers, for those come in parts."""
+    """Mark one site of the model as stamped.
+
+    Prefer a site that is certain to serve, has all slots, and is not stacked, since a stack of layers is written in
+    parts.
+    """
     every = [(sites, i) for _, sites in plans for i in range(len(sites))]
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
     whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
@@ -185,7 +192,7 @@ def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
 
 
 def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
-    """The uses of one layer where LoRA may be served."""
+    """Return the uses of one layer where LoRA may be served."""
     aliases, backend = found.aliases, context.config.backend
     if isinstance(spec, ExpertsSpec):
         return [_product_use(found, spec, name, context) for name in spec.products]
@@ -209,7 +216,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         uses.append(_Use(aliases[0], aliases, lookup))
     if spec.attend is not None and key not in context.heads.reasons:
-        # PEFT calls the weights of tied logits "lm_head", where no layer has that name.
+        # PEFT names the weights of tied logits "lm_head" if no layer has that name.
         names = (*(f"{alias}.attend" for alias in aliases), *(("lm_head",) if key in context.heads.lm_head else ()))
 
         def attend() -> Site:
@@ -223,10 +230,10 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
 
 def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) -> _Use:
-    """One grouped product of experts."""
+    """Return the use of one grouped product of experts."""
     linear, names = spec.products[name], spec.names[name]
     aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
-    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # what adapters of both call it
+    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # name of both together in adapters
     parts: dict[str, tuple[int, int]] = dict.fromkeys((*aliases, *fused), (0, len(names)))
     for i, called in enumerate(names):
         parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
@@ -244,7 +251,7 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
 def _slots(
     found: Found, spec: Spec, linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str], context: _Context
 ) -> SlotSpec:
-    """The slot arrays of one use of a layer. Raises LoRAError where there can be none."""
+    """Return the spec of the slot arrays of one use of a layer. Raises LoRAError if none is possible."""
     config, experts = context.config, spec.experts if isinstance(spec, ExpertsSpec) else None
     param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[linear.param].get_value()
     stack = param.ndim - len(linear.in_axes + linear.out_axes) - (experts is not None)
@@ -268,7 +275,11 @@ def _slots(
 
 
 def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, stored: Any, config: LoRAConfig) -> str:
-    """The configured dtype, else that of the spec, of the layer, of its parameter. Raises LoRAError."""
+    """Return the configured dtype, else that of the spec, of the layer, or of its parameter.
+
+    Raises:
+      LoRAError: the dtype of the parameter is needed, and slots cannot have it.
+    """
     given = next((own for own in (config.dtype, linear.dtype, spec.dtype) if own is not None), None)
     own = slot_dtype(own_attribute(layer, "dtype") if given is None else given)
     if own is not None:
@@ -282,12 +293,12 @@ def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, stored: Any, 
 
 
 def _sharding_of(param: Any) -> Any:
-    """Of an array, or of the shape that stands for one."""
+    """Return the sharding of an array or of its ShapeDtypeStruct, or None."""
     return getattr(param, "sharding", None)
 
 
 def _named(everything: Iterable[Found]) -> Iterable[tuple[str, NamedSharding]]:
-    """(name, sharding) of the parameters that lie on a mesh, be it of one device."""
+    """Yield (name, sharding) of the parameters on a mesh, including a mesh of one device."""
     for found in everything:
         for name, value in vars(found.module).items():
             sharding = _sharding_of(value.get_value()) if isinstance(value, nnx.Variable) else None
@@ -296,12 +307,13 @@ def _named(everything: Iterable[Found]) -> Iterable[tuple[str, NamedSharding]]:
 
 
 def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | AbstractMesh | None:
-    """The mesh that the model's parameters lie on; None if none lies on several devices. Those of excluded layers count
-    where no others lie on one.
+    """Return the mesh of the model's parameters, or None if no mesh has several devices.
+
+    Excluded layers are considered only if no other layer is on such a mesh.
 
     Raises:
-      LoRAError: there are several.
-      LoRAUsageError: options of meshes where there is none, or for axes that it lacks.
+      LoRAError: there are several meshes.
+      LoRAUsageError: mesh options are set without a mesh, or name axes that it lacks.
     """
     kept = list(_named(found for found in everything if not found.excluded))
     named = kept if any(sharding.mesh.size > 1 for _, sharding in kept) else list(_named(everything))
@@ -331,7 +343,11 @@ def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | Abstract
 def _on_mesh(
     slots: SlotSpec, mesh: Mesh | AbstractMesh, path: str, name: str, param: Any, linear: LinearSpec, config: LoRAConfig
 ) -> SlotSpec:
-    """The spec of a layer's slot arrays as they are split. Raises LoRAError where the kernel's split is not served."""
+    """Return the spec of a layer's slot arrays with their sharding.
+
+    Raises:
+      LoRAError: the sharding of the kernel is not supported.
+    """
     where = f"{path}.{name}"
     stack = len(slots.stack)
     first = stack + (slots.experts is not None)

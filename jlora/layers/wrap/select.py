@@ -1,4 +1,4 @@
-"""Which of the layers found are wrapped, which checkpoint names each one takes, and which table is a tied head."""
+"""Select the layers to wrap, their checkpoint names, and the tables of tied heads."""
 
 import difflib
 import re
@@ -13,26 +13,29 @@ from jlora.layers.site import is_named
 from jlora.layers.specs import EmbedSpec, own_attribute
 from jlora.layers.wrap.discover import Found
 
-# "qkv_proj": ("q_proj", "k_proj", "v_proj"), or name -> size(s) of the slice(s) it covers.
+# Either "qkv_proj": ("q_proj", "k_proj", "v_proj"), or a mapping from each name to the size or sizes of its slices.
 PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
 
-# By the last component of a table's path. No checkpoint ties its logits to one of these.
+# Matched against the last component of a table's path. Checkpoints do not tie their logits to such tables.
 _POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel)(_|$)|position|relative")
 _KINDS = re.compile(r"(^|_)(type|segment)(_|$)|token_type")
 
 
 class Selection:
-    """`target_modules`, `exclude_modules` and `max_lora_rank` of a config, and which of their names match something."""
+    """The names in `target_modules`, `exclude_modules` and `max_lora_rank` of a configuration.
+
+    Records which of them match a layer.
+    """
 
     def __init__(self, config: LoRAConfig):
         self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
         self._ranks = config.max_lora_rank
         self._matched: set[str] = set()
-        self._refused: dict[str, str] = {}  # target -> why a layer that it names cannot be wrapped
+        self._refused: dict[str, str] = {}  # target -> the reason why a layer of that name cannot be wrapped
         self._known: list[str] = []
 
     def why_not(self, names: Sequence[str]) -> str | None:
-        """None if the layer of these names is to be wrapped, else the reason."""
+        """Return the reason why the layer with these names is not wrapped, or None if it is to be wrapped."""
         self._known += names
         self.max_rank(names)
         if (reason := self.exclusion(names)) is not None:
@@ -43,37 +46,40 @@ class Selection:
         return None
 
     def exclusion(self, names: Sequence[str]) -> str | None:
-        """Why the layer of these names is left out, whatever it is; None if no exclusion names it."""
+        """Return the reason why an exclusion leaves out the layer with these names, or None if no exclusion matches."""
         if excluded := self._exclusions(names):
             return f"it is among the configured exclude_modules ({', '.join(excluded)})"
         return None
 
     def leave_out(self, names: Sequence[str]) -> None:
-        """Take note of every configured name that means a layer which is left out."""
+        """Mark the configured names that match an excluded layer as used."""
         self._matched.update(self._exclusions(names))
         self._matched.update(self.hits(names))
         self.max_rank(names)
 
     def serve(self, names: Iterable[str]) -> None:
-        """Take note of the targets that mean a layer which is wrapped."""
+        """Mark the targets that match a wrapped layer as used."""
         self._matched.update(self.hits(names))
 
     def refuse(self, names: Sequence[str], what: str, reason: str) -> None:
-        """Take note of the names that mean a layer which cannot be wrapped; `what` says which it is."""
+        """Record why the targets among `names` cannot be wrapped.
+
+        `what` describes the layer for the error message of `finish`.
+        """
         self.max_rank(names)
         for target in self.hits(names):
             self._refused.setdefault(target, f"match {what}, but {reason}")
 
     def _exclusions(self, names: Sequence[str]) -> list[str]:
-        """The exclusions that name this layer, or a module that it is in."""
+        """Return the exclusions that match this layer or a module that contains it."""
         return [e for e in self.excluded if is_named(e, names)]
 
     def hits(self, names: Iterable[str]) -> list[str]:
-        """The targets that name this layer, by a full path or a suffix that starts at a dot."""
+        """Return the targets that match one of `names`: its full path, or a suffix of it that begins after a dot."""
         return [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
 
     def max_rank(self, names: Iterable[str]) -> int:
-        """The rank of the slots of the layer of these names: the longest name of `max_lora_rank` decides."""
+        """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` wins."""
         if isinstance(self._ranks, int):
             return self._ranks
         names = tuple(names)
@@ -82,7 +88,11 @@ class Selection:
         return self._ranks[max(hits, key=len, default="*")]
 
     def finish(self, model_name: str) -> None:
-        """Raises for names that matched nothing, and for targets that matched nothing which can be wrapped."""
+        """Check that every configured name matches a layer of the model.
+
+        Raises:
+          LoRAUsageError: a name matches no layer, or a target matches only layers that cannot be wrapped.
+        """
         ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
         given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
         for label, wanted in given:
@@ -97,13 +107,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Heads:
-    """Which embeddings serve the logits of a tied head, each by the id of its module.
+    """Embeddings that serve the logits of a tied head, each identified by the `id` of its module.
 
     Attributes:
-      reasons: those whose `attend` gets no site -> why.
-      lm_head: those that also take weights under the name "lm_head": the one of the largest vocabulary, or several of
-        the same size, among which an adapter must then choose by path.
-      known: those of which the model, its configuration or the user says that the logits are computed with them.
+      reasons: id -> the reason why `attend` of that embedding gets no site.
+      lm_head: ids of the embeddings that also take weights named "lm_head". It is the one with the largest vocabulary.
+        If several have that size, an adapter must select one by its path.
+      known: ids of the embeddings that compute the logits according to the model, its configuration or the user.
     """
 
     reasons: Mapping[int, str]
@@ -139,7 +149,7 @@ def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> H
 
 
 def is_position_table(aliases: Iterable[str]) -> bool:
-    """Whether a table is one of positions, by its name."""
+    """Return True if the name of a table marks it as a table of positions."""
     return any(_POSITIONS.search(_last(alias)) for alias in aliases)
 
 
@@ -148,18 +158,19 @@ def _last(alias: str) -> str:
 
 
 def _says_tied(model: object) -> bool:
-    """Whether a model or a table, or its configuration, says that logits are computed with an embedding."""
+    """Return True if the model or table, or its configuration, declares that logits are computed with an embedding."""
     config: object = own_attribute(model, "config")
     said = config.get("tie_word_embeddings") if is_mapping(config) else own_attribute(config, "tie_word_embeddings")
     return own_attribute(model, "tie_word_embeddings") is True or said is True
 
 
 def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:
+    """Return the given packed modules, else the model's own `packed_modules` attribute, else {}."""
     return own_attribute(model, "packed_modules", {}) if given is None else given
 
 
 def part_names(aliases: tuple[str, ...], packed: PackedModules) -> tuple[str, ...]:
-    """The checkpoint names of the parts of a merged layer, below the parents of all its aliases."""
+    """Return the checkpoint names of the parts of a merged layer, one set for each of its aliases."""
     entry = _entry(aliases, packed)
     return tuple(_sibling(alias, name) for alias in aliases for name in entry or ())
 
@@ -167,10 +178,13 @@ def part_names(aliases: tuple[str, ...], packed: PackedModules) -> tuple[str, ..
 def slices(
     layer: Any, aliases: tuple[str, ...], out_features: int, packed: PackedModules
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, int]]]:
-    """Output slices of a layer, and the checkpoint names that fill them.
+    """Return the output slices of a layer, and the checkpoint names that fill them.
+
+    Returns:
+      The sizes of the slices, and a mapping from each name to (first slice, number of slices).
 
     Raises:
-      LoRAUsageError: parts that do not add up to the layer.
+      LoRAUsageError: the sizes of the parts do not add up to the layer's outputs.
     """
     sizes: tuple[int, ...] = tuple(own_attribute(layer, "output_sizes", None) or (out_features,))
     names: dict[str, tuple[int, int]] = {}
@@ -201,7 +215,7 @@ def slices(
 
 
 def _entry(aliases: tuple[str, ...], packed: PackedModules) -> Sequence[str] | Mapping[str, int | Sequence[int]] | None:
-    """What `packed_modules` says of a layer, by the last component of its paths."""
+    """Return the entry of `packed_modules` for a layer, matched by the last component of its paths."""
     return next((packed[last] for last in (alias.rpartition(".")[2] for alias in aliases) if last in packed), None)
 
 
@@ -211,10 +225,10 @@ def _sibling(alias: str, name: str) -> str:
 
 
 class Nearest:
-    """Hints for messages about names that a model does not have.
+    """Suggest known names that are similar to an unknown one, for error messages.
 
-    Names that differ in their numbers alone are compared once, so 10,000 layers of one model are as cheap as 20, and
-    only so many different questions are answered: an adapter may bring any number of unknown names.
+    Names that differ only in their numbers are compared once, so 10,000 layers of one model cost as much as 20. The
+    number of distinct queries is bounded, because an adapter may contain any number of unknown names.
     """
 
     _MOST = 1000
@@ -226,12 +240,15 @@ class Nearest:
         self._answers: dict[str, str | None] = {}
 
     def hint(self, name: str) -> str:
-        """ "; the nearest is 'layers.3.q_proj'", or nothing where none is near."""
+        """Return "; the nearest is 'layers.3.q_proj'", or "" if no known name is similar."""
         found = self.find(name)
         return "" if found is None else f"; the nearest is {found!r}"
 
     def find(self, name: str) -> str | None:
-        """The known name that is nearest, with the numbers of `name` where there is one; None where none is near."""
+        """Return the most similar known name, or None if none is similar.
+
+        Among names that differ only in their numbers, the one with the numbers of `name` is preferred.
+        """
         pattern = _numbers_out(name[:500])
         if pattern not in self._answers:
             if len(self._answers) == self._MOST:

@@ -1,4 +1,4 @@
-"""What a wrapped model is: the sites of its layers, what could not be wrapped, and how it is given back."""
+"""The state of a wrapped model: the sites of its layers, the modules left out, and how to unwrap it."""
 
 import re
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ _SHARED = ("jlora_spec", "jlora_sites")
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer, as `LoRAManager.layers()` shows it.
+    """Description of one layer, as returned by `LoRAManager.layers()`.
 
     Attributes:
-      path: canonical dotted path; for what `skip` passed over, the checkpoint's name.
-      aliases: the other paths that reach it.
-      kind: "linear", "embedding", "experts" (one grouped product of them), "other" (a module that holds parameters and
-        is none of these), "skipped".
-      in_features, out_features: sizes an adapter must have; None where the layer is not wrapped.
-      slot_bytes: bytes that one slot takes there, on a mesh of all devices together (what several hold counts once); 0
-        where the layer is not wrapped.
-      wrapped: whether it serves LoRA.
-      reason: why it is not wrapped, or takes no adapter; None where it serves.
-      shared_slot_bytes: bytes that one slot of `max_shared_expert_loras` takes there.
+      path: canonical dotted path; the checkpoint's name if `skip` matched it.
+      aliases: the other paths that reach the layer.
+      kind: "linear", "embedding", "experts" (one grouped product), "other" (any other module with parameters), or
+        "skipped".
+      in_features, out_features: the sizes that an adapter must have; None if the layer is not wrapped.
+      slot_bytes: bytes of one slot of the layer, on a mesh over all devices, with replicas counted once; 0 if the layer
+        is not wrapped.
+      wrapped: True if the layer is wrapped.
+      reason: why the layer is not wrapped or takes no adapter; None if it serves adapters.
+      shared_slot_bytes: bytes of one slot of `max_shared_expert_loras` in the layer.
     """
 
     path: str
@@ -50,8 +50,8 @@ class Unserved:
     """The layers that serve no adapter.
 
     Attributes:
-      reasons: path -> why.
-      sites: those of them that are wrapped.
+      reasons: path -> reason.
+      sites: the wrapped sites among them.
     """
 
     reasons: Mapping[str, str]
@@ -59,17 +59,18 @@ class Unserved:
 
 
 class WrappedModel:
-    """A wrapped model: its sites, the layer of each, and what could not be wrapped.
+    """A wrapped model: its sites, the layer of each, and the modules that are not wrapped.
 
     Attributes:
+      model: the model.
       modules: Site -> layer.
       sites: shared by all layers and batches; set when the model is wrapped.
-      unwrapped: path -> why that module takes no adapter.
-      others: those of them that `layers` shows: what holds variables, and uses of a table.
-      unserved: replaced whole, by `set_unserved` alone.
-      classes: id of a layer -> the class it had.
+      unwrapped: path -> the reason why that module takes no adapter.
+      others: the paths in `unwrapped` that `layers` returns: modules with variables, and uses of a table.
+      unserved: the layers that serve no adapter. Replaced as a whole, only by `set_unserved`.
+      classes: id of a layer -> its class before wrapping.
       skip: patterns of checkpoint modules that this process lacks on purpose.
-      skipped: checkpoint name -> the pattern that passed it over, as adapters brought them.
+      skipped: checkpoint name -> the `skip` pattern that matched it, collected from loaded adapters.
     """
 
     def __init__(self, model: nnx.Module, skip: tuple[re.Pattern[str], ...] = ()):
@@ -84,21 +85,21 @@ class WrappedModel:
         self.unserved = Unserved({}, frozenset())
 
     def set_unserved(self, reasons: Mapping[Site, str]) -> None:
-        """Let these of the wrapped sites serve no adapter, and all others serve."""
+        """Mark these wrapped sites as unserved, and all others as served."""
         paths = {path: self.unwrapped[path] for path in self.others}
         paths |= {site.path: reason for site, reason in reasons.items()}
         sites = frozenset(each for site in reasons for each in site.with_shared)
         self.unserved = Unserved(MappingProxyType(paths), sites)
 
     def skips(self, name: str) -> bool:
-        """Whether a checkpoint module is passed over by one of the `skip` patterns; it is counted then."""
+        """Return True if a `skip` pattern matches a checkpoint module, and record the match."""
         pattern = next((pattern for pattern in self.skip if pattern.search(name)), None)
         if pattern is not None:
             self.skipped[name] = pattern.pattern
         return pattern is not None
 
     def layers(self) -> tuple[LayerInfo, ...]:
-        """What is wrapped, what is not and why, and what `skip` passed over so far."""
+        """Return the wrapped layers, the other modules with their reasons, and the names skipped so far."""
         wrapped = [
             LayerInfo(
                 site.path,
@@ -122,24 +123,24 @@ class WrappedModel:
         return (*wrapped, *other, *skipped)
 
     def check(self) -> None:
-        """Raises `LoRAError` once the model was given back."""
+        """Raise `LoRAError` if the model is no longer wrapped."""
         if not self.modules:
             raise LoRAError("this manager gave its model back (unwrap); make a new LoRAManager")
 
     def unwrap(self) -> None:
-        """Give the model back as it was: classes restored, slot arrays gone."""
+        """Restore the model: its layers regain their classes and lose their slot arrays."""
         for site, layer in self.modules.items():
             take_off(layer, site, self.classes[id(layer)])
         self.modules = {}
 
     @property
     def paths(self) -> dict[Site, str]:
-        """Site -> the path of its layer."""
+        """Site -> path of its layer."""
         return {s: s.path if s.prefix == "jlora" else s.path.rpartition(".")[0] for s in self.modules}
 
 
 def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
-    """Undo what wrapping did to a layer for one of its sites; what is undone already is left alone."""
+    """Remove a site from a layer and restore the layer's class. Steps that are already done are skipped."""
     set_class(layer, cls)
     detach(layer, site)
     for name in _SHARED:
@@ -147,20 +148,23 @@ def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
 
 
 def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
-    """What a wrapped layer computes at one of its sites."""
+    """Return the spec of a wrapped layer at one of its sites."""
     spec: Spec = vars(layer)["jlora_spec"]
     return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec) else spec
 
 
 def own_order_of(layer: nnx.Module, site: Site) -> np.ndarray | None:
-    """`ExpertsSpec.own_order` of the product that a site is."""
+    """Return `ExpertsSpec.own_order` of the product of a site."""
     spec: ExpertsSpec = vars(layer)["jlora_spec"]
     return spec.own_order(product_of(site))
 
 
 def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The base weight of a row as a checkpoint holds it: [N, K] of a linear layer, [V, F] of a table; no padding. And
-    which of its values this process has."""
+    """Return the base weight of one row in the layout of a checkpoint, and a mask of the values that this process has.
+
+    Returns:
+      The weight without padding, [N, K] of a linear layer or [V, F] of a table, and a bool array of its shape.
+    """
     module = wrapped.modules[site]
     spec = spec_of(module, site)
     weight, known = own_values(vars(module)[spec.param][...])
@@ -180,6 +184,6 @@ def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.nd
 
 
 def set_class(layer: nnx.Module, cls: type) -> None:
-    """Change the class of a layer."""
-    # Not `layer.__class__ = cls`: flax would list the class among the layer's attributes, for jit to compare.
+    """Change the class of a layer without adding an attribute to it."""
+    # `layer.__class__ = cls` would make flax list the class among the layer's attributes, which jit compares.
     object.__setattr__(layer, "__class__", cls)

@@ -41,6 +41,7 @@ from tests.manager.tiny import World, make_world
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 KINDS = ("wrong", "dead", "leaked", "hung", "lost", "compiled")
 DESCRIBED = 20  # number of failures that are described; all are counted
+SOON = 0.2  # seconds within which a signal must be answered
 STALL = 180.0  # seconds without progress after which the run counts as hung
 STEPS_AN_EXAMPLE = 200
 
@@ -133,6 +134,8 @@ def signals(part: Part, seed: int, times: int) -> None:
         except Exception as error:  # counted as dead; the next program runs
             part.blame(error, f"{how}:")
             continue
+        if figures["slowest"] > SOON:
+            part.blame(Harm("hung", f"{figures['slowest']} s after a signal"), f"{how}:")
         for kind, text in figures.pop("harm"):
             part.blame(Harm(kind, text.removeprefix(f"{kind}: ")), f"{how}:")
         part.figures[how] = figures

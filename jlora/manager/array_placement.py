@@ -1,4 +1,4 @@
-"""Where slot arrays lie, and the blocks that are written into them: on a device, or split over a mesh."""
+"""Placement of slot arrays and of the blocks written into them, on one device or sharded over a mesh."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -10,17 +10,20 @@ from jlora._compat import Device, is_committed
 from jlora.layers.site import SlotSpec
 from jlora.sharding.put import put
 
-# Where an array lies: as its sharding says, or, where nobody chose, on a device that a computation may take it from.
+# The sharding of a committed array, or the device of an uncommitted one.
 ArrayPlacement: TypeAlias = Sharding | Device
 
 
 def a_device(where: ArrayPlacement) -> Device:
-    """The device, or one of them."""
+    """Return the device, or any device of the sharding."""
     return where if isinstance(where, Device) else next(iter(cast("set[Device]", where.device_set)))
 
 
 def own_device(where: ArrayPlacement) -> Device:
-    """One of the devices that this process has of them: another process's tell nothing of themselves here."""
+    """Return a device of this process, since properties of other processes' devices cannot be queried.
+
+    If the sharding has none, return the first local device.
+    """
     if isinstance(where, Device):
         return where
     own = cast("set[Device]", where.addressable_devices)
@@ -28,11 +31,12 @@ def own_device(where: ArrayPlacement) -> Device:
 
 
 def place_of(array: jax.Array) -> ArrayPlacement:
-    return array.sharding if is_committed(array) else a_device(array.sharding)  # also of deleted ones
+    """Return the sharding of a committed array, or the device of an uncommitted one."""
+    return array.sharding if is_committed(array) else a_device(array.sharding)  # works for deleted arrays too
 
 
 def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
-    """Where an array lies, as it was said before if that is the same in other words."""
+    """Return the placement of `array`, or the object `before` if both are equivalent shardings."""
     where = place_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
         return before
@@ -40,15 +44,21 @@ def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
 
 
 def as_sharded(spec: SlotSpec, lie: Sequence[ArrayPlacement]) -> bool:
-    """Whether all A and then all B of such sites lie as their spec says; whoever moved the model may have changed
-    that."""
+    """Return whether slot arrays still have the shardings of their spec.
+
+    They differ if the model was moved after it was wrapped. The placements of all A come first, then of all B. A factor
+    that the sites do not hold is left out.
+    """
     if spec.sharding is None:
         return False
     return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
 
 
 def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ArrayPlacement]:
-    """Where blocks of split slots lie; those of one row only are whole on all shards of experts."""
+    """Return the placements of the A and B blocks of sharded slots.
+
+    If `whole` is False, the block has one row and is replicated over the shards of experts.
+    """
     a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
     if not whole:
         a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
@@ -56,24 +66,24 @@ def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ArrayPlac
 
 
 def everywhere(where: ArrayPlacement) -> ArrayPlacement:
-    """Where an operand lies that every device needs whole."""
+    """Return the placement of an operand that is replicated on every device."""
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
 def lies(array: Any, where: ArrayPlacement) -> bool:
-    """Whether an array of a block lies where the programs take it from."""
+    """Return whether an array of a block is already placed as the write programs expect."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False
     return array.devices() == {where} if isinstance(where, Device) else array.sharding == where
 
 
 def pinned(where: ArrayPlacement) -> Sharding:
-    """The same place in page-locked host memory."""
+    """Return the same placement in page-locked host memory."""
     if isinstance(where, Device):
         return SingleDeviceSharding(where, memory_kind="pinned_host")
     return where.with_memory_kind("pinned_host")
 
 
 def put_operands(arrays: Sequence[Any], where: Sequence[ArrayPlacement]) -> list[jax.Array]:
-    """Move operands of the programs, in one call."""
+    """Transfer operands of the write programs in one call."""
     return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])

@@ -1,4 +1,4 @@
-"""Base weights beside an adapter's factors: they must be those of the model."""
+"""Checks that base weights stored with an adapter equal the weights of the model."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from jlora.manager.names import SiteIndex
 
 
 def misfits(weights: Mapping[str, BaseShape], index: SiteIndex) -> list[str]:
-    """Why base weights of these shapes cannot be the model's own, each as a phrase."""
+    """Return one message for each base weight whose name or shape does not match the model."""
     problems: list[str] = []
     for name, weight in weights.items():
         if index.skips(name):
@@ -29,6 +29,7 @@ def misfits(weights: Mapping[str, BaseShape], index: SiteIndex) -> list[str]:
 
 
 def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
+    """Return the place of the module `name`, or the reason why there is none."""
     found: tuple[Site, int, int, int] | str = ""
     for kind in ("embedding", "linear"):
         found = index.find(kind, name)
@@ -38,7 +39,10 @@ def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
 
 
 def difference(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
-    """PEFT may save the full embedding beside its LoRA: it must be the one that the model has."""
+    """Return how a stored base weight differs from the weight of the model, or None if they are equal.
+
+    PEFT can save the full embedding beside its LoRA factors. Values are compared in the dtype of the model.
+    """
     found = _site(name, index)
     if isinstance(found, str):
         return found

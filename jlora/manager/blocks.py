@@ -1,9 +1,10 @@
-"""How slots are cut into blocks: what is packed on the host, moved in one piece, and written by one program.
+"""Division of slots into blocks, the unit that is packed on the host, transferred and written by one program.
 
-A row is one site, or one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are cut into
-chunks; a block holds the factors of a chunk, or of one row of it, for `rank_step` ranks. So an adapter moves what it
-brings: chunks whose rows it all brings in one block (of experts at least half of them), others row by row, and of the
-ranks only the blocks that it has.
+A row is one site, one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are grouped into
+chunks. A block holds the factors of a chunk, or of one row of it, for `rank_step` ranks.
+
+An adapter transfers only the rows and ranks that it has. A chunk is transferred in one block if the adapter has all of
+its rows, or at least half of them if they are experts. Otherwise each row is a block.
 """
 
 import functools
@@ -20,12 +21,12 @@ import numpy as np
 from jlora._memory import fresh
 from jlora.layers.site import Site, SlotSpec, as_brought
 
-RANK_STEP = 16  # ranks are padded to this; the kernels mask what lies past it
-MAX_ROWS = 64  # rows a chunk: enough that dispatch does not count, few enough to compile quickly
+RANK_STEP = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
+MAX_ROWS = 64  # rows of a chunk: dispatch time is negligible, and programs still compile quickly
 
 Row = tuple[Site, int]
 _BFLOAT16, _UINT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16)
-_Bits = tuple[int, np.ndarray, np.ndarray]  # the first rank of a block, and its arrays as `bits_of` has them
+_Bits = tuple[int, np.ndarray, np.ndarray]  # first rank of a block, and its A and B viewed as `bits_of`
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +34,10 @@ class Chunk:
     """Rows that one program writes.
 
     Attributes:
-      spec: of all of its sites.
-      sites: several, of one row each; or one site of several rows, which is a stack of layers or has experts.
-      first: the first row of such a site; where its experts are split over a mesh, among those of a shard.
-      count: how many rows; of split experts, as many of each shard, side by side.
+      spec: The spec of all sites.
+      sites: Several sites of one row each, or one site of several rows (a stack of layers, or experts).
+      first: The first row of a site of several rows. If experts are sharded, it counts the rows of one shard.
+      count: Number of rows. If experts are sharded, each shard has an equal part of them.
     """
 
     spec: SlotSpec
@@ -46,11 +47,12 @@ class Chunk:
 
     @property
     def together(self) -> int:
-        """How many rows follow each other in the site, and then again: all, or those of a shard."""
+        """Number of consecutive rows: all rows, or the rows of each shard of experts."""
         return self.count // self.spec.expert_shards
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        """(site, row of the site) of each row."""
         if not self.spec.rows:
             return tuple((site, 0) for site in self.sites)
         shards, own = self.spec.expert_shards, self.spec.rows[-1] // self.spec.expert_shards
@@ -59,7 +61,11 @@ class Chunk:
         return tuple((self.sites[0], start + i) for start in starts for i in range(self.together))
 
     def place(self, row: int | None) -> tuple[int, int]:
-        """(the first row that a block is written to, the shard of experts that has it), of all or one of `rows`."""
+        """Return (first row that a block writes, shard of experts that holds it).
+
+        Args:
+          row: Index into `rows`, or None for a block of all rows.
+        """
         if row is None or not self.spec.rows:
             return self.first, 0
         return self.first + row % self.together, row // self.together
@@ -70,11 +76,11 @@ class Block:
     """The factors of a chunk (or of one row of it) for `rank_step` ranks from `start` on.
 
     Attributes:
-      chunk: whose rows.
-      row: index of the one row, or None for all of them.
-      start: the first rank.
-      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device; K as it is stored (`SlotSpec.in_blocks`).
-      b: [rows, rank_step, N], N as it is stored.
+      chunk: The chunk of the rows.
+      row: Index of the single row in `chunk.rows`, or None for all rows.
+      start: The first rank.
+      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
+      b: [rows, rank_step, N] in slot dtype. N is `SlotSpec.stored_out`.
     """
 
     chunk: Chunk
@@ -85,12 +91,12 @@ class Block:
 
     @property
     def held(self) -> list[Any]:
-        """Those of A and B that the sites hold; the other one is empty."""
+        """A and B, or the only one of them that the sites hold."""
         return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Of all rows; where processes have some of them each, of the process that has most."""
+        """Bytes of all rows. If experts are divided over processes, bytes of the process that has most of them."""
         spec = self.chunk.spec
         if self.row is not None:
             return row_nbytes(spec)
@@ -98,17 +104,18 @@ class Block:
 
 
 def rank_step(spec: SlotSpec) -> int:
+    """Return the number of ranks of each block."""
     return min(RANK_STEP, spec.max_rank)
 
 
 def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
-    """First ranks of the blocks that hold `rank` ranks. The last block of a slot may overlap the one before."""
+    """Return the first ranks of the blocks that hold `rank` ranks. The last block of a slot can overlap another."""
     step = rank_step(spec)
     return sorted({min(start, spec.max_rank - step) for start in range(0, rank, step)})
 
 
 def row_nbytes(spec: SlotSpec) -> int:
-    """Bytes of one block of one row."""
+    """Return the bytes of one block of one row."""
     values = rank_step(spec) * (spec.slices * spec.stored_in + spec.stored_out)
     return values * np.dtype(spec.dtype).itemsize
 
@@ -116,7 +123,7 @@ def row_nbytes(spec: SlotSpec) -> int:
 def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
     """Cut the rows of all sites into chunks of at most `MAX_ROWS` rows, and at most `max_bytes` a block.
 
-    Sites of one module name lie side by side, for adapters bring a module in all layers or in none.
+    Sites of one module name are adjacent, because adapters usually have a module in all layers or in none.
     """
     groups: dict[SlotSpec, list[Site]] = {}
     for site in sites:
@@ -133,7 +140,7 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
                 start += count
         else:
             shards = spec.expert_shards
-            inner = spec.rows[-1] // shards  # a block lies within one layer where there are experts
+            inner = spec.rows[-1] // shards  # with experts, a block is within one layer
             for site in members:
                 for first in range(0, math.prod(spec.rows) // shards, inner):
                     for count in _even(inner, max(1, most // shards)):
@@ -143,29 +150,34 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
 
 
 def _even(total: int, most: int) -> list[int]:
-    """`total` in as few parts as can be, none over `most`, of at most two sizes."""
+    """Divide `total` into the fewest parts of at most `most` each, with sizes that differ by at most 1."""
     parts = -(-total // most)
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 class Packing:
-    """The blocks of an adapter as zeros, and where each of its rows lies in them.
+    """Zero-filled blocks of an adapter, and the position of each of its rows in them.
 
-    Rows of experts that lie on devices of other processes stay zeros, which take no memory.
+    Rows of experts on devices of other processes stay zeros, which take no memory.
 
     Attributes:
-      blocks: in slot dtype, in the order of the chunks.
+      blocks: The blocks in slot dtype, in the order of the chunks.
     """
 
     def __init__(self, chunks: Iterable[Chunk], ranks: Mapping[Row, int]):
-        """`chunks` are all of the pool; `ranks` say which rows the adapter brings, and how many ranks of each."""
+        """Allocate the blocks.
+
+        Args:
+          chunks: All chunks of the pool.
+          ranks: The rank of each row that the adapter has.
+        """
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # its index, and how many rows follow there
+        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # (row index, rows until the run ends, blocks)
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]
             own = [i // chunk.together in chunk.spec.own_shards for i in range(chunk.count)]
-            # Where experts are missing, their rows of a block are zeros: many small writes would take longer.
+            # Rows of missing experts are written as zeros, because many small writes take longer.
             whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
             for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
                 zeros = _zeros if whole or own[indices[0]] else _no_memory
@@ -186,9 +198,17 @@ class Packing:
         self.blocks = tuple(blocks)
 
     def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
-        """The rows from `first` on that this process has, cut where their blocks are: which of them, counted from
-        `first`, and for each of their blocks the first rank, A [rows, n, step, K] and B [rows, step, N] to be written,
-        as `bits_of` has them."""
+        """Yield the runs of rows that are adjacent in the same blocks. Rows of other processes are skipped.
+
+        Args:
+          site: The site of the rows.
+          first: The first row.
+          count: Number of rows.
+
+        Yields:
+          (rows of the run, counted from `first`; its blocks). Each block is (first rank, A [rows, n, step, K],
+          B [rows, step, N]). A and B are writable views of dtype `bits_of`.
+        """
         at = 0
         while at < count:
             i, follow, parts = self._places[site, first + at]
@@ -201,29 +221,29 @@ class Packing:
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     of_a, of_b = _shapes(spec, rows)
     sparse = rows > 1 and len(spec.own_shards) < spec.expert_shards
-    # In one piece: the larger it is, the larger the pages that the system has for it.
+    # One allocation for both, because the system uses larger pages for larger allocations.
     a, b = np.split(fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype), sparse=sparse), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
 
 
 def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Zeros that nobody writes to."""
+    """Return read-only zeros that take no memory."""
     a, b = (np.broadcast_to(np.zeros((), spec.dtype), shape) for shape in _shapes(spec, rows))
     return a, b
 
 
 def _shapes(spec: SlotSpec, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B of a block."""
+    """Return the shapes of A and B of a block."""
     step = rank_step(spec)
     return (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
 
 
 def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:
-    """The blocks of an adapter.
+    """Pack the factors of an adapter into blocks.
 
     Args:
-      chunks: all chunks of the pool.
-      factors: row -> (A [n, r, K], B [r, N]) of each row that the adapter brings, in slot dtype. Ranks may differ.
+      chunks: All chunks of the pool.
+      factors: Row -> (A [n, r, K], B [r, N]) in slot dtype, for each row that the adapter has. Ranks can differ.
     """
     packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
     for (site, row), (a, b) in factors.items():
@@ -239,12 +259,18 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:
-    """What to copy arrays of a dtype as: NumPy holds the interpreter while it copies those of a foreign dtype."""
+    """Return the dtype in which to copy arrays of `dtype`: uint16 for bfloat16, else `dtype`.
+
+    NumPy holds the interpreter lock while it copies arrays of dtypes that are not its own.
+    """
     return _UINT16 if dtype == _BFLOAT16 else dtype
 
 
 def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
-    """Row -> (A [n, r, K], B [r, N]) of the wanted rows, zero-padded to the blocks' ranks: what `pack` takes."""
+    """Return row -> (A [n, r, K], B [r, N]) of the wanted rows, the inverse of `pack`.
+
+    The factors are NumPy arrays, zero-padded to the ranks of the blocks. Rows without a block are left out.
+    """
     parts: dict[Row, list[tuple[int, Any, Any]]] = {}
     for block in blocks:
         rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)

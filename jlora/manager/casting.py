@@ -1,4 +1,4 @@
-"""Factors in the dtype of slots: scaled, rounded once, and written into their blocks."""
+"""Casts of factors to slot dtype, with scaling and a single rounding, written into their blocks."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jlora.manager.blocks import bits_of
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_TILE = 1 << 18  # numbers that are cast together: they stay in the cache
+_TILE = 1 << 18  # elements that are cast together, few enough to stay in the cache
 
 
 def write(
@@ -24,17 +24,25 @@ def write(
     powers: np.ndarray | None,
     into: Sequence[tuple[int, np.ndarray]],
 ) -> bool:
-    """Cast a run of the rows of a factor [rows or 1, r, X] into [rows, slices, step, X] from some first ranks on.
+    """Cast a run of rows of a factor and write it into blocks.
 
-    It is read in the order of its memory, whichever of its axes comes first there, and turned around in the cache.
+    The factor is read in its memory order, in tiles that are transposed in the cache.
+
+    Args:
+      factor: [rows, r, X], or [1, r, X] if all rows share it.
+      run: The rows to write.
+      dtype: The dtype of the slots.
+      scaling: Multiplied in float32 before the rounding. None for 1.
+      powers: Exponents of two to multiply each row by, [rows, 1, 1] of the run. None for 0.
+      into: (first rank, [rows, slices, step, X] viewed as `bits_of(dtype)`) of each block to write.
 
     Returns:
-      Whether slot dtype holds its values. If not, not all of them are written.
+      True if slot dtype holds all values. If False, some values are not written.
     """
     shared = len(factor) == 1
     own = factor if shared else factor[run]
     sizes = own.shape
-    if not shared and own.size <= _TILE:  # one of tens of thousands: nothing to cut
+    if not shared and own.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
         return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, scaling, powers, into)
     outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
     most = max(1, _TILE * sizes[outer] // own.size)
@@ -60,7 +68,7 @@ def _write_tile(
     powers: np.ndarray | None,
     into: Sequence[tuple[int, np.ndarray]],
 ) -> bool:
-    """`write` of what is small enough to stay in the cache."""
+    """Apply `write` to one tile, which is small enough to stay in the cache."""
     cast = times_a_power_of_two(values, scaling) if powers is None and values.dtype == dtype == _BFLOAT16 else None
     if cast is None:
         cast = _cast(values, dtype, scaling, None if powers is None else powers[rows])
@@ -76,10 +84,10 @@ def _write_tile(
 
 
 def in_slot_dtype(where: str, factor: np.ndarray, site: Site, scaling: float | None, power: int = 0) -> np.ndarray:
-    """A, or B with its scaling, times two to the power: in slot dtype.
+    """Return `factor * scaling * 2**power` in slot dtype. `scaling` is None for A.
 
     Raises:
-      AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
+      AdapterMismatchError: The scaling is not a finite float32, or slot dtype cannot hold a value.
     """
     if scaling is not None:
         check_scaling(where, scaling)
@@ -98,12 +106,13 @@ def in_slot_dtype(where: str, factor: np.ndarray, site: Site, scaling: float | N
 
 
 def check_scaling(where: str, scaling: float) -> None:
-    if not abs(scaling) <= _LARGEST:  # NaN is not
+    """Raise AdapterMismatchError if the scaling is not a finite float32."""
+    if not abs(scaling) <= _LARGEST:  # False for NaN too
         raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
 
 
 def _cast(factor: np.ndarray, dtype: np.dtype, scaling: float | None, powers: np.ndarray | None) -> np.ndarray:
-    """A factor times its scaling and powers of two, rounded once, in the order that it has in memory."""
+    """Return `factor * scaling * 2**powers`, rounded once, in the memory order of `factor`."""
     if scaling is None and powers is None:
         return factor if factor.dtype == dtype else narrowed(factor, dtype)
     wide = factor if scaling is None and factor.dtype == np.float64 else widened(factor)
@@ -113,7 +122,7 @@ def _cast(factor: np.ndarray, dtype: np.dtype, scaling: float | None, powers: np
 
 
 def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
-    """Where a finite number became infinite; None if nowhere."""
+    """Return the mask of finite values that became infinite, or None if there are none."""
     if cast is factor or all_finite(cast.ravel("K")):
         return None
     overflow = ~np.isfinite(cast) & np.isfinite(factor)
@@ -121,10 +130,10 @@ def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
 
 
 def times_a_power_of_two(factor: np.ndarray, scaling: float | None) -> np.ndarray | None:
-    """A bfloat16 factor times a scaling such as 2, as most have, in a third of the time: its exponents are changed.
+    """Multiply a bfloat16 factor by a power of two, in a third of the time, by adding to the exponent bits.
 
-    None where the scaling is no positive power of two, or where there is a zero, a number below the normal ones, or one
-    that is not finite, before or after.
+    Most adapters have such a scaling. The factor itself is returned if `scaling` is None. Return None if `scaling` is
+    not a positive power of two, or if a value is zero, subnormal or not finite before or after.
     """
     if scaling is None:
         return factor
@@ -140,8 +149,10 @@ def times_a_power_of_two(factor: np.ndarray, scaling: float | None) -> np.ndarra
 
 
 def widened(array: np.ndarray) -> np.ndarray:
-    """A float32 copy of any float array. bfloat16 by its bits: the casts of ml_dtypes are slow, and hold the
-    interpreter."""
+    """Return a float32 copy of any float array.
+
+    bfloat16 is converted with integer operations. The casts of ml_dtypes are slow and hold the interpreter lock.
+    """
     if array.dtype != _BFLOAT16:
         return array.astype(np.float32)
     bits = array.view(np.uint16).astype(np.uint32)
@@ -149,7 +160,10 @@ def widened(array: np.ndarray) -> np.ndarray:
 
 
 def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rounded to nearest, ties to even. float32 and float16 to bfloat16 by the bits, as in `widened`."""
+    """Return the array in `dtype`, rounded to nearest, ties to even.
+
+    float32 and float16 are converted to bfloat16 with integer operations, as in `widened`.
+    """
     if dtype != _BFLOAT16 or array.dtype == np.float64:
         return array.astype(dtype, copy=False)
     bits = array.astype(np.float32, copy=False).view(np.uint32)
@@ -159,6 +173,6 @@ def narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     rounded += bits
     rounded >>= 16
     nan = np.isnan(array)
-    if nan.any():  # rounding could carry a NaN's bits into the exponent
+    if nan.any():  # rounding can carry the bits of a NaN out of its mantissa
         rounded[nan] = 0x7FC0
     return rounded.astype(np.uint16).view(_BFLOAT16)

@@ -1,4 +1,4 @@
-"""Read an adapter back from its slot, after training it there."""
+"""Export of an adapter from its slot, for example after training it there."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,20 @@ from jlora.manager.packed_adapter import PackedAdapter, Placement
 
 
 def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
-    """The adapter that `slot` holds now, under the module names, ranks and alphas of `content`, in slot dtype."""
+    """Return the adapter that `slot` holds, in slot dtype, with unscaled B.
+
+    Module names, ranks and alphas are those of the packed adapter `content`.
+
+    Raises:
+      LoRAError: A module has scaling 0, or one factor A for several slices that training made different.
+    """
     about = content.about or Adapter(name=content.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
     for p in content.placements:
         by_site.setdefault(p.site, []).append(p)
     product = {half: site for site in modules for half in site.shared}
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
-    halves: dict[tuple[Site, int, int], list[_Half]] = {}  # of a product's slice in one layer
+    halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
         factors = _slot(site, slot, modules[site])
         for p in placements:
@@ -40,15 +46,17 @@ def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]
 
 
 class _Half(NamedTuple):
-    """A [n, R, K] or B [R, N], whichever the site of the placement holds."""
+    """A [n, R, K] or B [R, N], the only factor that the site of the placement holds."""
 
     placement: Placement
     factor: np.ndarray
 
 
 def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
-    """A [rows, n, R, K] and B [rows, R, N] of one slot, those that the site holds, each in one piece: to read many
-    small ones takes long."""
+    """Return A [rows, n, R, K] and B [rows, R, N] of one slot, or the only one that the site holds.
+
+    Each is transferred in one piece, because many small transfers take long.
+    """
     spec = site.spec
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     found: list[np.ndarray] = []
@@ -74,7 +82,7 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
 
 
 def _experts(name: str, halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
-    """A module of all experts, who share one of its factors, and its name."""
+    """Return (name, module) of all experts, which share one of its factors."""
     once = next(p for p, _ in halves if p.site.spec.experts is None)
     a = np.stack([_a(p, a) for p, a in halves if p.site.spec.in_features])
     b = np.stack([_b(name, p, b) for p, b in halves if p.site.spec.out_features])
@@ -82,11 +90,13 @@ def _experts(name: str, halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
 
 
 def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
+    """Return A of a module, with the shift of float16 undone."""
     own = a[p.first, : p.rank]
     return np.ldexp(own.astype(np.float32), -p.shift).astype(a.dtype) if p.shift else np.array(own)
 
 
 def _b(name: str, p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
+    """Return B of a module, with the scaling and the shift of float16 undone."""
     if p.scaling == 0:
         raise LoRAError(f"adapter {name!r}: {p.module} has scaling 0, so B cannot be read back from its slot")
     start = sum(p.site.spec.out_sizes[: p.first])

@@ -1,4 +1,4 @@
-"""Does an adapter fit the model? Which site takes which of its modules, and what is refused, by shapes alone."""
+"""Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -16,7 +16,14 @@ from jlora.manager.names import Place, SiteIndex
 
 @runtime_checkable
 class Shapes(Protocol):
-    """What is known of a module before its tensors are read."""
+    """Kind, rank and factor shapes of a module, which are known before its tensors are read.
+
+    Attributes:
+      kind: "linear", "embedding" or "experts" (all experts in one module).
+      rank: Rank of the factors.
+      a_shape: [r, K], or [E or 1, r, K] for experts.
+      b_shape: [N, r], or [E or 1, N, r] for experts.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -29,15 +36,18 @@ class Shapes(Protocol):
 
 
 def describe(name: str, path: str | None) -> str:
+    """Return the prefix of error messages about an adapter."""
     return f"adapter {name!r}" + (f" ({path})" if path else "")
 
 
 def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, Place]:
-    """Module name -> its place; the first expert's row where it is of all experts.
+    """Return module name -> its place in the model, without modules that the model skips.
+
+    For a module of all experts, the row of the place is that of the first expert.
 
     Raises:
-      AdapterMismatchError: there is no module, a tensor that no module of the model takes, a rank above max_lora_rank,
-        shapes that disagree with the model's, two modules for the same slice.
+      AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
+        max_lora_rank, shapes that differ from the model's, or two modules for the same slice.
     """
     if not modules:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
@@ -74,12 +84,17 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
 
 
 def rows_of(module: Shapes, site: Site, row: int) -> range:
-    """The rows that a module fills, which has its place at `row`."""
+    """Return the rows that a module with its place at `row` fills."""
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
 
 def is_exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, first: int, count: int) -> bool:
-    """Whether a module of all experts has in and out exchanged. Raises where that cannot be told, or sizes differ."""
+    """Return whether the input and output features of a module of all experts are exchanged.
+
+    Raises:
+      AdapterMismatchError: The sizes differ from the model's.
+      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
+    """
     sizes = module.a_shape[2], module.b_shape[1]
     expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
     if module.exchanged is None:
@@ -103,12 +118,14 @@ def too_large_rank(modules: Mapping[str, int], limit: int) -> str:
 
 
 def refuse(where: str, problems: list[str]) -> None:
+    """Raise AdapterMismatchError with the first 8 problems, if there are any."""
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
         raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
 
 
 def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
+    """Return how the shapes of a module differ from those of its slices, or None if they fit."""
     if isinstance(module, ExpertsLoRA | ExpertsShapes):
         return _experts_misfit(site, module, first, count)
     rank, spec = module.rank, site.spec
@@ -133,7 +150,7 @@ def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int,
 
 
 def check_finite(where: str, adapter: Adapter) -> None:
-    """Raises AdapterFormatError for NaN and infinity."""
+    """Raise AdapterFormatError if a factor holds NaN or infinity."""
     for name, module in adapter.modules.items():
         for label, factor in (("A", module.a), ("B", module.b)):
             if not all_finite(factor):
@@ -144,14 +161,15 @@ def check_finite(where: str, adapter: Adapter) -> None:
 
 
 def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
-    """Raises AdapterMismatchError where base weights of these shapes cannot be the model's own."""
+    """Raise AdapterMismatchError if the shapes of base weights differ from the model's."""
     refuse(where, misfits(weights, index))
 
 
 def own_experts(modules: Mapping[str, Shapes], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
-    """Module name -> the experts of it that are read, where those are not all: they lie on other processes' devices.
+    """Return module name -> the experts to read, for modules with experts on devices of other processes.
 
-    Slots of float16 are filled from all experts: their largest values say how.
+    Modules that are read whole are left out. float16 slots need all experts, because the shift of their factors depends
+    on the largest values.
     """
     found: dict[str, tuple[range, ...]] = {}
     for name, (site, row, _, _) in placed.items():

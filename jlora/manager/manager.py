@@ -541,6 +541,9 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         with self._coordinator.turn(f"unpin_adapter({name!r})"), self._state_lock:
+            if name in self._cache.pin_when_loaded:  # restored, and not loaded since
+                self._cache.pin_when_loaded.discard(name)
+                return True
             self._host.newest(name)
             return self._cache.contents.unpin(name)
 

@@ -1,4 +1,4 @@
-"""Checkpoint name -> the slices of the site that it fills, for one wrapped model."""
+"""Lookup of checkpoint names in a wrapped model: the site, row and slices that each name fills."""
 
 import functools
 import itertools
@@ -12,18 +12,22 @@ from jlora.layers.specs import own_attribute
 from jlora.layers.wrap.select import Nearest
 from jlora.layers.wrap.wrapped import WrappedModel
 
-Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, slices
+Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
 NameMap: TypeAlias = Mapping[str, str]
 NameRules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 
 
 def name_rules(name_map: NameMap | None) -> NameRules:
-    """The rules of a name map, compiled. Raises `LoRAUsageError` for one that is no expression and replacement."""
+    """Return the compiled rules of a name map.
+
+    Raises:
+      LoRAUsageError: A rule is not a valid regular expression and replacement.
+    """
     rules: list[tuple[re.Pattern[str], str]] = []
     for pattern, replacement in (name_map or {}).items():
         try:
             rule = re.compile(pattern)
-            rule.sub(replacement, "")  # reads the replacement too
+            rule.sub(replacement, "")  # validates the replacement too
         except (re.error, IndexError, TypeError) as error:
             raise LoRAUsageError(
                 f"name_map: {pattern!r} -> {replacement!r} is not a regular expression and its replacement: {error}"
@@ -33,7 +37,7 @@ def name_rules(name_map: NameMap | None) -> NameRules:
 
 
 class SiteIndex:
-    """Checkpoint name -> site, for one wrapped model."""
+    """Index from checkpoint names to the sites of one wrapped model."""
 
     def __init__(self, wrapped: WrappedModel, rules: NameRules):
         self._wrapped = wrapped
@@ -44,7 +48,7 @@ class SiteIndex:
                 self._sites.setdefault((site.kind, name), []).append(site)
         rows = {len(site.spec.rows) for site in wrapped.modules}
         self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
-        # Adapters come with tens of thousands of names, and the next one with the same.
+        # Adapters have up to tens of thousands of names, and most adapters have the same ones.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._left_out = frozenset(wrapped.others)
         self._nearest: dict[tuple[str, bool], Nearest] = {}
@@ -52,12 +56,12 @@ class SiteIndex:
 
     @property
     def said(self) -> list[Any]:
-        """What the user and the model say of names; the rest follows from the sites."""
+        """Name rules, skip patterns and model aliases: everything that affects names besides the sites."""
         rules = [(rule.pattern, rule.flags, replacement) for rule, replacement in self._rules]
         return [rules, [rule.pattern for rule in self._wrapped.skip], sorted(self._aliases.items())]
 
     def model_name(self, name: str) -> str:
-        """The checkpoint name with the first rule of the name map that matches applied, and the model's own aliases."""
+        """Return a checkpoint name after the first matching rule of the name map and the model's aliases."""
         for pattern, replacement in self._rules:
             if pattern.search(name):
                 name = pattern.sub(replacement, name)
@@ -65,13 +69,13 @@ class SiteIndex:
         return ".".join(self._aliases.get(part, part) for part in name.split(".")) if self._aliases else name
 
     def skips(self, name: str) -> bool:
-        """Whether the checkpoint's module `name` is one that this process lacks on purpose; it is counted then."""
+        """Return whether the module `name` matches a skip pattern, and count it if so."""
         return self._wrapped.skips(name)
 
     def find(self, kind: str, name: str) -> Place | str:
-        """What a checkpoint name fills, or why there is nothing.
+        """Return the place of a checkpoint name, or a message why it has none.
 
-        The name of weights of the kind "experts" is that of all experts; the row is then that of the first.
+        For the kind "experts", the name is that of all experts, and the row is that of the first one.
         """
         hits = self._hits(kind, name)
         if len(hits) == 1:
@@ -85,10 +89,10 @@ class SiteIndex:
         return self._reason(kind, self.model_name(name))
 
     def _search(self, kind: str, name: str) -> list[Place]:
-        """What a name can mean."""
+        """Return all places that a checkpoint name can refer to."""
         hits: list[Place] = []
         all_experts = kind == "experts"
-        # A stack of layers is one module, and so are experts: checkpoint names have integer components that paths lack.
+        # Stacked layers or experts are one module, so checkpoint names have integer components that paths lack.
         for numbers, short in _without_numbers(self.model_name(name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
                 if (row := _row(site.spec, numbers, all_experts)) is not None:
@@ -96,6 +100,7 @@ class SiteIndex:
         return hits
 
     def _reason(self, kind: str, name: str) -> str:
+        """Return the message why a name has no place."""
         for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
             if alias in self._wrapped.unwrapped:
                 return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
@@ -113,7 +118,7 @@ class SiteIndex:
         )
 
     def _above(self, name: str) -> str | None:
-        """The layer that is not wrapped and that a name leads through, with or without its numbers."""
+        """Return the unwrapped layer whose path is a prefix of the name, with or without its indices, or None."""
         parts = name[:500].split(".")
         for path in (parts, [part for part in parts if not _is_index(part)]):
             for end in range(len(path) - 1, 0, -1):
@@ -122,7 +127,10 @@ class SiteIndex:
         return None
 
     def _hint(self, kind: str, name: str) -> str:
-        """The nearest of the names that are taken, and of the layers that are not wrapped."""
+        """Return a hint with the nearest known name, or an empty string.
+
+        Candidates are the names that weights can have and the layers that are not wrapped.
+        """
         of_experts = kind == "experts" or "experts" in name.split(".")
         for key in ((kind, True), (kind, False)) if of_experts else ((kind, False),):
             if key not in self._nearest:
@@ -134,7 +142,10 @@ class SiteIndex:
         return ""
 
     def _known(self, kind: str, of_experts: bool) -> Iterator[str]:
-        """The names that weights of a kind can have; one expert's with its number. All, or those of experts alone."""
+        """Yield the names that weights of a kind can have. Names of one expert have index 0.
+
+        If `of_experts` is True, yield only names of experts. Otherwise yield unwrapped layers too.
+        """
         for (other, name), sites in self._sites.items():
             if other != ("linear" if kind == "experts" else kind):
                 continue
@@ -149,7 +160,7 @@ class SiteIndex:
 
 
 def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Some of a name's integer components, as many as `counts` says, and the name without them."""
+    """Yield (removed integer components, name without them) for each way to remove `counts` components."""
     parts = name.split(".")
     places = [i for i, part in enumerate(parts) if _is_index(part)]
     for count in counts:
@@ -161,7 +172,10 @@ def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[
 
 
 def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:
-    """The row that the numbers of a name mean; the first expert's for `all_experts`. None where they mean none."""
+    """Return the row that the indices of a name refer to, or None if they do not fit the spec.
+
+    If `all_experts` is True, the name has no expert index, and the row is that of the first expert.
+    """
     if all_experts:
         if spec.experts is None:
             return None
@@ -175,6 +189,7 @@ def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | N
 
 
 def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:
+    """Return the message for a name whose indices do not fit the stack and experts of its site."""
     if all_experts and spec.experts is None:
         return f"{name!r} has no experts, and these are weights of experts"
     sizes = [] if spec.layers is None else [f"a stack of {spec.layers} layers"]
@@ -187,5 +202,5 @@ def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:
 
 
 def _is_index(part: str) -> bool:
-    """Canonical ASCII decimals alone: "01" and other scripts' digits name no layer."""
+    """Return whether a component is a canonical ASCII decimal. "01" and digits of other scripts are not indices."""
     return part.isascii() and part.isdecimal() and (part == "0" or part[0] != "0") and len(part) < 10

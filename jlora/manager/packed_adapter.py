@@ -1,4 +1,4 @@
-"""One version of an adapter as the host keeps it: checked against the model, cast, packed and ready to move."""
+"""The host copy of one version of an adapter: checked against the model, cast, packed and ready to transfer."""
 
 import functools
 import hashlib
@@ -17,22 +17,27 @@ from jlora.manager.blocks import Block
 
 @functools.lru_cache(maxsize=64)
 def _one_of(sites: frozenset[Site]) -> frozenset[Site]:
-    """The first of equal sets: most adapters of a deployment bring weights for the same sites, and there may be ten
-    thousand of them."""
+    """Return one object for equal sets, to save memory.
+
+    Most adapters of a deployment have weights for the same sites, and there can be ten thousand adapters.
+    """
     return sites
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one module of an adapter goes.
+    """Destination of one module of an adapter in the slots.
 
     Attributes:
-      module: the checkpoint's name of the module, of which a site that holds one factor alone has that one.
-      site, row: the site, and which of its rows: a layer of its stack, an expert (0 where it has one).
-      first, count: the output slices covered.
-      rank: its own rank.
-      alpha, scaling: as in PEFT. The scaling is folded into B.
-      shift: A was multiplied by 2**shift, and B by 2**-shift: float16 has few exponents.
+      module: Name of the module in the checkpoint. A site with slots for one factor holds only that factor of it.
+      site: The site.
+      row: Row of the site, which is a layer of a stack, an expert, or 0 if the site has a single row.
+      first: The first output slice.
+      count: Number of output slices.
+      rank: Rank of the module.
+      alpha: `lora_alpha` of PEFT.
+      scaling: Scaling of PEFT, which is folded into B.
+      shift: A is multiplied by 2**shift and B by 2**-shift, for the small exponent range of float16. Otherwise 0.
     """
 
     module: str
@@ -51,22 +56,23 @@ class PackedAdapter:
     """One version of one adapter. Compared by identity.
 
     Attributes:
-      name, version: one content of a name has one version, counted from 0.
-      placements: where its modules go.
-      blocks: its factors, packed as slots are written; replaced whole, never changed. Where experts are split over
-        processes, those of other processes' devices are zeros, which take no memory.
-      ranks: int32, the true rank of each output slice of every site, in the pool's order.
-      rank: the largest.
-      about: the adapter without its arrays, for what else an exported one must say.
-      request: what it is loaded from again once it was evicted, if it was loaded from a request.
-      key: `Adapter.fingerprint` of the files that it was read from; None where there are none.
-      in_place: whether it was loaded to replace what there is: then it is a new version whatever its key.
-      on_host: False until the blocks of a device update are copied back.
-      copying: whether that is under way; if it fails, they stay where they are, and it in its slot.
-      ahead: its blocks on the device already, for the next write of them.
-      update_plan: what the last update from device arrays worked out, for the next of the same names and shapes.
-      sites: those that it brings weights for.
-      slots: those that can hold it: which all of its sites have.
+      name: Name of the adapter.
+      version: Version of the weights under this name, counted from 0.
+      placements: Destinations of its modules.
+      blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
+        Experts on devices of other processes are zeros, which take no memory.
+      ranks: The true rank of each output slice of every site, in the order of the pool.
+      rank: The largest rank.
+      about: The adapter without its arrays, for the metadata of an export.
+      request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
+      key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
+      in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
+      on_host: False until the blocks of an update from device arrays are copied to the host.
+      copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
+      ahead: Its blocks if they are already on the device, for the next write.
+      update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      sites: The sites that it has weights for.
+      slots: The slots that can hold it, which are those common to all of its sites.
     """
 
     name: str
@@ -93,18 +99,22 @@ class PackedAdapter:
 
     @property
     def pinned(self) -> bool:
-        """Whether its blocks lie in page-locked memory."""
+        """True if its blocks are in page-locked host memory."""
         return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
 
     @property
     def nbytes(self) -> int:
-        """The same in all processes of a model, so that all evict the same: what the one holds that holds most."""
+        """Bytes of the blocks and ranks, in the process that holds most of them.
+
+        It is equal in all processes of a model, so that all evict the same adapters.
+        """
         return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
 
     def digest(self) -> str:
-        """Return what is the same in all processes of a model that read the same adapter.
+        """Return a hash that is equal in all processes of a model that read the same adapter.
 
-        It covers modules, ranks, scalings and values, but not those of experts: each process may have read others.
+        It covers modules, ranks, scalings and values. Values of experts are left out, because each process can have
+        read different experts.
         """
         found = hashlib.sha256()
         for p in self.placements:

@@ -1,4 +1,4 @@
-"""Modules of an adapter cast and scaled for the slots, and packed in blocks."""
+"""Packing of the modules of an adapter into blocks, cast and scaled for the slots."""
 
 import itertools
 import math
@@ -21,14 +21,15 @@ from jlora.manager.packed_adapter import Placement
 
 
 class _Piece(NamedTuple):
-    """One module's factors, or those of all experts for one slice: of rows that follow each other.
+    """Factors of one module, or of all experts for one slice, in consecutive rows.
 
     Attributes:
-      name: the checkpoint's name of all rows together.
-      names: of each row's module.
-      first, slices: the output slices.
-      a: [rows, r, K], or [1, r, K] where all rows share it.
-      b: [rows, r, N], or [1, r, N].
+      name: Name in the checkpoint for all rows together.
+      names: Name of the module of each row.
+      first: The first output slice.
+      slices: Number of output slices.
+      a: [rows, r, K], or [1, r, K] if all rows share it.
+      b: [rows, r, N], or [1, r, N] if all rows share it.
     """
 
     name: str
@@ -48,25 +49,27 @@ def pack_modules(
     index: SiteIndex,
     chunks: Sequence[Chunk],
 ) -> tuple[tuple[Placement, ...], tuple[Block, ...]]:
-    """Bring the modules of an adapter into slot dtype and the blocks of the model's `chunks`.
+    """Cast the modules of an adapter to slot dtype and pack them into blocks.
 
-    Where the model has slots for that, a factor that experts share goes into them once, if all of the adapter's do.
-    Experts that lie on devices of other processes are left zeros, and their modules' numbers are not looked at, but for
-    float16 (`own_experts`).
+    A factor that experts share is stored once if the model has slots for shared factors and all expert modules of the
+    adapter share one. Experts on devices of other processes stay zeros, and their values are read for float16 only
+    (see `own_experts`).
 
     Args:
-      where: the adapter, for messages.
-      modules: its modules. What is written is taken out: memory that nobody else refers to goes back to the system
-        while the blocks fill, so that an adapter of gigabytes is not there twice.
-      placed: where each goes, as `place` says.
-      base_weights: those that came with it.
-      wrapped, index, chunks: of the model.
+      where: Description of the adapter, for messages.
+      modules: The modules of the adapter by name. Each is removed from the dict once it is packed, so that its memory
+        is freed while the blocks fill and an adapter of gigabytes is not in memory twice.
+      placed: The place of each module, from `place`.
+      base_weights: Base weights stored with the adapter.
+      wrapped: The wrapped model.
+      index: The names of the model.
+      chunks: The chunks of the pool.
 
     Returns:
-      Where the modules go, in their order, and the blocks.
+      The placements, in the order of `placed`, and the blocks.
 
     Raises:
-      AdapterMismatchError: base weights that differ from the model's; values that slot dtype cannot hold.
+      AdapterMismatchError: A base weight differs from the model's, or slot dtype cannot hold a value.
     """
     problems = [
         f"{name}.base_layer.weight: {problem}"
@@ -93,7 +96,7 @@ def pack_modules(
 
 
 def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
-    """The sites that hold the factors of a module at `row` of `site`, and the rows of each."""
+    """Return the sites that hold the factors of a module at `row` of `site`, and the rows in each."""
     rows = rows_of(module, site, row)
     if not (shared and site.spec.experts):
         return [(site, rows)]
@@ -102,7 +105,7 @@ def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site
 
 
 def _is_shared(where: str, module: LoRA, site: Site, row: int, first: int, count: int) -> bool:
-    """Whether the experts of a module share the factor that the site's shared slots hold once."""
+    """Return whether the experts of a module share the factor that the shared slots of the site hold once."""
     if not site.shared or isinstance(module, ModuleLoRA):
         return False
     a, b = (module.b, module.a) if is_exchanged(where, module, site, first, count) else (module.a, module.b)
@@ -118,7 +121,10 @@ def _pieces(
     first: int,
     count: int,
 ) -> list[_Piece]:
-    """A module as it is; one of all experts slice by slice, under the names that checkpoints give each expert's."""
+    """Return the factors of a module in one piece, or those of all experts in one piece for each slice.
+
+    Pieces of experts have the names that checkpoints give to the module of each expert.
+    """
     if isinstance(module, ModuleLoRA):
         return [_Piece(name, [name], first, count, module.a[None], module.b.T[None])]
     spec = site.spec
@@ -130,7 +136,7 @@ def _pieces(
     if positions is not None:
         b = _columns(b, positions, spec.own_experts)
     block, _, own = name.rpartition(".")
-    called: dict[int, str] = {}  # the first name of each slice
+    called: dict[int, str] = {}  # slice -> its first name
     for key, (i, n) in site.parts.items():
         if n == 1:
             called.setdefault(i, key.rpartition(".")[2])
@@ -144,7 +150,7 @@ def _pieces(
 
 
 def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.ndarray:
-    """`b[:, :, positions]`, read and written in the order of b's memory. Only of `own` experts if those are not all."""
+    """Return `b[:, :, positions]` in the memory layout of `b`. Experts outside `own` are zeros."""
     if len(b) > sum(map(len, own)) and len(b) > 1:
         found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
         for part in own:
@@ -168,13 +174,14 @@ def _fill(
     shared: bool,
     packing: Packing,
 ) -> list[Placement]:
-    """Write a module into its blocks; `shared`: into those of the slots for experts that share factors.
+    """Write a module into its blocks and return its placements.
 
-    The scaling is folded in float32, before the one rounding. float16 keeps full precision over 30 powers of two only,
-    so there the two factors are brought to the same largest value first, by a power of two, which rounds nothing.
+    If `shared` is True, factors of experts go to the slots for shared factors. The scaling is folded into B in float32,
+    before the only rounding. float16 keeps full precision over 30 powers of two only. There, A and B are first brought
+    to about the same largest value by a power of two, which is exact.
 
     Raises:
-      AdapterMismatchError: a scaling or a value that slot dtype cannot hold.
+      AdapterMismatchError: The scaling is not a finite float32, or slot dtype cannot hold a value.
     """
     pieces = _pieces(where, name, module, wrapped, site, first, count)
     dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
@@ -218,7 +225,7 @@ def _fill(
 
 
 def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
-    """Those parts of runs that lie in `columns`, counted from its first: (which of them, where they are stored)."""
+    """Return the parts of runs within `columns`, as (features counted from the first column, stored features)."""
     found: list[tuple[slice, slice]] = []
     for features, stored in runs:
         begin, end = max(features.start, columns.start), min(features.stop, columns.stop)
@@ -231,7 +238,7 @@ def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[s
 def _refuse(
     where: str, scaling: float, site: Site, pieces: Sequence[_Piece], shifts: Sequence[Sequence[int]]
 ) -> NoReturn:
-    """Raise for the first of a module's rows with a value that slot dtype cannot hold."""
+    """Raise AdapterMismatchError for the first row of a module with a value that slot dtype cannot hold."""
     for i in range(len(pieces[0].names)):
         for piece, shift in zip(pieces, shifts, strict=True):
             a, b = (factor[i % len(factor)] for factor in (piece.a, piece.b))
@@ -241,7 +248,7 @@ def _refuse(
 
 
 def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> np.ndarray:
-    """The true rank of each output slice of every row, in the pool's order: int32."""
+    """Return the true rank of each output slice of every row, int32, in the order of `sites`."""
     starts: dict[Site, int] = {}
     total = 0
     for site in sites:
@@ -255,8 +262,10 @@ def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> n
 
 
 def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
-    """For each row, or for all `together`, the power of two by which A grows and B shrinks so that their largest values
-    come closest."""
+    """Return for each row the exponent of two that brings the largest values of A and B closest.
+
+    A is multiplied by the power of two and B divided by it. If `together` is True, all rows have one exponent.
+    """
     largest: list[list[float]] = []
     for factor in (piece.a, widened(piece.b) * np.float32(scaling)):
         sizes = np.abs(factor, dtype=np.float32).max(axis=(1, 2), initial=0, where=np.isfinite(factor))

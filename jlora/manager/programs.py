@@ -1,4 +1,4 @@
-"""The programs that write slots: blocks of an adapter, already on the device, into one slot of many layers."""
+"""Compiled programs that write the blocks of an adapter, already on the device, into one slot of many layers."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from jlora.layers.slot_write import takes_kernels, write_block, write_ranks
 from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.manager.blocks import rank_step
 
-# Sites of one spec that a program writes: the spec, how many rows the block has, and how many sites these are.
+# Sites of one spec that a program writes: (spec, rows of the block, number of sites).
 Part: TypeAlias = tuple[SlotSpec, int, int]
 Key: TypeAlias = tuple[Part, ...]
 
@@ -23,13 +23,15 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 @lru_cache(maxsize=256)
 def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
-    """`write(*arrays, *(*blocks, [slot, row, rank, shard]), ..)`: the arrays (donated) with blocks written; the stamps
-    count one more write of the slot.
+    """Compile the program that writes blocks into one slot and increments the stamp of the slot.
+
+    Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
+    part, the operands are its blocks and the int32 vector [slot, row, rank, shard].
 
     Args:
-      parts: whose blocks, in the order of the operands.
-      stamps: shape of the stamps: the axes of `stack`, then the slots.
-      lie: where the arrays lie: of each part all A and all B that it has; then the stamps.
+      parts: Specs and sizes of the blocks, in the order of the operands.
+      stamps: Shape of the stamps, which is the axes of `SlotSpec.stack` and then the slots.
+      lie: Placements of the arrays. These are all A and then all B of each part, and the stamps at the end.
     """
     whole = everywhere(lie[0])
     writers: list[Callable[..., Arrays]] = []
@@ -79,7 +81,11 @@ def _write_part(
 
 @lru_cache(maxsize=32)
 def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
-    """`write(*arrays, ranks, [slot, 0, 0, 0])`: the ranks of every site (donated) written, and the stamps as above."""
+    """Compile the program that writes the ranks of every site for one slot and increments its stamp.
+
+    Its signature is `write(*arrays, ranks, [slot, 0, 0, 0])`. The arrays are the rank arrays and the stamps, and are
+    donated. `ranks` is the int32 vector of `rank_vector`.
+    """
 
     def write(arrays: Arrays, ranks: jax.Array, where: jax.Array) -> Arrays:
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0])
@@ -112,9 +118,10 @@ def _compile(
     arrays: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Any],
 ) -> Launch:
-    """Compiled ahead of time: `jax.jit` would compile again in a context of another precision or debugging option.
+    """Compile a write program ahead of time.
 
-    On a mesh each shard writes what it has of the operands: nothing is gathered.
+    `jax.jit` would compile again under another precision or debugging option. On a mesh, each shard writes its own part
+    of the operands, without communication.
     """
     donated = tuple(arrays)
     if mesh is not None:

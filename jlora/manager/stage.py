@@ -1,5 +1,7 @@
-"""From the files of a request, or an adapter in memory, to a `PackedAdapter`: opened, placed, read and packed. On any
-thread, with no lock: the cache is not looked at here."""
+"""Preparation of a `PackedAdapter` from the files of a request or from an adapter in memory.
+
+It runs on any thread without a lock and does not use the cache.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,8 +29,13 @@ def pack_files(
     *,
     allow_nonfinite: bool,
 ) -> PackedAdapter:
-    """Read an adapter's files, and pack it: of experts that are split over processes, those of this one's devices
-    alone. What its shapes tell against it is found before a tensor is read.
+    """Read the files of an adapter and pack it.
+
+    Names and shapes are checked before any tensor is read. If experts are divided over processes, only the experts on
+    devices of this process are read (see `own_experts`).
+
+    Raises:
+      LoRAError: The adapter does not fit the model or the request, or its files are invalid.
     """
     where = describe(request.name, request.path)
     with open_adapter(found) as opened:
@@ -44,16 +51,21 @@ def pack_files(
 def pack_in_memory(
     adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays, *, allow_nonfinite: bool
 ) -> PackedAdapter:
-    """Check and pack an adapter that is in memory."""
+    """Check and pack an adapter that is in memory.
+
+    Raises:
+      AdapterFormatError: A factor holds NaN or infinity, and `allow_nonfinite` is False.
+      AdapterMismatchError: The adapter does not fit the model.
+    """
     where = describe(adapter.name, None)
-    if not allow_nonfinite:  # files are looked at while they are read
+    if not allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
     placed = place(where, adapter.modules, index)
     return _pack(where, adapter, dict(adapter.modules), placed, None, wrapped, index, pool)
 
 
 def _check_request(where: str, request: LoRARequest, shapes: AdapterShapes) -> None:
-    """Raises AdapterMismatchError where an adapter is not what the request says of it."""
+    """Raise AdapterMismatchError if the base model or the expert format differs from the request."""
     if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
         raise AdapterMismatchError(
             f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
@@ -77,7 +89,7 @@ def _pack(
     index: SiteIndex,
     pool: SlotArrays,
 ) -> PackedAdapter:
-    """Cast and pack the modules of an adapter, which are taken out of `modules`: memory goes back meanwhile."""
+    """Cast and pack the modules of an adapter. They are removed from `modules`, so that their memory is freed early."""
     rank = max(module.rank for module in modules.values())
     placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
     return PackedAdapter(
@@ -89,6 +101,6 @@ def _pack(
         rank=rank,
         about=replace(adapter, modules={}, base_weights={}),
         request=None if request is None else replace(request, load_inplace=False),
-        key=None if request is None else adapter.fingerprint,  # arrays in memory may differ from the files' by now
+        key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files
         in_place=request is not None and request.load_inplace,
     )

@@ -1,4 +1,4 @@
-"""Which layers of a model LoRA would serve, and which adapters fit them, by shapes alone."""
+"""Check of a model and of adapters against a configuration, from shapes alone."""
 
 import contextlib
 import math
@@ -15,14 +15,16 @@ from jlora.manager.names import SiteIndex
 
 
 class Survey:
-    """What `LoRAManager(model, config)` would wrap. The model is left as it is, and no array is made.
+    """Survey of the layers that `LoRAManager(model, config)` wraps, and of the adapters that fit them.
+
+    The model is not changed, and no array is allocated.
 
     Args:
-      model: any `nnx.Module`; its parameters may be shapes alone (`nnx.eval_shape`).
-      config: of the slots.
+      model: Any `nnx.Module`. Its parameters can be shapes only, as from `nnx.eval_shape`.
+      config: Configuration of the slots.
 
     Raises:
-      LoRAError: as `LoRAManager` does where nothing can be wrapped.
+      LoRAError: No layer can be wrapped, as in `LoRAManager`.
     """
 
     def __init__(self, model: nnx.Module, config: LoRAConfig):
@@ -30,7 +32,7 @@ class Survey:
         self._index = SiteIndex(self._wrapped, ())
 
     def layers(self) -> tuple[LayerInfo, ...]:
-        """Return what `LoRAManager.layers` would."""
+        """Return the same records as `LoRAManager.layers`."""
         return self._wrapped.layers()
 
     @property
@@ -45,11 +47,11 @@ class Survey:
         return total
 
     def check(self, adapter: LoRARequest | Adapter) -> None:
-        """Check names, kinds, shapes and ranks of an adapter. Of a request no tensor is read.
+        """Check names, kinds, shapes and ranks of an adapter, without reading tensors from files.
 
         Raises:
-          AdapterMismatchError: the adapter does not fit the model.
-          LoRAError: the files of a request cannot be read; see `Adapter.from_pretrained`.
+          AdapterMismatchError: The adapter does not fit the model.
+          LoRAError: The files of a request cannot be read (see `Adapter.from_pretrained`).
         """
         if isinstance(adapter, Adapter):
             where = describe(adapter.name, None)
@@ -75,4 +77,4 @@ class Survey:
 
 
 class _Fits(Exception):
-    """Ends the reading of an adapter before its tensors."""
+    """Internal signal that stops `Adapter.from_pretrained` before it reads tensors."""

@@ -1,4 +1,4 @@
-"""New weights for an adapter that is served: from host arrays, or from device arrays without a trip to the host."""
+"""Update of the weights of a served adapter, from host arrays, or from device arrays without a copy to the host."""
 
 import collections
 import copy
@@ -28,19 +28,21 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 def updated(
     content: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays, *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
-    """`content` with new weights, as a content of its own, and those of its blocks that changed.
+    """Return (packed adapter with new weights, its blocks that changed). `content` is not changed.
 
     Args:
-      content: the adapter as it is.
-      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. Names left out keep their weights. Where both halves
-        of a module are given its rank may change; the scaling follows its alpha then.
-      pool: for its chunks.
-      allow_nonfinite: let NaN and infinity through.
+      content: The current packed adapter.
+      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. A factor without a new array keeps its weights. The
+        rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
+      pool: The slot arrays, whose chunks and sites are used.
+      allow_nonfinite: True to accept NaN and infinity.
 
     Raises:
-      AdapterMismatchError: a name that the adapter does not have, a shape or rank that does not fit, a value that slot
-        dtype cannot hold.
-      AdapterFormatError: not matrices of floats; NaN or infinity.
+      LoRAUsageError: `arrays` is empty or not a mapping of names to arrays.
+      AdapterMismatchError: The adapter lacks a named module, a shape or rank does not fit, or slot dtype cannot hold a
+        value of a host array.
+      AdapterFormatError: An array is not a matrix of floats, or holds NaN or infinity. Device arrays with a value that
+        slot dtype cannot hold raise it too.
     """
     where = f"adapter {content.name!r}"
     if not isinstance(arrays, Mapping) or not arrays or not all(isinstance(name, str) for name in arrays):
@@ -51,12 +53,12 @@ def updated(
     on_device = any(isinstance(array, jax.Array) for array in arrays.values())
     try:
         shapes = list(map(_shape_and_dtype, arrays.values()))
-    except AttributeError:  # which, and what it should be, is found out below
+    except AttributeError:  # `_check` raises the error with details
         shapes = []
     plan: UpdatePlan | None = content.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
-        same = copy.copy(content)  # of the same modules in the same slots
+        same = copy.copy(content)  # modules and slots are the same
         same.blocks = (*_untouched(content.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
         same.on_host = same.copying = False
@@ -80,11 +82,11 @@ def updated(
     if on_device:
         plan = plan_update(names, shapes, news, old, ranks, pool)
         written = blocks_on_device(where, plan, arrays, old, allow_nonfinite)
-        if old:  # what the next update finds there is not what this one found
+        if old:  # the plan is not reusable, because the next update has other old factors
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
-    on_host = content.on_host  # asked before the blocks, which are there first
+    on_host = content.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
     kept: Sequence[Block] = _untouched(content.blocks, rows)
     if not (on_device or on_host):
         kept = to_host(kept)
@@ -105,11 +107,11 @@ def updated(
 
 
 def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The blocks with every array in host memory."""
+    """Return the blocks with all arrays in host memory."""
     return tuple(replace(block, a=jax.device_get(block.a), b=jax.device_get(block.b)) for block in blocks)
 
 
-@functools.lru_cache(maxsize=8)  # a training loop comes with the same names every time
+@functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
 def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
     return sorted_keys(names, where)
 
@@ -122,7 +124,10 @@ def _check(
     parts: Mapping[str, str],
     arrays: Mapping[str, Any],
 ) -> NewFactors:
-    """One module's new halves, checked against the placement that it has."""
+    """Check the new factors of one module against its placement.
+
+    The result has the new rank and scaling. See `updated` for the errors.
+    """
     at = f"{where}: {module}"
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
@@ -153,7 +158,7 @@ def _check(
 
 
 def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
-    """The blocks of other rows; blocks that hold both kinds are cut into rows."""
+    """Return the blocks of all other rows. Blocks that also hold some of `rows` are divided into blocks of one row."""
     kept: list[Block] = []
     for block in blocks:
         own = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
@@ -174,6 +179,7 @@ def _assemble_on_host(
     pool: SlotArrays,
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
+    """Return the blocks of the rows that an update writes, assembled from new and old factors."""
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for new in news:
         p, spec = new.placement, new.placement.site.spec
@@ -192,7 +198,7 @@ def _assemble_on_host(
         for label, array in (("A", new.a), ("B", new.b)):
             if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
-        # A half that stays keeps the power of two that it was stored with, and so must the other.
+        # A factor that is kept has its power of two already, so the new one must use the same shift.
         at = f"{where}: {p.module}"
         if new.a is not None:
             own_a = in_slot_dtype(at, np.asarray(new.a), p.site, None, p.shift)

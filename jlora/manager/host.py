@@ -118,7 +118,7 @@ class Host:
             return self.loader.start(request, again=True, anew=request.load_inplace, ahead=True).future()
 
     def wait(self, load: Load, deadline: float | None) -> bool:
-        """Wait for a load until a deadline. The caller has incremented `load.wanted`; this decrements it.
+        """Wait for a load until a deadline, then decrement `load.wanted`, which the caller has incremented.
 
         Returns:
           True if the load has a result. False if it was abandoned, and the caller must start it again.
@@ -126,7 +126,7 @@ class Host:
         Raises:
           AdapterInUseError: at the deadline, open batches still held the adapter to replace.
           LoadTimeoutError: at the deadline, the load had not finished.
-          LoRAError: the error of the load.
+          Exception: the error of the load, if it failed.
         """
         name = load.request.name
         try:
@@ -221,7 +221,11 @@ class Host:
             return self.admit(self._agreed(pack), replace, patience)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
-        """Return the local folder of a request, downloading it if necessary."""
+        """Return the local folder of a request, downloading it if necessary.
+
+        Raises:
+          LoadCancelled: the load was abandoned before the download started.
+        """
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
         with nullcontext() if load is None else self.loader.fetching(load):

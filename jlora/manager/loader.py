@@ -220,7 +220,7 @@ class Loader:
                     seen = self._changed.rings
             load.before = ()
             self.finish(load, self._work(load), None)
-        except BaseException as error:  # also KeyboardInterrupt: waiting calls must end
+        except BaseException as error:  # every load needs an outcome, or waiting calls hang
             self.finish(load, False, error)
 
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:

@@ -183,11 +183,11 @@ class LoRAManager:
         Args:
           adapter: a request for a folder or repository, or an adapter in memory.
           load_inplace: replace an adapter of the same name.
-          timeout: seconds to wait for the load and for open batches. None waits without limit, except for batches
-            opened by the calling thread.
+          timeout: seconds to wait for the load and for open batches. None waits without limit, but raises at once if
+            the calling thread has a batch with the old version open.
 
         Returns:
-          True if the adapter was loaded. False if the name was in the host cache; this counts as a use of it.
+          True if the adapter was loaded. False if the name was in the host cache. The call then marks a use.
 
         Raises:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`. The cache is unchanged.
@@ -252,7 +252,8 @@ class LoRAManager:
           arrays: PEFT tensor name -> A [r, K] or B [N, r], floating point, unscaled; for an embedding [r, V] and
             [D, r]. The scaling of the adapter is applied to them. Tensors left out keep their weights. If both A and B
             of a module are given, its rank may change, up to `max_lora_rank`; its scaling then follows its alpha.
-          timeout: seconds to wait. None waits without limit, except for batches opened by the calling thread.
+          timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
+            open.
 
         Returns:
           The new version number.
@@ -277,7 +278,8 @@ class LoRAManager:
 
         Args:
           name: name of the adapter.
-          timeout: seconds to wait. None waits without limit, except for batches opened by the calling thread.
+          timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
+            open.
 
         Returns:
           True if the name was on the host, evicted or being loaded; False if it is unknown.
@@ -474,7 +476,7 @@ class LoRAManager:
         """Write an adapter into a slot, loading it again if it was evicted.
 
         Returns:
-          True if it was written. False if it was in a slot already; this counts as a use of it.
+          True if it was written. False if it was in a slot already. The call then marks a use.
 
         Raises:
           AdapterNotFoundError: the name was not added.

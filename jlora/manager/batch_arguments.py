@@ -20,7 +20,7 @@ class BatchArguments:
 
     Attributes:
       names: the adapter of each sequence; None for the base model.
-      shape: of the batch.
+      shape: shape of the batch.
     """
 
     names: tuple[Name | None, ...]
@@ -33,8 +33,8 @@ class BatchArguments:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for equal arguments. Handles are represented by their contents, so that they can be collected."""
-        # A handle that another thread closes meanwhile is no name for the base model.
+        """A hashable key of the arguments. It refers to adapters, not to handles, so that handles can be collected."""
+        # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
         names = tuple(name.content or name if isinstance(name, AdapterHandle) else name for name in self.names)
         return names, self.shape
 
@@ -45,9 +45,9 @@ def read_arguments(
     """Check the arguments of `prepare`.
 
     Raises:
-      LoRAUsageError: they are of the wrong kind, or disagree.
+      LoRAUsageError: an argument has the wrong type, or arguments disagree.
     """
-    # A set has no order, a generator no second reading, and a string would be taken letter by letter.
+    # Sets have no order, generators cannot be read twice, and a string would be split into letters.
     if isinstance(names, str | bytes) or not isinstance(names, Sequence | np.ndarray):
         raise LoRAUsageError(f"prepare takes one name a sequence in a list, got {type(names).__name__} {names!r:.100}")
     for name in names:

@@ -1,4 +1,4 @@
-"""Seconds, counted by upper bounds."""
+"""Histograms of durations."""
 
 import bisect
 
@@ -8,7 +8,10 @@ HistogramCounts = tuple[tuple[float, ...], tuple[int, ...], float]  # upper boun
 
 
 class Histogram:
-    """Counts of seconds by `BOUNDS`; the last count is of those above all of them. Needs its owner's lock."""
+    """A histogram of seconds with the upper bounds `BOUNDS`. The last bucket counts values above all bounds.
+
+    It has no lock of its own.
+    """
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS) + 1)

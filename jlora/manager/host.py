@@ -1,4 +1,4 @@
-"""The host side: adapters are loaded, let into the host cache, updated there, evicted and recalled."""
+"""Load adapters into the host cache, update, evict and reload them."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ _log = logging.getLogger("jlora")
 
 
 class Host:
-    """The host cache of a manager, and the loads that fill it."""
+    """Manage the host cache of a manager and the loads that fill it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Host:
     ):
         self._config = config
         self._wrapped = wrapped
-        self._target = (wrapped, index, slots.pool)  # which adapters are packed for
+        self._target = (wrapped, index, slots.pool)  # adapters are packed for these
         self._cache = cache
         self._leases = leases
         self._slots = slots
@@ -73,23 +73,31 @@ class Host:
     def allow_nonfinite(self) -> bool:
         return self._config.allow_nonfinite
 
-    # --- asking for adapters ----------------------------------------------------------------------------------------
+    # --- lookup and loads -------------------------------------------------------------------------------------------
 
     def newest(self, name: str) -> PackedAdapter:
-        """The newest content of a name that is on the host. Raises AdapterNotFoundError."""
+        """Return the newest version of a name in the host cache.
+
+        Raises:
+          AdapterNotFoundError: the name is not in the host cache.
+        """
         content = self._cache.contents.get(name)
         if content is None:
             raise AdapterNotFoundError(unknown_name(name, self._cache))
         return content
 
     def request_of(self, name: str) -> LoRARequest:
-        """What a name is loaded from again that was evicted. Raises AdapterNotFoundError."""
+        """Return the request that reloads an evicted name.
+
+        Raises:
+          AdapterNotFoundError: no such name was evicted.
+        """
         if (known := self._cache.known.get(name)) is None:
             raise AdapterNotFoundError(unknown_name(name, self._cache))
         return known
 
     def touch(self, name: str) -> bool:
-        """Mark a use; False where the name is not on the host."""
+        """Mark a use of a name. Return False if it is not in the host cache."""
         with self._state_lock:
             if name not in self._cache.contents:
                 return False
@@ -97,7 +105,7 @@ class Host:
             return True
 
     def load(self, request: LoRARequest, patience: Patience) -> bool:
-        """Load what a request asks for, and wait. True if it was loaded, False if it was there."""
+        """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
         while True:
             with self._state_lock:
                 load = self.loader.start(request, again=True, anew=request.load_inplace, patience=patience)
@@ -110,10 +118,15 @@ class Host:
             return self.loader.start(request, again=True, anew=request.load_inplace, ahead=True).future()
 
     def wait(self, load: Load, deadline: float | None) -> bool:
-        """Wait for a load that the caller wants (it has counted itself in `load.wanted`). Raises what it raised.
+        """Wait for a load until a deadline, then decrement `load.wanted`, which the caller has incremented.
 
         Returns:
-          Whether there is a result. If not, it was given up before the caller came, and is to be started again.
+          True if the load has a result. False if it was abandoned, and the caller must start it again.
+
+        Raises:
+          AdapterInUseError: at the deadline, open batches still held the adapter to replace.
+          LoadTimeoutError: at the deadline, the load had not finished.
+          Exception: the error of the load, if it failed.
         """
         name = load.request.name
         try:
@@ -138,7 +151,11 @@ class Host:
         raise load.error
 
     def recall(self, name: str) -> None:
-        """Load a name again that was evicted from the host cache. Raises AdapterNotFoundError for an unknown one."""
+        """Reload a name into the host cache if it was evicted.
+
+        Raises:
+          AdapterNotFoundError: the name is unknown.
+        """
         while True:
             with self._state_lock:
                 if name in self._cache.contents:
@@ -150,7 +167,7 @@ class Host:
     # --- loading, on any thread -------------------------------------------------------------------------------------
 
     def _load(self, load: Load) -> bool:
-        """The work of one load, on its thread."""
+        """Run one load, on its thread. Return True if it was loaded, False if it was in the host cache."""
         request = load.request
         result = False
         if request.load_inplace or not self.touch(request.name):
@@ -168,7 +185,7 @@ class Host:
         return result
 
     def _read(self, request: LoRARequest, load: Load | None = None) -> PackedAdapter:
-        """Find, read and pack an adapter; no lock is held."""
+        """Find, read and pack an adapter. Called without locks."""
         found = self._find(request, load)
         with self.loader.turn:
             if load is not None:
@@ -176,20 +193,20 @@ class Host:
             return pack_files(request, found, *self._target, allow_nonfinite=self.allow_nonfinite)
 
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
-        """Return what `read` gives, the same in all processes; in page-locked memory, if there is room."""
+        """Return the result of `read`, checked to be equal in all processes, in page-locked memory if there is room."""
         content, keys = self._coordinator.agree(
             read, same=lambda content: [content.name, content.digest()], own=lambda content: content.key
         )
-        if len(keys) > 1:  # new files in one process make a new version in all
+        if len(keys) > 1:  # if the files of one process changed, all get a new version
             content.key = None if None in keys else " ".join(keys)
         content.blocks = self.pinned(content.blocks)
         return content
 
     def give_up(self, name: str | None = None) -> list[Load]:
-        """End what is loaded, or being loaded, and not let in yet: of a name or of all. Under the manager's lock.
+        """Abandon the running loads of a name, or all running loads if None. Called under the state lock.
 
         Returns:
-          These loads; their futures are to be told outside of the lock (`Load.tell`).
+          The abandoned loads. The caller must call `Load.tell` on each after it releases the lock.
         """
         loads = self.loader.under_way(name)
         for load in loads:
@@ -198,13 +215,17 @@ class Host:
         return loads
 
     def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
-        """Stage and admit an adapter that is in memory."""
+        """Pack an adapter from memory and admit it to the host cache."""
         with _logged(adapter.name, None):
             pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
             return self.admit(self._agreed(pack), replace, patience)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
-        """The local folder of a request, fetched if need be, unless nobody wants that load any more."""
+        """Return the local folder of a request, downloading it if necessary.
+
+        Raises:
+          LoadCancelled: the load was abandoned before the download started.
+        """
         if self._resolve is None and os.path.exists(os.path.expanduser(request.path)):
             return resolve(request.path, request.name)
         with nullcontext() if load is None else self.loader.fetching(load):
@@ -212,12 +233,12 @@ class Host:
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
     def read(self, request: LoRARequest) -> PackedAdapter:
-        """Read and pack an adapter. It is not put into the host cache, nor into page-locked memory."""
+        """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
         with _logged(request.name, request.path):
             return self._read(request)
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
-        """The blocks in page-locked memory, while there is `max_pinned_bytes` of room for that."""
+        """Return the blocks in page-locked memory, or unchanged if they would exceed `max_pinned_bytes`."""
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
@@ -227,7 +248,16 @@ class Host:
         return self._slots.pool.pin(blocks) if fits else blocks
 
     def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
-        """Make `content` the newest of its name, once nothing holds what it replaces. False if the name is there."""
+        """Add an adapter to the host cache, once no open batch holds the version that it replaces.
+
+        Returns:
+          False if the name is in the host cache and `replace` is False, else True.
+
+        Raises:
+          AdapterInUseError: open batches held the old version for too long.
+          LoadCancelled: the load was abandoned.
+          NoFreeSlotError: the host cache is full of pinned and leased adapters.
+        """
         name = content.name
 
         def decide() -> list[str] | None:
@@ -283,7 +313,8 @@ class Host:
 
         def put(victims: list[str]) -> None:
             if not content.on_host:
-                # First, for a content that is never copied back is never evicted; it waits for this lock.
+                # Start the thread before the cache changes: if it cannot start, the adapter could never be evicted.
+                # The thread blocks on the state lock, which this thread holds.
                 copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
                 copying.daemon = True
                 copying.start()
@@ -299,11 +330,11 @@ class Host:
         return content.version
 
     def _copy_back(self, content: PackedAdapter) -> None:
-        """The blocks of a device update into host memory, on a thread of its own, once the update is over."""
+        """Copy the blocks of a device update to host memory. Runs on its own thread, after the update."""
         try:
             with self._state_lock:
                 blocks = content.blocks
-            pinned = self.pinned(blocks)  # from the device, with no copy in between
+            pinned = self.pinned(blocks)  # directly from the device
             blocks = to_host(blocks) if pinned is blocks else pinned
             with self._state_lock:
                 content.blocks = blocks
@@ -314,26 +345,29 @@ class Host:
                 self._slots.pool.let_go()
             self._changed.ring()
 
-    # --- letting go -------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------------------------
 
     def held(self, content: PackedAdapter) -> bool:
-        """Whether an open batch holds a content that no handle keeps."""
+        """Return True if an open batch holds the adapter and no handle does."""
         return content in self._leases.leased() and content not in self._leases.handled()
 
     def busy(self, content: PackedAdapter) -> bool:
-        """Whether it must stay on the host."""
+        """Return True if the adapter must not be evicted from the host cache."""
         return not content.on_host or content in self._leases.leased()
 
     def check_free(self, content: PackedAdapter, doing: str, patience: Patience, *, handled: bool = False) -> None:
-        """Check that no open batch is in the way of a call. Under the manager's lock.
+        """Check that no open batch holds an adapter that a call changes. Called under the state lock.
 
         Args:
-          handled: whether batches with a version that handles keep are in the way, too.
+          content: the adapter.
+          doing: the action, for the error message.
+          patience: how long the call may wait.
+          handled: also check batches with a version that a handle holds.
 
         Raises:
-          AdapterInUseError: one is, and there is no time to wait, or it is this thread's own. Over several processes
-            none is waited for: when it is closed may differ.
-          Held: one is, and there is time (see `commit`).
+          AdapterInUseError: an open batch holds the adapter, and the deadline has passed, the batch belongs to the
+            calling thread, or the mesh spans several processes, where batches may close at different times.
+          Held: an open batch holds the adapter, and there is time to wait (see `commit`).
         """
         if not (content in self._leases.leased() if handled else self.held(content)):
             return
@@ -351,7 +385,7 @@ class Host:
         same: Callable[[D], Any] = itself,
         writes: bool = False,
     ) -> R:
-        """Decide and do (`Coordinator.commit`), once `decide` finds no open batch in the way (`check_free`)."""
+        """Run `Coordinator.commit`, again after each change while `decide` raises `Held`."""
         while True:
             seen = self._changed.rings
             try:
@@ -360,7 +394,7 @@ class Host:
                 self._changed.wait(seen, patience.deadline)
 
     def evict(self, name: str) -> None:
-        """Out of the host cache, and out of its slot."""
+        """Evict an adapter from the host cache and from its slot."""
         content = self._cache.contents[name]
         self._cache.evict(name)
         self._slots.release(content)
@@ -368,18 +402,18 @@ class Host:
         _log.info("evicted %r from the host cache", name)
 
     def oldest(self) -> str | None:
-        """The name that is evicted next."""
+        """Return the name that is evicted next; None if there is none."""
         contents = self._cache.contents
         return next(contents.evictable(lambda n: self.busy(contents[n])), None)
 
 
 class Held(Exception):
-    """Open batches hold an adapter, and a call that waits for them has time left."""
+    """Raised if open batches hold an adapter and the deadline of the call has not passed."""
 
 
 @contextmanager
 def _logged(name: str, path: str | None) -> Generator[None, None, None]:
-    """Log a load when it is done, or refused. Names and messages are escaped: they are other people's."""
+    """Log the end or the failure of a load. Names and messages are escaped, because they come from outside."""
     started = time.monotonic()
     source = "memory" if path is None else repr(path)
     try:

@@ -1,4 +1,4 @@
-"""The host cache: the newest version of every adapter, in order of use, and the requests of those that were evicted."""
+"""The host cache: the newest version of each adapter in order of use, and the requests of evicted adapters."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,19 @@ from jlora.manager.packed_adapter import PackedAdapter
 
 
 class HostCache:
-    """Names, contents and versions. Every method is called under the manager's state lock.
+    """Store the newest version of each adapter. All methods are called under the manager's state lock.
+
+    Args:
+      max_count: largest number of adapters.
+      max_bytes: largest total size in bytes.
 
     Attributes:
-      contents: name -> its newest content.
-      nbytes: of all contents.
-      known: name -> the request it was added from, of names that were evicted since.
-      last: name -> its last version, and the key of that content.
-      floor: no new content has a lower version.
-      pin_when_loaded: names that were pinned when they were saved, and are not loaded yet.
+      contents: name -> newest version of the adapter.
+      nbytes: total size of `contents` in bytes.
+      known: name -> request, for each evicted adapter that was added from a request.
+      last: name -> (last version, key of that version).
+      floor: lower bound of the versions of new adapters.
+      pin_when_loaded: names that were pinned in the restored state and are not loaded yet.
     """
 
     def __init__(self, max_count: int, max_bytes: int):
@@ -31,8 +35,7 @@ class HostCache:
         self._max_bytes = max_bytes
 
     def version(self, content: PackedAdapter) -> int:
-        """Return the version that a content is: the last of its name if it is the same files recalled, else the
-        next."""
+        """Return the version for a new adapter: the last of its name if the same files are reloaded, else the next."""
         last = self.last.get(content.name)
         if last is None:
             return self.floor
@@ -40,7 +43,7 @@ class HostCache:
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
     def put(self, content: PackedAdapter) -> None:
-        """Make `content` the newest of its name."""
+        """Store an adapter as the newest version of its name."""
         old = self.contents.get(content.name)
         self.nbytes += content.nbytes - (0 if old is None else old.nbytes)
         self.last[content.name] = (content.version, content.key)
@@ -51,11 +54,11 @@ class HostCache:
             self.contents.pin(content.name)
 
     def has_room(self, count: int, nbytes: int) -> bool:
-        """Whether an empty host cache has room for as many adapters, of `nbytes` bytes together."""
+        """Return True if an empty host cache has room for `count` adapters of `nbytes` bytes in total."""
         return count <= self._max_count and nbytes <= self._max_bytes
 
     def clear(self) -> None:
-        """Forget all adapters, also that there were any."""
+        """Remove all adapters, requests and versions."""
         for name in self.contents:
             self._take_out(name)
         self.known.clear()
@@ -64,19 +67,19 @@ class HostCache:
         self.floor = 0
 
     def newest(self, content: PackedAdapter) -> bool:
-        """Whether a content is the newest of its name."""
+        """Return True if `content` is the newest version of its name."""
         return self.contents.get(content.name) is content
 
     def evict(self, name: str) -> None:
-        """Take a content out of the cache. One that was loaded from a request stays known."""
+        """Remove an adapter from the cache. Its request, if any, is kept in `known`."""
         if (request := self.contents[name].request) is not None:
             self.known[name] = request
         self._take_out(name)
 
     def forget(self, name: str) -> bool:
-        """Take a name out of the cache and out of the known ones. False if it was in neither.
+        """Remove a name from the cache and from `known`. Return False if it was in neither.
 
-        Its versions go on counting, and no later content is one of those before.
+        The last version is kept without its key, so an adapter added later under this name gets a new version.
         """
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
@@ -91,10 +94,14 @@ class HostCache:
         self.nbytes -= self.contents.remove(name).nbytes
 
     def victims_for(self, new: PackedAdapter | None, busy: Callable[[PackedAdapter], bool]) -> list[str]:
-        """Names to evict, least recently used first, so that `new` has room.
+        """Return the names to evict, least recently used first, to make room for `new`.
+
+        Args:
+          new: the adapter to add; None if there is none.
+          busy: returns True for an adapter that must not be evicted.
 
         Raises:
-          NoFreeSlotError: what could be evicted is not enough.
+          NoFreeSlotError: there is too little room even if all evictable adapters are evicted.
         """
         name = None if new is None else new.name
         replaced = None if name is None else self.contents.get(name)

@@ -1,4 +1,4 @@
-"""Which adapters open batches hold, and handles on one version of an adapter."""
+"""Leases of open batches on adapters, and handles on one version of an adapter."""
 
 import time
 import weakref
@@ -14,10 +14,10 @@ class LeaseInfo:
     """An open lease, as `LoRAManager.leases` shows it.
 
     Attributes:
-      adapters: names of the adapters that it holds.
-      age: seconds since it was opened.
-      thread: identifier of the thread that opened it.
-      where: the stack at which it was opened, with `LoRAConfig.trace_leases`.
+      adapters: names of the adapters that the lease holds.
+      age: seconds since the lease was opened.
+      thread: identifier of the thread that opened the lease.
+      where: stack trace of the call that opened the lease, with `LoRAConfig.trace_leases`; else None.
     """
 
     adapters: tuple[str, ...]
@@ -27,12 +27,13 @@ class LeaseInfo:
 
 
 class AdapterHandle:
-    """One version of an adapter: `prepare` takes it in the place of a name, whatever the name means by then.
+    """A handle on one version of an adapter, which `prepare` accepts instead of a name.
 
-    The content stays on the host while the handle is open; it ends when it is closed, or when it is gone.
+    The version stays on the host until the handle is closed or garbage collected, even if the name is replaced.
 
     Attributes:
-      name, version: what it stands for.
+      name: name of the adapter.
+      version: version number of the adapter.
     """
 
     def __init__(self, content: PackedAdapter, on_close: Callable[[], object]):
@@ -43,11 +44,11 @@ class AdapterHandle:
 
     @property
     def content(self) -> PackedAdapter | None:
-        """The content; None once the handle is closed."""
+        """The packed adapter; None once the handle is closed."""
         return self._content
 
     def close(self) -> None:
-        """Let the version go. Closing twice is harmless."""
+        """Release the version. Further calls have no effect."""
         self._content = None
         self._on_close()
 
@@ -62,10 +63,10 @@ class AdapterHandle:
 
 
 class Leases:
-    """The open leases and handles, by weak references: one that is collected is closed.
+    """The open leases and handles, as weak references. A lease or handle that is garbage collected counts as closed.
 
-    `add` and `add_handle`, under the manager's lock, drop those that are gone. They put a new set in the place of the
-    old one, so the other methods need no lock.
+    `add` and `add_handle` are called under the state lock and drop dead references. They replace the whole set, so the
+    other methods need no lock.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Leases:
         self._handles = {ref for ref in self._handles if ref() is not None} | {weakref.ref(handle)}
 
     def gave(self, handle: AdapterHandle) -> bool:
-        """Whether a handle is of this manager."""
+        """Return True if this manager created the handle."""
         return weakref.ref(handle) in self._handles
 
     def open(self) -> Iterator[Lease]:
@@ -88,16 +89,16 @@ class Leases:
                 yield lease
 
     def leased(self) -> set[Served]:
-        """The contents that open batches hold in their slots."""
+        """Return the adapters that open batches hold in slots."""
         return {adapter for lease in self.open() for adapter in lease.adapters}
 
     def handled(self) -> set[PackedAdapter]:
-        """The contents that handles hold on the host."""
+        """Return the adapters that open handles hold on the host."""
         handles = [ref() for ref in self._handles]
         return {handle.content for handle in handles if handle is not None and handle.content is not None}
 
     def threads(self, content: PackedAdapter | None = None) -> set[int]:
-        """The threads that opened a lease (on `content`) which is still open."""
+        """Return the threads that opened the leases which are open (on `content`, if given)."""
         return {lease.thread for lease in self.open() if content is None or content in lease.adapters}
 
     def infos(self) -> tuple[LeaseInfo, ...]:

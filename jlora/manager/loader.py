@@ -1,4 +1,4 @@
-"""Adapters loaded in the background: one thread a load, one load an adapter, and nothing that a step waits for."""
+"""Load adapters in background threads: one thread for each load, and one load at a time for each adapter."""
 
 import threading
 import time
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from jlora.config import LoRARequest
 from jlora.manager.locks import Bell, StateLock
 
-_AT_ONCE = 4  # loads that read and cast at the same time; the rest wait for their turn
-_FAILED = 64  # loads whose errors are kept for who asks next: names may be made up, and nobody ask again
+_AT_ONCE = 4  # largest number of loads that read and cast at the same time
+_FAILED = 64  # failed loads kept for the next caller; bounded, since clients can invent names
 
 
 class LoadCancelled(Exception):
-    """Inside a load: it was given up."""
+    """Raised inside a load that was abandoned."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Patience:
     """How long a call waits.
 
     Attributes:
-      deadline: `time.monotonic()` at which it gives up; None for as long as it takes.
-      thread: a thread whose own open batches it does not wait for: they cannot close while it waits.
+      deadline: `time.monotonic()` at which the call stops waiting; None for no limit.
+      thread: identifier of the waiting thread. Its own open batches raise at once, since they cannot close while it
+        waits.
     """
 
     deadline: float | None
@@ -36,16 +37,18 @@ class Patience:
 
 
 class Load:
-    """One load under way. `done` is set last: then `result` or `error` is there.
+    """One load of an adapter.
 
     Attributes:
-      request: what is loaded.
-      patience: how long it waits for open batches to let go of what it replaces.
-      ahead: whether to move it to the device too.
-      result: True where it was loaded, False where it was there.
-      wanted: how many calls wait for it.
-      in_use: whether it only waits for open batches now.
-      before: loads of the same name that were under way when it was started; it begins when they are over.
+      request: the request to load.
+      patience: how long the load waits for open batches with the version that it replaces.
+      ahead: True if the adapter is also moved to the device.
+      done: True once `result` and `error` are final; set last.
+      result: True if the adapter was loaded, False if it was in the host cache.
+      error: the exception of a failed load; None otherwise.
+      wanted: number of calls that wait for the load.
+      in_use: True if open batches hold the adapter to replace.
+      before: loads of the same name that were running when this one started; it begins after them.
     """
 
     def __init__(self, request: LoRARequest, patience: Patience, before: Sequence["Load"] = ()):
@@ -62,12 +65,14 @@ class Load:
 
     @property
     def given_up(self) -> bool:
-        """Whether nothing comes of what its thread still does: every caller has left, or it has its outcome. It stays
-        so: `Loader.start` gives nobody such a load."""
+        """True if the load is done, or no call waits for it and all its futures are cancelled.
+
+        This is final, since `Loader.start` does not return such a load.
+        """
         return self.done or (self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)))
 
     def future(self) -> "Future[bool]":
-        """A future of the load. Cancelling it, also while the load runs, gives up this one's wish for it."""
+        """Return a new future of the load. The load is abandoned when all futures are cancelled and no call waits."""
         future: Future[bool] = Future()
         if self.done:
             self._tell(future)
@@ -76,13 +81,13 @@ class Load:
         return future
 
     def finish(self, result: bool, error: BaseException | None) -> None:
-        """Set the outcome, once; under the manager's lock."""
+        """Set the result and the error, unless they are set already. Called under the state lock."""
         if not self.done:
             self.result, self.error = result, error
             self.done = True
 
     def tell(self) -> None:
-        """Give the outcome to the futures; under no lock, for they call back. What is told already is passed over."""
+        """Set the pending futures. Called without locks, because futures run callbacks. May be called again."""
         for future in self._futures:
             self._tell(future)
 
@@ -96,15 +101,15 @@ class Load:
 
 
 class Loader:
-    """Runs loads on daemon threads. `start` and `forget` are called under the manager's lock.
+    """Run loads on daemon threads. `start` and `forget` are called under the state lock.
 
     Args:
-      work: loads what a `Load` asks for; returns its result.
-      lock: of the manager's state.
-      changed: rung when a load ends, or may go on.
+      work: runs a load and returns its result.
+      lock: the state lock of the manager.
+      changed: rung when a load ends or may continue.
 
     Attributes:
-      turn: held while a load reads and casts.
+      turn: semaphore, acquired while a load reads and casts.
     """
 
     def __init__(self, work: Callable[[Load], bool], lock: StateLock, changed: Bell):
@@ -113,22 +118,22 @@ class Loader:
         self._lock = lock
         self._changed = changed
         self._loads: dict[LoRARequest, Load] = {}
-        self._fetching: list[Load] = []  # that ask a network or a callback, or wait until they may, in their order
+        self._fetching: list[Load] = []  # loads inside `fetching`, in order of arrival
         self._own = threading.local()
 
     @property
     def own(self) -> Load | None:
-        """The load whose thread this is; None on a thread of a user."""
+        """The load that runs on the calling thread; None on other threads."""
         return getattr(self._own, "load", None)
 
     @contextmanager
     def fetching(self, load: Load) -> Generator[None, None, None]:
-        """Held while a load asks a network or a callback, which may take long or hang: others read meanwhile.
+        """Limit the number of loads that use the network or the `resolve` callback, which may be slow or hang.
 
-        One that is given up cannot be stopped, but the next one takes its turn.
+        Other loads may read and cast meanwhile. An abandoned load cannot be stopped, but it no longer counts.
 
         Raises:
-          LoadCancelled: the load was given up while it waited.
+          LoadCancelled: the load was abandoned while it waited.
         """
         with self._lock:
             self._fetching.append(load)
@@ -156,48 +161,48 @@ class Loader:
         ahead: bool = False,
         patience: Patience | None = None,
     ) -> Load:
-        """The load of a request: the one under way, or a new one.
+        """Return the running load of a request, or start a new one.
 
         Args:
-          request: what to load.
-          again: start a new one where the last one is done. If not, a load that failed is returned, for its error.
-          anew: start a new one also where one is under way, which may have read older files.
-          ahead: move it to the device too.
-          patience: of a new load.
+          request: the request to load.
+          again: start a new load if the last one is done. If False, a failed load is returned with its error.
+          anew: start a new load even if one is running, which may have read older files.
+          ahead: also move the adapter to the device.
+          patience: patience of a new load.
         """
         load = self._loads.get(request)
         over = load is not None and (load.given_up if not load.done else again)
         if load is None or over or anew:
             load = Load(request, patience or Patience(None), self.under_way(request.name))
-            load.wanted += 1  # until the thread runs, and the caller has said that it wants it
+            load.wanted += 1  # until the thread starts; by then the caller has incremented it
             threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
         return load
 
     def named(self, name: str) -> list[Load]:
-        """The loads of this name that are under way, or done and not forgotten."""
+        """Return the loads of a name, running or kept."""
         return [load for load in self._loads.values() if load.request.name == name]
 
     def under_way(self, name: str | None = None) -> list[Load]:
-        """The loads of this name, or of all, that are not done, with those that they wait for."""
+        """Return the loads of a name (None: of all names) that are not done, including the loads that they follow."""
         found = list(self._loads.values()) if name is None else self.named(name)
         for load in found:
             found += [other for other in load.before if other not in found]
         return [load for load in found if not load.done]
 
     def forget(self, load: Load) -> None:
-        """Let a finished load be started again."""
+        """Drop a finished load, so that `start` begins a new one."""
         if load.done:
             self.abandon(load)
 
     def abandon(self, load: Load) -> None:
-        """Let a load be started again though it may be under way; what becomes of that one is of no use then."""
+        """Drop a load, finished or running, so that `start` begins a new one."""
         if self._loads.get(load.request) is load:
             del self._loads[load.request]
 
     def check_wanted(self, load: Load) -> None:
-        """Raises LoadCancelled where a load was given up."""
+        """Raise LoadCancelled if a load was abandoned."""
         with self._lock:
             if load.given_up:
                 self.abandon(load)
@@ -206,16 +211,16 @@ class Loader:
     def _run(self, load: Load) -> None:
         self._own.load = load
         try:
-            with self._lock:  # the caller has left it, and counts itself now
+            with self._lock:  # drop the count that `start` added
                 load.wanted -= 1
             seen = self._changed.rings
-            for other in load.before:  # in the order in which they were asked for
+            for other in load.before:  # loads of one name run in the order of their requests
                 while not other.given_up:
                     self._changed.wait(seen)
                     seen = self._changed.rings
             load.before = ()
             self.finish(load, self._work(load), None)
-        except BaseException as error:  # whatever it was, those who wait must hear of it
+        except BaseException as error:  # every load needs an outcome, or waiting calls hang
             self.finish(load, False, error)
 
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
-"""The lock of a manager's state, which defers SIGINT, and a bell that wakes threads which wait for a change.
+"""The state lock of a manager, which defers SIGINT, and `Bell`, which wakes threads that wait for a change.
 
-A KeyboardInterrupt in the middle of a change would leave books and slots in disagreement. So SIGINT is deferred while
-the main thread holds the state's lock: it is noted, and raised when the lock is free again. No code under the lock
-reads a file, compiles, or calls a user's function; it waits for nothing but the device, where a write must.
+A KeyboardInterrupt in the middle of a change would leave the host cache and the slots inconsistent. SIGINT is therefore
+deferred while the main thread holds the state lock, and raised when the lock is released. Code under the lock never
+reads a file, compiles or calls a user's function. It blocks only on the device, if a write requires it.
 """
 
 import signal
@@ -10,19 +10,19 @@ import threading
 import time
 from types import FrameType
 
-_MOMENT = 0.05  # seconds that a thread waits for the lock before it answers a SIGINT
-_LOOK_AGAIN = 0.05  # seconds
+_MOMENT = 0.05  # seconds to wait for the lock before handling a SIGINT
+_LOOK_AGAIN = 0.05  # longest wait of `Bell.wait`, in seconds
 
 
 class _Deferral:
-    """Defers SIGINT in the main thread, where the handler is Python's default; asyncio's, say, raises nothing here."""
+    """Defer SIGINT in the main thread. Only Python's default handler is replaced, since others need not raise here."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._noted = False
 
     def begin(self) -> None:
-        """Note SIGINT instead of raising. Calls nest."""
+        """Record SIGINT instead of raising. Calls may be nested."""
         if threading.get_ident() != threading.main_thread().ident:
             return
         if self._depth == 0:
@@ -33,7 +33,7 @@ class _Deferral:
         self._depth += 1
 
     def end(self) -> None:
-        """Raise KeyboardInterrupt from now on, and at once if a SIGINT was noted."""
+        """Restore the handler at the outermost call, and raise KeyboardInterrupt if a SIGINT was recorded."""
         if self._depth == 0 or threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1
@@ -46,11 +46,11 @@ class _Deferral:
         self._noted = True
 
 
-_sigint = _Deferral()  # of the process, as its handler is
+_sigint = _Deferral()  # one for the process, like the signal handler
 
 
 class StateLock:
-    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while that waits for it."""
+    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while it waits for the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -67,33 +67,33 @@ class StateLock:
 
 
 class Bell:
-    """Wakes threads that wait for a change of a lease, a load or a slot.
+    """Wake threads that wait for a change of a lease, a load or a slot.
 
     Attributes:
-      rings: how often it rang.
+      rings: number of calls of `ring`.
     """
 
     def __init__(self) -> None:
         self.rings = 0
-        # Entered as it is: the condition's own `__enter__` is a Python function, in which a SIGINT would leave it held.
+        # Entered directly: `Condition.__enter__` is a Python function, and a SIGINT inside would leave it locked.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
 
     def ring(self) -> None:
-        """Wake every thread that waits."""
+        """Wake all waiting threads."""
         with self._lock:
             self.rings += 1
             self._condition.notify_all()
 
     def wait(self, seen: int, deadline: float | None = None) -> None:
-        """Wait for a ring, and no longer than `_LOOK_AGAIN` or the deadline.
+        """Wait for a ring, at most until `_LOOK_AGAIN` seconds have passed or the deadline is reached.
 
-        A lease that is collected without having been closed does not ring, since a finalizer must not take a lock. Nor
-        does a future that is cancelled. So the caller looks again after `_LOOK_AGAIN`.
+        Some changes do not ring: a lease that is garbage collected without being closed, since a finalizer must not
+        take a lock, and a cancelled future. Callers must therefore check again after each return.
 
         Args:
-          seen: `rings` before the caller found that it must wait; if it rang since, this returns at once.
-          deadline: `time.monotonic()` at which to give up.
+          seen: value of `rings` before the caller checked its condition. Return at once if it has changed.
+          deadline: `time.monotonic()` at which to stop waiting; None for no deadline.
         """
         left = _LOOK_AGAIN if deadline is None else min(_LOOK_AGAIN, deadline - time.monotonic())
         with self._lock:

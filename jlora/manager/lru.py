@@ -1,4 +1,4 @@
-"""Least-recently-used order with pins. Pure Python: what an entry is, the manager knows."""
+"""A mapping in least-recently-used order, with pins."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class LRU(Generic[V]):
-    """Named entries, oldest use first. Pinned entries keep their place and are never offered for eviction."""
+    """A mapping of names to entries, least recently used first. Pinned entries are never returned for eviction."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, V] = OrderedDict()
@@ -21,18 +21,18 @@ class LRU(Generic[V]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[str]:
-        """Names, least recently used first."""
+        """Iterate over a copy of the names, least recently used first."""
         return iter(tuple(self._entries))
 
     def __getitem__(self, name: str) -> V:
-        """The entry; reading it is not a use."""
+        """Return the entry, without marking a use."""
         return self._entries[name]
 
     def get(self, name: str) -> V | None:
         return self._entries.get(name)
 
     def put(self, name: str, value: V) -> None:
-        """Add or replace an entry, as its most recent use."""
+        """Add or replace an entry, and mark a use."""
         self._entries[name] = value
         self._entries.move_to_end(name)
 
@@ -41,7 +41,7 @@ class LRU(Generic[V]):
         self._entries.move_to_end(name)
 
     def remove(self, name: str) -> V:
-        """Take an entry out, pinned or not. Raises KeyError for an unknown name."""
+        """Remove and return an entry, pinned or not. Raises KeyError for an unknown name."""
         entry = self._entries.pop(name)
         self._pinned.discard(name)
         return entry
@@ -52,7 +52,7 @@ class LRU(Generic[V]):
         self._pinned.add(name)
 
     def unpin(self, name: str) -> bool:
-        """True if it was pinned."""
+        """Unpin a name. Return True if it was pinned."""
         was = name in self._pinned
         self._pinned.discard(name)
         return was
@@ -61,5 +61,8 @@ class LRU(Generic[V]):
         return name in self._pinned
 
     def evictable(self, busy: Callable[[str], bool]) -> Iterator[str]:
-        """Names that may be evicted, the first to go first: neither pinned nor busy. The entries must not change."""
+        """Yield the names that are neither pinned nor busy, least recently used first.
+
+        The entries must not change during the iteration.
+        """
         return (name for name in self._entries if name not in self._pinned and not busy(name))

@@ -1,4 +1,4 @@
-"""`LoRAManager`: adapters on the host, adapters in slots, and batches that hold their slots."""
+"""`LoRAManager`: manage adapters in host memory and in device slots, and the batches that use them."""
 
 import logging
 import operator
@@ -50,50 +50,54 @@ _log = logging.getLogger("jlora")
 
 
 class LoRAManager:
-    """Serves many adapters on one model.
+    """Serve many adapters on one model.
 
-    Wraps the eligible layers of `model` in place. Adapters live in a host cache (`max_cpu_loras`) and are written into
-    device slots (`max_loras`) when a batch needs them; both evict the least recently used one that is neither pinned
-    nor held by an open batch. What was loaded from a request and evicted is loaded again when it is asked for.
+    The eligible layers of `model` are wrapped in place. Adapters are kept in a host cache (`max_cpu_loras`) and are
+    written into device slots (`max_loras`) when a batch needs them. Both levels evict the least recently used adapter
+    that is neither pinned nor held by an open batch. An evicted adapter that was loaded from a request is loaded again
+    when it is needed.
 
-    Threads: every method may be called from any thread. Loads run on threads of their own and touch no slot array;
-    slots are written inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup` alone. If one
-    thread steps while another may write, run the steps through `run`, which takes turns with the writes. A thread that
-    calls its step directly, with an open batch of its own, is safe too, but then a write in another thread copies the
-    slot arrays instead of updating them in place.
+    Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
+    arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
+    If one thread runs steps while another may write slots, run the steps through `run`, which excludes writes during
+    a step. A thread may also call its step directly while it has a batch open. A write in another thread then copies
+    the slot arrays instead of updating them in place.
 
-    Interrupts: after a Ctrl-C the books and the slots agree. Under Python's own SIGINT handler, a KeyboardInterrupt in
-    the main thread comes before or after a change of them. A slot that a device error left half written is written
-    again by the next `prepare`, and so are slot arrays that a step donated or that were replaced from outside
-    (`nnx.update` with an older state): what is in the slots is the host cache's.
+    Interrupts: the manager stays consistent after Ctrl-C. With Python's default SIGINT handler, KeyboardInterrupt is
+    raised in the main thread before or after a change of the manager's state, never during one. The next `prepare`
+    rewrites slots that a device error left half written, slot arrays that a step donated, and slot arrays that were
+    replaced by other code (such as `nnx.update` with an older state). The host cache determines the contents of the
+    slots.
 
-    Copies: the manager writes the slots of `model` and of nothing else. A copy that was made before an adapter came
-    into its slot (`nnx.clone(arrays=True)`, a state that was split and kept) raises, or computes NaN inside a compiled
-    function, for batches with that adapter. The first layer that is wrapped tells, so a function that calls only others
-    is not protected.
+    Copies: the manager writes only the slots of `model`. A copy of the model made before an adapter was written
+    (`nnx.clone(arrays=True)`, or a state that was split and kept) raises for batches with that adapter, or computes
+    NaN inside a compiled function. The check runs in the first wrapped layer, so a function that does not call that
+    layer is not protected.
 
-    Meshes: where the model's parameters lie on several devices, the slots of each layer are split as its kernel is
-    (docs/mesh.md), and batches lie on the same mesh. Where these are of several processes, each has a manager, and all
-    make the same calls in the same order; what one of them cannot do, none does, and all raise the same error. No call
-    waits for open batches then, and `timeout=`, `wait=False` and `prefetch` are refused.
+    Meshes: if the model's parameters are on several devices, the slots of each layer are split like its kernel
+    (docs/mesh.md), and batches are placed on the same mesh. If the mesh spans several processes, each process has a
+    manager, and all processes must make the same calls in the same order. If a call fails in one process, the
+    state is unchanged in all of them, and all raise the same error. In this mode no call waits for open batches, and
+    `timeout=`, `wait=False` and `prefetch` raise.
 
     Args:
-      model: any `nnx.Module`; on a mesh, laid out before the manager is made.
-      config: sizes, dtype, targets.
-      packed_modules: checkpoint names that make up merged projections, {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-        or, with the sizes of the slices that each name covers, {"in_proj": {"qkv": (64, 64, 128), "z": 128}}. A tuple
-        takes its sizes from the layer's `output_sizes`, else it splits evenly. None reads `model.packed_modules`.
-      name_map: regex -> replacement from checkpoint module names to the model's own dotted paths, for models whose
-        paths differ; the first pattern found in a name is substituted.
-      skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose (MTP
-        heads, other pipeline stages, a vision tower); what an adapter brings for those is passed over and shown by
+      model: any `nnx.Module`. To serve on a mesh, shard it before the manager is created.
+      config: sizes, dtype and targets.
+      packed_modules: checkpoint names of the parts of packed modules, such as
+        {"qkv_proj": ("q_proj", "k_proj", "v_proj")}, or with the sizes of the output slices that each name covers,
+        {"in_proj": {"qkv": (64, 64, 128), "z": 128}}. The parts of a tuple take their sizes from the layer's
+        `output_sizes`, or are of equal size without it. None reads `model.packed_modules`.
+      name_map: regex -> replacement, from checkpoint module names to the dotted paths of the model, for models whose
+        paths differ. The first pattern found in a name is substituted.
+      skip: regular expressions searched in checkpoint module names, for modules that this process does not have (MTP
+        heads, other pipeline stages, a vision tower). Adapter weights for these modules are ignored and listed by
         `layers()`.
-      resolve: request -> local folder, for stores that are neither a folder nor the Hugging Face hub. Called on the
-        loading thread, where calls of this manager that wait for loads raise LoRAUsageError.
+      resolve: request -> local folder, for stores other than a folder or the Hugging Face hub. It is called on the
+        loading thread. Calls of this manager that wait for loads raise LoRAUsageError there.
 
     Raises:
-      LoRAError: nothing can be wrapped, a target matches nothing, the model is wrapped already, a kernel is split over
-        a mesh in a way that is not served, or `name_map` is not what it should be. The model is as it was then.
+      LoRAError: no layer can be wrapped, a target matches no layer, the model is already wrapped, a kernel has an
+        unsupported sharding, or `name_map` is invalid. The model is left unchanged.
     """
 
     _wrapped: WrappedModel
@@ -110,8 +114,8 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
-        # Taken in this order. `_step_lock` is held while slots are written and while `run` dispatches a step;
-        # `_state_lock` for moments only, never while anything is read, cast or compiled.
+        # Acquire in this order. `_step_lock` is held while slots are written and while `run` dispatches a step.
+        # `_state_lock` is held only briefly, never while a file is read, arrays are cast or a program is compiled.
         self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
         self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
@@ -120,24 +124,28 @@ class LoRAManager:
             self._build(rules, memory, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
-                self._wrapped.unwrap()  # nobody else could
+                self._wrapped.unwrap()  # the caller has no manager to do it
             raise
 
     def _wrap(
         self, packed_modules: PackedModules | None, name_map: NameMap | None, skip: Sequence[str]
     ) -> tuple[NameRules, int]:
-        """Wrap the model, in all processes and with the same slots. Returns the bytes of their host caches, too."""
+        """Wrap the model, with the same slots in all processes.
+
+        Returns:
+          The name rules, and the smallest host cache size over the processes, in bytes.
+        """
         config = self.config
 
         def wrap() -> NameRules:
-            rules = name_rules(name_map)  # first, so that a bad one leaves the model alone
+            rules = name_rules(name_map)  # first, so that an invalid name_map leaves the model unchanged
             self._wrapped = wrap_model(self.model, config, packed_modules, skip)
             return rules
 
         def same(_: NameRules) -> Any:
             slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
             sizes = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
-            sizes = replace(sizes, target_modules=None, exclude_modules=None)  # the slots show which layers they name
+            sizes = replace(sizes, target_modules=None, exclude_modules=None)  # compared through the slots
             return [repr(sizes), repr(slots)]
 
         rules, memory = self._coordinator.agree(wrap, same, lambda _: config.max_cpu_bytes or machine_bytes() // 2)
@@ -158,7 +166,7 @@ class LoRAManager:
         of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, self._state_lock, self._changed)
         self._batches = Batches(*of_batches, self._host, self._coordinator)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
-        self._shape: tuple[Any, list[int]] | None = None  # of that state, and which array each of its leaves is
+        self._shape: tuple[Any, list[int]] | None = None  # tree structure, and the array of each leaf
         self._base_digest: str | None = None
 
     # --- adapters -----------------------------------------------------------------------------------------------
@@ -166,23 +174,26 @@ class LoRAManager:
     def add_adapter(
         self, adapter: LoRARequest | Adapter, *, load_inplace: bool = False, timeout: float | None = None
     ) -> bool:
-        """Load an adapter into the host cache. True if it was loaded, False if the name was there (then it is touched).
+        """Load an adapter into the host cache.
 
-        With `load_inplace` (here or in the request) an adapter of the same name is replaced, by its files as they are
-        now and always as a new version. That waits for open batches with the old one, unless handles hold it: then
-        both versions are served.
+        With `load_inplace` (here or in the request), an existing adapter of the same name is replaced by the current
+        contents of its files, always as a new version. The call first waits for open batches with the old version.
+        If a handle holds the old version, the call does not wait, and both versions are served.
 
         Args:
-          adapter: what to load: a folder or repository, or arrays in memory.
+          adapter: a request for a folder or repository, or an adapter in memory.
           load_inplace: replace an adapter of the same name.
-          timeout: seconds to wait for the load and for open batches. None: as long as it takes, but not for batches
-            which this very thread has open.
+          timeout: seconds to wait for the load and for open batches. None waits without limit, but raises at once if
+            the calling thread has a batch with the old version open.
+
+        Returns:
+          True if the adapter was loaded. False if the name was in the host cache. The call then marks a use.
 
         Raises:
-          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`; nothing changes then. The
-            first also where another thread removes the name while it is loaded.
+          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`. The cache is unchanged.
+            The first is also raised if another thread removes the name during the load.
           AdapterInUseError: open batches held the adapter to replace for too long.
-          LoadTimeoutError: the load took too long; it is given up.
+          LoadTimeoutError: the load took too long. The load is abandoned.
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
         self._check_call("add_adapter", waits=True)
@@ -202,54 +213,56 @@ class LoRAManager:
             return self._host.add(adapter, load_inplace, patience)
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
-        """Load an adapter in the background, and move it to the device, so that the next `prepare` only writes it.
+        """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.
 
-        Nothing waits for it: not a step, not a `prepare` of other adapters. Cancelling the future gives the load up.
+        Steps and calls of `prepare` for other adapters do not wait for this load. Cancelling the future abandons it.
 
         Args:
-          request: what to load, or the name of one that was evicted and is loaded again.
+          request: a request, or the name of an adapter that was added before and may have been evicted.
 
         Returns:
-          A future of what `add_adapter(request)` would return; its exception is what that would raise:
-          AdapterNotFoundError also where the name is removed before it is loaded.
+          A future with the result or the exception of `add_adapter(request)`. The exception is AdapterNotFoundError if
+          the name is removed before it is loaded.
 
         Raises:
           AdapterNotFoundError: no adapter of that name was added.
-          LoRAUsageError: the model lies on devices of several processes.
+          LoRAUsageError: the model is on devices of several processes.
         """
         self._check_call("prefetch")
         self._coordinator.refuse("prefetch", "load adapters with add_adapter or prepare, in all processes at once")
         if isinstance(request, str):
             with self._state_lock:
                 name, known = request, self._cache.known.get(request)
-                request = known or self._host.newest(name).request or LoRARequest(name, name)  # in memory: never read
+                request = known or self._host.newest(name).request or LoRARequest(name, name)  # placeholder: not read
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return self._host.prefetch(request)
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
-        """New weights for an adapter, as a new version, in the slot that it has: all of them or none.
+        """Replace weights of an adapter with new arrays, as a new version.
 
-        From device arrays nothing goes through the host: they are cast, scaled and written where they are, and copied
-        to the host cache in the background; until then the adapter is not evicted, and who needs its slot waits. Open
-        batches with the old weights are waited for, unless handles hold those. After that the adapter is no longer what
-        its request would load.
+        If the adapter is in a slot, the new weights are written into the same slot. Either all arrays are applied or
+        none. Device arrays are cast, scaled and written on the device, and copied to the host cache in the background.
+        The adapter cannot be evicted until that copy is done. The call waits for open batches with the old weights,
+        unless a handle holds the old version. The updated adapter has no request, so it is not
+        loaded again after an eviction.
 
         Args:
-          name: which.
-          arrays: PEFT tensor name -> A [r, K] or B [N, r] (an embedding's: [r, V] and [D, r]), unscaled: the adapter's
-            own scaling is applied. Names left out keep their weights. The rank of a module may change where both
-            halves are given, up to `max_lora_rank`; its scaling then follows its alpha.
-          timeout: seconds to wait. None: as long as it takes, but not for batches which this very thread has open.
+          name: name of the adapter.
+          arrays: PEFT tensor name -> A [r, K] or B [N, r], floating point, unscaled; for an embedding [r, V] and
+            [D, r]. The scaling of the adapter is applied to them. Tensors left out keep their weights. If both A and B
+            of a module are given, its rank may change, up to `max_lora_rank`; its scaling then follows its alpha.
+          timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
+            open.
 
         Returns:
-          The new version.
+          The new version number.
 
         Raises:
           AdapterNotFoundError: the name was not added.
-          AdapterMismatchError: a name that the adapter does not have, a shape or a rank that does not fit.
-          AdapterFormatError: not matrices of floats; NaN or infinity.
-          AdapterInUseError: open batches held it for too long, or another thread replaced it meanwhile.
+          AdapterMismatchError: the adapter has no such tensor, or a shape or rank does not fit.
+          AdapterFormatError: an array is not a floating-point matrix, or has NaN or infinity.
+          AdapterInUseError: open batches held the adapter for too long, or another thread replaced it during the call.
         """
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
@@ -258,17 +271,21 @@ class LoRAManager:
             return self._host.update(name, arrays, patience)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
-        """Remove an adapter from its slot and from the host, pinned or not, and forget it. False if it is unknown.
+        """Remove an adapter from its slot and from the host cache, pinned or not.
 
-        Waits for open batches with it. Loads of it that are under way are given up: who waits for one gets an
-        AdapterNotFoundError.
+        The call waits for open batches with the adapter. Running loads of it are abandoned, and calls that wait for
+        them raise AdapterNotFoundError.
 
         Args:
-          name: which.
-          timeout: seconds to wait. None: as long as it takes, but not for batches which this very thread has open.
+          name: name of the adapter.
+          timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
+            open.
+
+        Returns:
+          True if the name was on the host, evicted or being loaded; False if it is unknown.
 
         Raises:
-          AdapterInUseError: open batches held it for too long.
+          AdapterInUseError: open batches held the adapter for too long.
         """
         patience = self._patience(timeout)
 
@@ -294,7 +311,11 @@ class LoRAManager:
         return found
 
     def remove_oldest_adapter(self) -> bool:
-        """Remove the least recently used adapter that is neither pinned nor leased. False if there is none."""
+        """Evict the least recently used adapter that is neither pinned nor leased from the host cache.
+
+        Returns:
+          True if an adapter was evicted, False if there is none.
+        """
 
         def evict(name: str | None) -> bool:
             if name is not None:
@@ -305,11 +326,15 @@ class LoRAManager:
             return self._coordinator.commit(self._host.oldest, evict, lambda name: [name])
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
-        """Remove every adapter, pinned ones too, and forget those that were evicted. Loads under way are given up, as
-        in `remove_adapter`.
+        """Remove all adapters, including pinned and evicted ones.
+
+        Running loads are abandoned, as in `remove_adapter`.
+
+        Args:
+          timeout: seconds to wait for open batches, as in `remove_adapter`.
 
         Raises:
-          AdapterInUseError: open batches held one for too long; then nothing is removed.
+          AdapterInUseError: open batches held an adapter for too long. No adapter is removed.
         """
         patience = self._patience(timeout)
 
@@ -337,14 +362,15 @@ class LoRAManager:
     ) -> dict[str, AdapterInfo]:
         """Return a record of each adapter that was added: name -> `AdapterInfo`.
 
-        Evicted adapters come first, then those of the host cache, least recently used first.
+        Evicted adapters come first, then the adapters of the host cache, least recently used first.
 
         Args:
-          names: return only these; unknown names are left out. Few names cost little, however many adapters there are.
-          level: return only adapters at this level. With "slot" the cost depends on the slots alone.
+          names: return only these; unknown names are left out. The cost then depends on the number of names, not on
+            the number of adapters.
+          level: return only adapters at this level. With "slot" the cost depends only on the number of slots.
 
         Raises:
-          LoRAUsageError: `names` is a single string, or there is no such level.
+          LoRAUsageError: `names` is a single string, or `level` is invalid.
         """
         if level not in (None, "slot", "host", "evicted"):
             raise LoRAUsageError(f'level must be "slot", "host", "evicted" or None, got {level!r}')
@@ -354,17 +380,18 @@ class LoRAManager:
             return records(names, level, self._cache, self._pool, self._leases)
 
     def export_adapter(self, name: str) -> Adapter:
-        """Read an adapter back from its slot, after training the slot arrays there.
+        """Read an adapter from its slot, for example after training the slot arrays.
 
-        Export before the next `prepare`: that may write the slots again from the host cache.
+        Export before the next `prepare`, which may rewrite the slots from the host cache.
 
         Returns:
-          An `Adapter` with the loaded one's module names, ranks and alphas, and the slot's values in slot dtype.
+          An `Adapter` with the module names, ranks and alphas of the loaded adapter, and the values of the slot in the
+          slot dtype.
 
         Raises:
           AdapterNotFoundError: the name was not added.
-          LoRAError: it is in no slot.
-          LoRAUsageError: the model lies on devices of several processes.
+          LoRAError: the adapter is in no slot.
+          LoRAUsageError: the model is on devices of several processes.
         """
         self._coordinator.refuse(
             f"export_adapter({name!r})",
@@ -378,52 +405,54 @@ class LoRAManager:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
             return export(content, slot, self._wrapped.modules)
 
-    # --- a restart ----------------------------------------------------------------------------------------------
+    # --- save and restore ---------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, without: Collection[str] = ()) -> None:
-        """Save what a restart needs to go on: `restore`, of a new manager, takes it.
+        """Save the state of the manager to a folder, for `restore` in a new manager.
 
-        One file has the names, requests (of evicted adapters too), pins, what is in slots, orders of use, versions and
-        fingerprints. The weights of an adapter that was added from memory, or changed by `update_adapter`, are saved
-        beside it; those of any other stay where its request loads them. What was saved there before is replaced in one
-        step: a process that is killed leaves the old state or the new one. On return all of it is on the disk.
+        One file holds the names, requests (also of evicted adapters), pins, slots, order of use, versions and
+        fingerprints. Weights are saved only for adapters that were added from memory or changed by `update_adapter`;
+        all others are loaded from their requests again. An earlier save in the same folder is replaced atomically, so
+        a killed process leaves either the old state or the new one. The files are synced to disk on return.
 
-        The state is that of one moment during the call. Steps, loads and evictions of other threads go on while it is
-        written. Of several saves to one folder at a time, also from other processes, each waits for the one before.
+        The saved state is consistent: it is taken at one moment during the call. Steps, loads and evictions in other
+        threads continue while it is written. Concurrent saves to one folder, also from other processes, run one after
+        the other.
 
         Args:
-          path: a folder, made if need be.
+          path: a folder, created if it does not exist.
           without: names to save as if they had been removed.
 
         Raises:
-          LoRAUsageError: the model lies on devices of several processes.
-          LoRAError: it could not be written; what was saved before is as it was.
+          LoRAUsageError: the model is on devices of several processes.
+          LoRAError: the state could not be written. The earlier save is unchanged.
         """
         self._check_call("save")
         save(self._saved_at("save", path), self._slots, self._cache, self._state_lock, self._base(), without)
 
     def restore(self, path: str | os.PathLike[str]) -> frozenset[str]:
-        """Go on as another manager was saved: all of it, or nothing where this raises.
+        """Restore the state that another manager saved.
 
-        Adapters of the host cache are loaded from their requests again, and are in slots, pinned and in order of use as
-        they were. An adapter whose files hold other bytes than they did is a new version. One that cannot be loaded is
-        evicted: the error is raised when it is used, and it is pinned again once it loads. The next version of a name
-        is larger than any before, saved or not. Sizes and the mesh may be others: if the host cache or the slots are
-        smaller, pinned adapters get the room first, then those used last; the others are loaded when they are used.
+        If this raises, the manager is unchanged. Adapters of the host cache are loaded from their requests again, with
+        their slots, pins and order of use. An adapter whose files have changed becomes a new version. An adapter that
+        cannot be loaded is restored as evicted: its error is raised when it is used, and its pin applies once it
+        loads. The next version of a name is larger than every earlier one, including versions served after the save.
+        Sizes and the mesh may differ from the saved manager. If the host cache or the slots are smaller, pinned
+        adapters are restored first, then the most recently used; the others are loaded when they are used.
 
         Args:
-          path: the path that was given to `save`.
+          path: the folder that was passed to `save`.
 
         Returns:
-          Every name that the saved manager knew, removed ones too.
+          All names that the saved manager had, including removed ones.
 
         Raises:
-          AdapterNotFoundError: nothing is saved there.
-          AdapterFormatError: it was damaged; the message names the file.
-          AdapterMismatchError: it was saved beside another base model, or with another `name_map` or `skip`; or an
-            adapter from memory was packed for other layers, slot dtypes or a larger rank.
-          NoFreeSlotError: no room for a pinned adapter, or for one from memory.
-          LoRAUsageError: this manager has had adapters; the model lies on devices of several processes.
+          AdapterNotFoundError: the folder has no saved state.
+          AdapterFormatError: a file is damaged. The message names the file.
+          AdapterMismatchError: the state was saved with another base model, `name_map` or `skip`, or an adapter from
+            memory was packed for other layers, other slot dtypes or a larger rank.
+          NoFreeSlotError: there is no room for a pinned adapter or for an adapter from memory.
+          LoRAUsageError: this manager has had adapters, or the model is on devices of several processes.
         """
         self._check_call("restore")
         folder, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
@@ -444,7 +473,10 @@ class LoRAManager:
     # --- slots --------------------------------------------------------------------------------------------------
 
     def activate_adapter(self, name: str) -> bool:
-        """Write an adapter into a slot. True if it was written, False if it was in one (then it is touched).
+        """Write an adapter into a slot, loading it again if it was evicted.
+
+        Returns:
+          True if it was written. False if it was in a slot already. The call then marks a use.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -455,10 +487,17 @@ class LoRAManager:
             return self._batches.activate(name, pin=False)
 
     def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
-        """Take an adapter out of its slot (it stays on the host, unpinned). False if it is in none.
+        """Remove an adapter from its slot. It stays in the host cache, unpinned.
+
+        Args:
+          name: name of the adapter.
+          timeout: seconds to wait for open batches, as in `remove_adapter`.
+
+        Returns:
+          True if the adapter was in a slot.
 
         Raises:
-          AdapterInUseError: open batches held it for too long; see `remove_adapter`.
+          AdapterInUseError: open batches held the adapter for too long.
         """
         patience = self._patience(timeout)
 
@@ -479,10 +518,15 @@ class LoRAManager:
             return self._host.commit(decide, release, patience, same=lambda version: [version])
 
     def pin_adapter(self, name: str) -> bool:
-        """Keep an adapter in a slot and on the host, written into one first if need be. Always True.
+        """Pin an adapter, so that it is never evicted from its slot or the host cache.
+
+        It is written into a slot first if it is in none.
+
+        Returns:
+          True.
 
         Raises:
-          AdapterNotFoundError, NoFreeSlotError: as `activate_adapter`.
+          AdapterNotFoundError, NoFreeSlotError: as in `activate_adapter`.
         """
         self._check_call("pin_adapter", waits=True)
         with self._coordinator.turn(f"pin_adapter({name!r})"):
@@ -490,7 +534,10 @@ class LoRAManager:
         return True
 
     def unpin_adapter(self, name: str) -> bool:
-        """Let an adapter be evicted again. False if it was not pinned.
+        """Unpin an adapter, so that it may be evicted again.
+
+        Returns:
+          True if it was pinned.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -504,12 +551,12 @@ class LoRAManager:
 
     @property
     def slots(self) -> nnx.State[Any, Any]:
-        """The current slot arrays, the same pytree as `nnx.state(model, jlora.SlotParam)`.
+        """The current slot arrays, as the same pytree as `nnx.state(model, jlora.SlotParam)`.
 
-        The next write of a slot donates them: read this property anew for each step.
+        The next slot write donates these arrays, so read this property before each step.
 
         Raises:
-          LoRAError: the model was given back (`unwrap`).
+          LoRAError: the model was unwrapped.
         """
         with self._state_lock:
             arrays = self._pool.arrays()
@@ -518,7 +565,7 @@ class LoRAManager:
             return self._state[1]
 
     def _state_of(self, arrays: list[jax.Array]) -> nnx.State[Any, Any]:
-        """The slot arrays as a state. To walk the model for it takes milliseconds, so that is done once."""
+        """Return the slot arrays as a state. Walking the model takes milliseconds, so its structure is cached."""
         self._wrapped.check()
         if self._shape is None:
             state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
@@ -562,27 +609,30 @@ class LoRAManager:
         wait: bool = True,
         timeout: float | None = None,
     ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
-        """Bring the adapters of one batch into slots and hold them there until the batch closes.
+        """Write the adapters of one batch into slots and hold them there until the batch is closed.
 
         Args:
-          names: the adapter of each sequence, as a name (its newest version), a `LoRARequest` (loaded if it is not)
-            or a handle from `hold`; None takes the base model.
-          token_counts: for packed rows [tokens, features]: how many rows each sequence has, in order.
-          pad_to: number of packed rows, at least their sum (the default); the rows behind take no adapter.
-          length: for layers that see rows [batch * length, features] before any [batch, length, features].
-          wait: whether to wait for adapters that are being loaded. If not, those that are not ready yet are absent, and
-            `jlora.use` raises until the caller drops their rows (`LoRABatch.drop_absent`).
-          timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None: as long
-            as loads take, and not at all for slots.
+          names: the adapter of each sequence: a name (its newest version), a `LoRARequest` (loaded if necessary), a
+            handle from `hold`, or None for the base model.
+          token_counts: number of rows of each sequence, in order, for packed rows [tokens, features].
+          pad_to: total number of packed rows, at least the sum of `token_counts` (the default). Padding rows use no
+            adapter.
+          length: rows per sequence, for models whose layers get rows [batch * length, features] before any
+            [batch, length, features].
+          wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
+            `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
+          timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits
+            for loads without limit and does not wait for slots.
 
         Returns:
-          A `LoRABatch`. Use it in `with`, or close() it. With wait=False, the batch and whether each sequence is ready.
+          A `LoRABatch`, to be used as a context manager or closed with `close()`. With wait=False, a tuple of the
+          batch and a bool for each sequence, True if its adapter is ready.
 
         Raises:
           AdapterNotFoundError: a name was not added.
-          NoFreeSlotError: more different adapters than slots can be freed (in time). Nothing changes then.
+          NoFreeSlotError: the batch needs more slots than can be freed (in time). Slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
-          LoRAUsageError: the arguments disagree, or it is called inside a traced function.
+          LoRAUsageError: the arguments disagree, or the call is inside a traced function.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
         self._check_call("prepare", waits=True)
@@ -595,10 +645,10 @@ class LoRAManager:
         return batch if wait else (batch, ready)
 
     def hold(self, name: str) -> AdapterHandle:
-        """A handle on the newest version of an adapter, for sequences that must go on with what they began with.
+        """Return a handle on the newest version of an adapter, to finish a sequence on the version it began with.
 
-        `prepare` takes it in the place of the name. While it is open, that version stays on the host, through
-        `load_inplace`, `update_adapter` and `remove_adapter` of the name.
+        Pass the handle to `prepare` instead of the name. While it is open, that version stays on the host, even after
+        `load_inplace`, `update_adapter` or `remove_adapter` of the name.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -615,21 +665,21 @@ class LoRAManager:
                         return handle
 
     def leases(self) -> tuple[LeaseInfo, ...]:
-        """The open leases, with their adapters, ages and threads, and where they were opened if that is recorded."""
+        """Return the open leases, oldest first, with their adapters, ages and threads."""
         return self._leases.infos()
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`step(*args, **kwargs)`, taking turns with writes of slots in other threads.
+        """Call `step(*args, **kwargs)` while no other thread writes slots, and return its result.
 
-        For programs that step in one thread while another prepares batches. Once it is used, use it for every step that
-        may run beside a `prepare` in another thread. Read `manager.slots` inside, where no write can come in between:
-        `manager.run(lambda: step(manager.slots, rest, tokens, batch))`.
+        Use this in programs that run steps in one thread and prepare batches in another. After the first call, every
+        step that may run during a `prepare` in another thread must go through `run`. Read `manager.slots` inside the
+        step, so that no slot write comes in between: `manager.run(lambda: step(manager.slots, rest, tokens, batch))`.
         """
         with self._step_lock:
             self._slots.takes_turns = True
             return step(*args, **kwargs)
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------
 
     def warmup(
         self,
@@ -640,16 +690,18 @@ class LoRAManager:
         pad_to: int | None = None,
         length: int | None = None,
     ) -> None:
-        """Compile the slot write, and `step(batch)` for one batch shape, before traffic.
+        """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
-        `step` runs twice: with a zero adapter in a free slot (no adapter where none is free), and with a batch whose
-        `has_adapters` is False, for steps that have a base-only variant. No adapter that is loaded changes, and no lock
-        is held while the step compiles. Call it once for each batch shape that you will serve.
+        `step` runs twice: with a zero adapter in a free slot (with no adapter if no slot is free), and with a batch
+        whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change, and no lock
+        is held while the step compiles. Call this once for each batch shape.
 
         Args:
-          step: runs your jitted function: `lambda batch: forward(model, tokens, batch)`.
-          num_sequences: B of the batch.
-          token_counts, pad_to, length: as in `prepare`.
+          step: calls the jitted function, such as `lambda batch: forward(model, tokens, batch)`.
+          num_sequences: number of sequences of the batch.
+          token_counts: as in `prepare`.
+          pad_to: as in `prepare`.
+          length: as in `prepare`.
         """
         self._check_call("warmup")
         shape = batch_shape(num_sequences, token_counts, pad_to, length)
@@ -658,34 +710,35 @@ class LoRAManager:
         warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
-        """Every layer: its path and sizes, and whether it is wrapped or why not."""
+        """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""
         return self._wrapped.layers()
 
     @property
     def unserved(self) -> Mapping[str, str]:
-        """Path -> why that layer serves no adapter; adapters that bring weights for it are refused.
+        """Path -> reason, for each layer that serves no adapter. Adapters with weights for such a layer are refused.
 
-        It starts with the layers that are not wrapped, guessed ones, tables of positions, and logits of an embedding
-        that is not known to be the head. Only `verify` changes it; each step is traced once more then.
+        Initially it has the layers that are not wrapped, guessed layers, position tables, and the logits of an
+        embedding that is not known to be the head. Only `verify` changes it; each step is then traced once more.
         """
         return self._wrapped.unserved.reasons
 
     def verify(self, forward: Forward, inputs: Any, **options: Any) -> VerifyReport:
-        """Check once that this model serves what merged weights compute, row by row.
+        """Compare the model with adapters in slots against merged weights, row by row.
 
-        What no shape can tell is found here: sequences on another axis, rows that sequences share, a layer that scales
-        its input, a wrong spec. Slots and adapters are not touched. `unserved` becomes what this has found, in place of
-        what earlier calls found: layers that `forward` does not call, or calls with rows that are not the batch's,
-        serve no adapter afterwards, and guessed ones that were right do.
+        This finds errors that shapes cannot show: sequences on another axis, rows shared by sequences, a layer that
+        scales its input, a wrong spec. Slots and adapters are not changed. `unserved` is replaced by the result of
+        this call: layers that `forward` does not call, or calls with rows outside the batch, serve no adapter
+        afterwards, and guessed layers that were correct do.
 
         Args:
-          forward: `forward(model, inputs, batch)`, your own steps; they open `jlora.use(batch)`, once or in each step.
-          inputs: what it takes: several sequences of different content.
+          forward: `forward(model, inputs, batch)`, which runs the steps and enters `jlora.use(batch)` once or in each
+            step.
+          inputs: input of `forward`, with several sequences of different content.
           **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `batch_axis`, `seed`; see
             `jlora.verify.verify.verify`.
 
         Raises:
-          LoRAError: some row differs from merged weights; the message names the first layer that is off.
+          LoRAError: a row differs from merged weights. The message names the first layer with a difference.
           LoRAUsageError: `forward` returns no rows of the batch.
         """
         self._check_call("verify")
@@ -696,7 +749,7 @@ class LoRAManager:
         return report
 
     def stats(self) -> Stats:
-        """Counts so far and what is held now."""
+        """Return counts since the manager was created, and its current sizes."""
         with self._state_lock:
             names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
@@ -713,7 +766,7 @@ class LoRAManager:
             )
 
     def _check_call(self, what: str, *, waits: bool = False) -> None:
-        """Raises LoRAUsageError inside a traced function, and inside `resolve` for a call that may wait for a load."""
+        """Raise LoRAUsageError inside a traced function, and inside `resolve` for a call that may wait for a load."""
         if waits and (load := self._host.loader.own) is not None:
             raise LoRAUsageError(
                 f"LoRAManager.{what} was called inside resolve=, by the load of {load.request.name!r}: it could wait "
@@ -735,10 +788,13 @@ class LoRAManager:
         return Patience(time.monotonic() + timeout)
 
     def unwrap(self) -> nnx.Module:
-        """Give the model back as it was before it was wrapped. The manager is of no use afterwards.
+        """Restore the model as it was before it was wrapped. The manager cannot be used afterwards.
+
+        Returns:
+          The model.
 
         Raises:
-          AdapterInUseError: a batch is open.
+          AdapterInUseError: a batch with adapters is open.
         """
         with self._step_lock, self._state_lock:
             for lease in self._leases.open():

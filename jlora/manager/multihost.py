@@ -1,9 +1,10 @@
 """Agreement between the managers of one model, where its mesh has devices of several processes (`jax.distributed`).
 
-Each process makes a manager, and all make the same calls in the same order. Files, open batches and failures may still
-differ, so whatever changes the host cache or the slots is compared first, through JAX's coordination service: all
-processes change the same, or all raise the same error. A process that is interrupted inside of a call, or that is not
-reached in time, may have missed a change of the others: all managers refuse further calls then.
+Each process creates a manager, and all make the same calls in the same order. Files, open batches and failures may
+still differ between processes. Each change of the host cache or the slots is therefore compared first, through JAX's
+coordination service. Either all processes make the same change, or all raise the same error. A process that is
+interrupted inside a call, or that does not respond in time, may have missed a change. All managers then refuse further
+calls.
 """
 
 import itertools
@@ -26,7 +27,7 @@ D = TypeVar("D")
 Lock: TypeAlias = AbstractContextManager[Any]
 
 FREE: Lock = nullcontext()
-_LOOK_AGAIN = 0.5  # seconds between looks for a process that gave up
+_LOOK_AGAIN = 0.5  # seconds between checks for a process that gave up
 _numbers: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
@@ -39,10 +40,10 @@ def _nothing(_: object) -> None:
 
 
 class OneProcess:
-    """Coordinate the calls of a model with all devices in this process: there is nothing to agree on.
+    """The coordinator of a model with all devices in this process. Calls run without messages.
 
     Attributes:
-      several: whether there is more than one process.
+      several: True if there is more than one process.
     """
 
     several = False
@@ -51,25 +52,29 @@ class OneProcess:
         self._step_lock, self._state_lock = step_lock, state_lock
 
     def turn(self, call: str) -> Lock:
-        """Enclose one call of the manager, named for messages; over several processes, one call at a time."""
+        """Return the context of one call of the manager. With several processes, calls run one at a time.
+
+        Args:
+          call: the call, for error messages.
+        """
         return FREE
 
     def agree(
         self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = _nothing
     ) -> tuple[T, list[Any]]:
-        """Return the result of `act`, which changes nothing, once all processes have the same. Called under no lock.
+        """Call `act` in all processes and return its result once all results agree. Called without locks.
 
         Args:
-          act: what may fail.
-          same: gives what is compared of the result, as a JSON value; None where there is nothing to agree on.
-          own: gives what else the other processes need of it, as a JSON value.
+          act: a function that may fail. If this raises, the caller must undo the changes of `act`.
+          same: returns the part of the result that must agree, as a JSON value. None skips the comparison.
+          own: returns a part of the result to send to the other processes, as a JSON value.
 
         Returns:
-          The result, and what `own` gave in each process, in their order.
+          The result, and the list of the values of `own`, in order of the processes.
 
         Raises:
-          LoRAError: `act` failed in some process: class and message of the first. Results differ, calls differ, or some
-            process did not come in time.
+          LoRAError: `act` failed in a process (with the class and message of the first failure), results or calls
+            differ, or a process did not respond in time.
         """
         result = act()
         return result, [own(result)]
@@ -82,27 +87,32 @@ class OneProcess:
         *,
         writes: bool = False,
     ) -> T:
-        """Make a decision and carry it out, both under the manager's lock; over several processes, agree on it between.
+        """Call `decide`, then `do` with its result, both under the state lock. Return the result of `do`.
 
-        If `do` fails over several processes, none can go on. See `agree`.
+        With several processes, the decisions are compared in between (`agree`). If `do` then fails, all managers refuse
+        further calls.
 
         Args:
-          writes: whether slots may be written, which takes the lock of the steps, too.
+          decide: returns the decision, without side effects.
+          do: carries out the decision.
+          same: as in `agree`.
+          writes: also hold the step lock, because slots may be written.
         """
         with self._step_lock if writes else FREE, self._state_lock:
             return do(decide())
 
     def refuse(self, what: str, instead: str) -> None:
-        """Raise LoRAUsageError over several processes."""
+        """Raise LoRAUsageError if there are several processes."""
 
 
 class SeveralProcesses:
     """The coordinator of one of several processes. See `OneProcess`.
 
     Args:
-      ids: the processes that have devices of the model.
-      timeout: seconds to wait for the others.
-      step_lock, state_lock: of the manager, taken in this order.
+      ids: indices of the processes that have devices of the model.
+      timeout: seconds to wait for the other processes.
+      step_lock: step lock of the manager, acquired before the state lock.
+      state_lock: state lock of the manager.
 
     Raises:
       LoRAError: `jax.distributed` is not initialized.
@@ -115,12 +125,12 @@ class SeveralProcesses:
         self._timeout = timeout
         self._step_lock, self._state_lock = step_lock, state_lock
         self._me = jax.process_index()
-        self._calls = threading.RLock()  # one call after the other, for what follows depends on their order
+        self._calls = threading.RLock()  # one call at a time: messages depend on the order of calls
         self._call = ""
-        self._cut: str | None = None  # the call that was cut short, here or elsewhere
+        self._cut: str | None = None  # the call that was cut short, in any process
         self._rounds = itertools.count()
-        self._before: str | None = None  # key of the last message, which another process may not have read yet
-        # Counted before anything can fail, so that the next manager has the same name everywhere.
+        self._before: str | None = None  # key of the last message, which others may not have read yet
+        # Count before a failure is possible, so that the next manager has the same name in all processes.
         own = ".".join(map(str, ids))
         self._name = f"jlora/{own}/{next(_numbers[own])}"
         service = coordination()
@@ -140,7 +150,7 @@ class SeveralProcesses:
             self._call = call
             yield
         except BaseException as raised:
-            if not isinstance(raised, Exception):  # a Ctrl-C: the others may do what this process has not done
+            if not isinstance(raised, Exception):  # such as Ctrl-C: the others may complete the change
                 self._cut_short()
             raise
         finally:
@@ -171,13 +181,13 @@ class SeveralProcesses:
             with self._step_lock if writes else FREE, self._state_lock:
                 return decide()
 
-        # The locks are free while messages are exchanged. Other threads can only close batches meanwhile, for calls
-        # take turns, and no decision depends on what is closed later.
+        # The locks are free while messages are exchanged. Meanwhile other threads can only close batches, because
+        # calls run one at a time, and a decision stays valid if a batch is closed.
         decision, _ = self.agree(decided, same)
         try:
             with self._step_lock if writes else FREE, self._state_lock:
                 return do(decision)
-        except BaseException:  # a device error, say, which the others do not have
+        except BaseException:  # such as a device error in this process only
             self._cut_short()
             raise
 
@@ -185,7 +195,7 @@ class SeveralProcesses:
         raise LoRAUsageError(f"{what}: the model lies on devices of processes {self._ids}; {instead}")
 
     def _check(self) -> None:
-        """Raise LoRAError if this process or another may have missed a change."""
+        """Raise LoRAError if any process may have missed a change."""
         if self._cut is not None:
             raise LoRAError(
                 f"{self._cut} was cut short in one of the processes of this model; start them again, or unwrap the "
@@ -193,7 +203,7 @@ class SeveralProcesses:
             )
 
     def _cut_short(self) -> None:
-        """Refuse all further calls, here and in the other processes."""
+        """Make the managers of all processes refuse further calls."""
         self._cut = self._cut or self._call
         self._service.key_value_set(f"{self._name}/cut/{self._me}", self._cut, allow_overwrite=True)
 
@@ -203,7 +213,7 @@ class SeveralProcesses:
         self._check()
 
     def _settle(self, mine: dict[str, Any], cause: Exception | None) -> list[Any]:
-        """Exchange messages, and return what `own` gave in each process; or raise what follows, the same in all."""
+        """Exchange messages and return the values of `own` of all processes, or raise the same error in all."""
         call = self._call
         said = self._exchange({"call": call, **mine})
         for i, other in said.items():
@@ -227,11 +237,11 @@ class SeveralProcesses:
         return [message["own"] for message in said.values()]
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        """Send a message, and return those of all processes: process -> message."""
+        """Send a message and return the messages of all processes, as process -> message."""
         service, round_ = self._service, f"{self._name}/{next(self._rounds)}"
         end = time.monotonic() + self._timeout
         try:
-            self._look_for_cut()  # a process that comes too late finds that others gave up
+            self._look_for_cut()  # a late process finds here that others gave up
             service.key_value_set(f"{round_}/{self._me}", json.dumps(mine))
             while True:
                 found = {int(key.rpartition("/")[2]): text for key, text in service.key_value_dir_get(f"{round_}/")}
@@ -242,13 +252,13 @@ class SeveralProcesses:
                 if (left := end - time.monotonic()) <= 0:
                     raise TimeoutError(f"no message of processes {missing}")
                 self._wait(f"{round_}/{missing[0]}", min(left, _LOOK_AGAIN))
-            if self._before is not None:  # every process has read that one, for all have come to this round
+            if self._before is not None:  # all processes are in this round, so all have read it
                 service.key_value_delete(self._before)
             self._before = f"{round_}/{self._me}"
         except LoRAError:
             raise
         except Exception as error:
-            self._cut_short()  # the others may still come, and go on
+            self._cut_short()  # the others may still arrive and continue
             raise LoRAError(
                 f"{self._call}: not all of processes {self._ids} came within {self._timeout:g} s; all must make the "
                 "same calls in the same order. Start them again, or unwrap the model in all of them and make new "
@@ -257,7 +267,7 @@ class SeveralProcesses:
         return {i: json.loads(found[i]) for i in self._ids}
 
     def _wait(self, key: str, seconds: float) -> None:
-        """Wait for a message, and no longer than `seconds`."""
+        """Wait for a message, for at most `seconds`."""
         try:
             self._service.blocking_key_value_get(key, max(1, round(seconds * 1000)))
         except Exception as error:
@@ -269,7 +279,11 @@ Coordinator: TypeAlias = OneProcess | SeveralProcesses
 
 
 def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_lock: Lock) -> Coordinator:
-    """Return the coordinator for the processes that have devices of a model. Raises LoRAError if this one has none."""
+    """Return the coordinator for the processes that have devices of a model.
+
+    Raises:
+      LoRAError: this process has none of the devices.
+    """
     leaves = jax.tree.leaves(nnx.state(model)) if isinstance(model, nnx.Module) else []
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}
     of_arrays = [cast("set[Device]", sharding.device_set) for sharding in shardings]
@@ -283,7 +297,7 @@ def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_loc
 
 
 def _where_they_differ(texts: list[str]) -> list[str]:
-    """Return the beginnings of texts, or the parts where they begin to differ."""
+    """Return the beginning of each text, or the part where the texts begin to differ."""
     at = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
     start = 0 if at < 200 else at - 50
     return [("..." if start else "") + text[start : start + 300] for text in texts]

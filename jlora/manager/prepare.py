@@ -1,4 +1,4 @@
-"""`prepare`: what a batch asks for is loaded, brought into slots, and held there."""
+"""Implementation of `prepare`: load the adapters of a batch, write them into slots, and lease the slots."""
 
 import threading
 import time
@@ -22,18 +22,20 @@ from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotPlan, SlotTable
 
-# Steady traffic alternates between few batches (prefill, decode): their device arrays are kept.
+# Steady traffic alternates between few batches (prefill, decode), so their device arrays are cached.
 _KEPT_BATCHES = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The arrays of a batch that was prepared before, and what must still be true for them to be right.
+    """A cached batch, and the conditions under which its arrays are valid.
 
     Attributes:
-      slots: its contents, the slot of each, and the number of the write that brought it there.
-      newest: those that must be the newest of their name still; the others were asked for by handles, which are not
-        kept here, for they end when nobody has them any more.
+      batch: the batch, with a closed lease.
+      slots: adapter -> (slot, write count of the slot), for each adapter of the batch.
+      newest: adapters that must still be the newest version of their name. The others were given by handles. The
+        handles are not stored here, so that they can be garbage collected.
+      versions: version of the adapter of each sequence; None for the base model.
     """
 
     batch: LoRABatch
@@ -43,12 +45,12 @@ class _Kept:
 
 
 class _Plan(NamedTuple):
-    """What is to be in slots.
+    """The adapters of a batch and the slot writes that they need.
 
     Attributes:
-      contents: by what they were asked for.
-      wanted: the different ones.
-      slots: of those that are to be written.
+      contents: name, request or handle -> adapter.
+      wanted: the distinct adapters.
+      slots: adapter -> slot, for the adapters that must be written.
     """
 
     contents: dict[Name, PackedAdapter]
@@ -56,7 +58,7 @@ class _Plan(NamedTuple):
     slots: SlotPlan
 
     def same(self) -> Any:
-        """Return what must be the same in all processes; None where nothing is written."""
+        """Return the value that all processes compare; None if no slot is written."""
         return [(content.name, content.version, slot) for content, slot in self.slots.items()] or None
 
 
@@ -65,19 +67,19 @@ class _Ticket:
     """A place in the queue for slots.
 
     Attributes:
-      deadline: until when; None where it does not wait.
+      deadline: `time.monotonic()` at which the call stops waiting; None if it does not wait.
     """
 
     deadline: float | None
 
     @property
     def over(self) -> bool:
-        """Whether there is no time to wait for slots, or none left."""
+        """True if the call does not wait for slots, or its deadline has passed."""
         return self.deadline is None or time.monotonic() >= self.deadline
 
 
 class Batches:
-    """Prepares batches, and keeps the device arrays of the last few."""
+    """Prepare batches, and cache the device arrays of the last few."""
 
     def __init__(
         self,
@@ -101,13 +103,13 @@ class Batches:
         self._state_lock = state_lock
         self._changed = changed
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._queue: list[_Ticket] = []  # who waits for slots, in order of arrival
+        self._queue: list[_Ticket] = []  # calls that wait for slots, in order of arrival
 
     def clear(self) -> None:
         self._kept.clear()
 
     def _again(self, args: BatchArguments) -> LoRABatch | None:
-        """The batch from kept arrays, where everything is still as it was."""
+        """Return a batch with cached arrays and a new lease; None if no valid one is cached."""
         kept = self._kept.get(args.key)
         if kept is None:
             return None
@@ -128,7 +130,7 @@ class Batches:
         return renewed(kept.batch, lease)
 
     def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """The batch, and which of its sequences have their adapter. See `LoRAManager.prepare`."""
+        """Return the batch, and True for each sequence whose adapter is ready. See `LoRAManager.prepare`."""
         with self._state_lock:
             self._wrapped.check()
             batch = self._again(args)
@@ -137,7 +139,7 @@ class Batches:
         return self._new(args, wait, deadline)
 
     def _new(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """What no kept arrays can tell."""
+        """Prepare a batch that is not cached."""
         ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
@@ -150,7 +152,7 @@ class Batches:
                         return found
                     self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
                     continue
-                except NoFreeSlotError:  # there is no room now, or somebody took it while these were loaded
+                except NoFreeSlotError:  # no room now, or another call took it during the loads
                     if not (self._slots.copying or self._lined_up(ticket)):
                         raise
                 self._changed.wait(seen, deadline)
@@ -163,7 +165,7 @@ class Batches:
     def _bring(
         self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket", wait: bool
     ) -> tuple[LoRABatch, tuple[bool, ...]] | None:
-        """Bring what is loaded into slots, and make the batch. None where some of it is waited for first."""
+        """Write the loaded adapters into slots and make the batch. Return None if a load must be awaited first."""
 
         def decide() -> _Plan:
             contents = {} if wait and self._absent(args, reloaded) else self._contents(args)
@@ -181,7 +183,7 @@ class Batches:
         return self._coordinator.commit(decide, do, _Plan.same, writes=True)
 
     def activate(self, name: str, *, pin: bool) -> bool:
-        """Bring a name into a slot, loaded again if need be, and pin it there. True if it was written."""
+        """Write an adapter into a slot, reload it if necessary, and pin it if `pin`. Return True if it was written."""
 
         def decide() -> _Plan:
             content = self._cache.contents.get(name)
@@ -191,7 +193,7 @@ class Batches:
             written = self._slots.carry_out(plan.slots, plan.wanted)
             if plan.contents and pin:
                 self._cache.contents.pin(name)
-            return bool(written) if plan.contents else None  # evicted since
+            return bool(written) if plan.contents else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
@@ -211,7 +213,7 @@ class Batches:
         return _Plan(contents, wanted, self._slots.plan(wanted, partly=partly))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
-        """Whether there is time to wait; then the ticket has its place in the queue."""
+        """Queue the ticket if it has time left. Return True if it is queued."""
         if ticket.over:
             return False
         with self._state_lock:
@@ -220,21 +222,26 @@ class Batches:
         return True
 
     def _check_first(self, ticket: "_Ticket") -> None:
-        """Raise NoFreeSlotError where others came before, and still have time. Under the state's lock."""
+        """Raise NoFreeSlotError if an earlier ticket still waits. Called under the state lock."""
         first = next((other for other in self._queue if not other.over), ticket)
         if first is not ticket:
             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
     def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
-        """The loads of a batch, each wanted once more by this call, which waits for them where it has a ticket.
+        """Start the missing loads of a batch and return them, with `wanted` incremented.
 
-        Over several processes one at a time, so that they are let in in the same order everywhere.
+        With several processes only one load is started at a time, so that all processes admit them in the same order.
+
+        Args:
+          args: the arguments of `prepare`.
+          reloaded: requests with `load_inplace` that this call has loaded already; new loads are added.
+          ticket: None if the call does not wait for the loads.
 
         Raises:
-          NoFreeSlotError: there are no slots for all of them now, or others came before. Loaded all the same, they
-            would evict each other from the host, and be loaded again, for ever.
+          NoFreeSlotError: there are not enough slots for the batch now, or an earlier ticket waits. Adapters loaded
+            without slots would evict each other from the host cache and be loaded again without end.
         """
-        # A load that replaces an adapter must not wait for batches of this thread: it waits for the load.
+        # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
         patience = Patience(None, threading.get_ident())
 
         def decide() -> list[LoRARequest]:
@@ -260,7 +267,11 @@ class Batches:
         return self._coordinator.commit(decide, start, lambda absent: [request.name for request in absent] or None)
 
     def _absent(self, args: BatchArguments, reloaded: set[Name]) -> list[LoRARequest]:
-        """What a batch needs loaded. Raises AdapterNotFoundError."""
+        """Return the requests that a batch must load.
+
+        Raises:
+          AdapterNotFoundError: a name is unknown.
+        """
         absent: list[LoRARequest] = []
         for name in args.adapters:
             if isinstance(name, LoRARequest):
@@ -271,7 +282,7 @@ class Batches:
         return absent
 
     def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
-        """Until all of `_missing` are there. Those that found no room have not been loaded again."""
+        """Wait for the loads from `_missing`. If one has no room, drop failed loads from `reloaded`."""
         left = list(loads)
         try:
             while left:
@@ -285,7 +296,13 @@ class Batches:
                     load.wanted -= 1
 
     def _keep(self, args: BatchArguments) -> None:
-        """Before a load: see that all of a batch fit into the slots, and so on the host, and that it evicts others."""
+        """Check, before a load, that the batch fits into the slots, and mark a use of its adapters on the host.
+
+        The load then evicts other adapters first. A batch that fits into the slots also fits into the host cache.
+
+        Raises:
+          NoFreeSlotError: the slots that are neither pinned nor leased are too few.
+        """
         contents = self._contents(args)
         wanted = {contents.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
         leased, cache = self._leases.leased(), self._cache
@@ -306,11 +323,11 @@ class Batches:
                 cache.contents.touch(content.name)
 
     def _contents(self, args: BatchArguments) -> dict[Name, PackedAdapter]:
-        """What each adapter of a batch is now; those that are not loaded are left out.
+        """Return the packed adapter of each name, request or handle of a batch. Adapters not loaded are left out.
 
         Raises:
-          LoRAUsageError: a handle is closed, or of another manager.
-          AdapterMismatchError: an adapter brings weights for a layer that serves none.
+          LoRAUsageError: a handle is closed, or belongs to another manager.
+          AdapterMismatchError: an adapter has weights for a layer that serves no adapter.
         """
         found: dict[Name, PackedAdapter] = {}
         for name in args.adapters:
@@ -339,11 +356,11 @@ class Batches:
     def _batch(
         self, args: BatchArguments, contents: dict[Name, PackedAdapter], keep: bool
     ) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """The batch of contents that are in slots, those that are; and which sequences have theirs."""
+        """Return a batch of the adapters that are in slots, and True for each sequence whose adapter is there."""
         slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
         served = {name: contents[name] for name in slot_of}
         for content in served.values():
-            self._check_served(content)  # `verify` may have changed it since
+            self._check_served(content)  # `verify` may have changed `unserved` since
         ready = tuple(name is None or name in slot_of for name in args.names)
         versions = tuple(None if name not in served else served[name].version for name in args.names)
         none, writes = self._config.max_loras, self._slots.pool.writes
@@ -361,7 +378,7 @@ class Batches:
             absent=not all(ready),
         )
         if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-            # What is kept must hold nothing: its lease is one that is closed, and handles are not in it.
+            # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
             closed = Lease((), (), 0)
             closed.close()
             slots_of = {content: (slot_of[name], writes[slot_of[name]]) for name, content in served.items()}
@@ -381,5 +398,5 @@ class Batches:
 
 
 def _deleted(batch: LoRABatch) -> bool:
-    """True if a step donated the arrays of a batch."""
+    """Return True if a step donated an array of a batch."""
     return any(array is not None and array.is_deleted() for array in (batch.slots, batch.token_slots, batch.stamps))

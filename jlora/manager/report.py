@@ -1,4 +1,4 @@
-"""Records of adapters and counts of a manager: `AdapterInfo`, `Stats`, and the message for an unknown name."""
+"""Records of adapters (`AdapterInfo`), counts of a manager (`Stats`), and the message for an unknown name."""
 
 import difflib
 from collections import Counter
@@ -19,20 +19,20 @@ Level: TypeAlias = Literal["slot", "host", "evicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """One adapter that a manager knows.
+    """One adapter of a manager.
 
     Attributes:
-      name: of the adapter.
-      level: "slot", "host" (in the host cache alone), or "evicted" (loaded again from `request` when it is needed).
-      slot: index of the slot that holds this version; None without one.
-      version: of the weights; of an evicted adapter the last one.
-      pinned: True if it is never evicted; of an evicted adapter, once it is loaded again.
-      leases: number of open batches that hold it.
-      rank: the largest rank of its modules; None if it was evicted.
-      modules: number of its modules; None if it was evicted.
-      nbytes: bytes in the host cache; 0 if it was evicted.
-      request: the source of its weights; None if they came from memory.
-      base_model_name: as its files give it; None if unknown.
+      name: name of the adapter.
+      level: "slot", "host" (in the host cache only), or "evicted" (loaded again from `request` when it is needed).
+      slot: index of the slot that holds this version; None if there is none.
+      version: version of the weights; for an evicted adapter, the last version.
+      pinned: True if the adapter is never evicted; for an evicted adapter, True if it is pinned once it is loaded.
+      leases: number of open batches that hold this version.
+      rank: largest rank over the modules; None if evicted.
+      modules: number of modules; None if evicted.
+      nbytes: bytes in the host cache; 0 if evicted.
+      request: source of the weights; None if they came from memory.
+      base_model_name: base model named in the adapter's files; None if unknown.
     """
 
     name: str
@@ -50,21 +50,23 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the manager was made, and what is held now.
+    """Counts since the manager was created, and current sizes.
 
     Attributes:
-      host_loads, host_evictions: adapters brought into and pushed out of the host cache.
-      slot_loads, slot_evictions: adapters written into and pushed out of a slot to make room.
-      slot_hits: adapters that a `prepare` or `activate_adapter` found in a slot.
-      compilations: how often the programs that write slots were compiled; stays at 1.
-      registered, active, leased: adapters now on the host, in slots, in open batches.
-      slot_bytes: bytes of one slot over all layers, of the first: slots without experts, or with experts that share
-        factors, take less (`LoRAManager.layers`). On a mesh of all devices together: what several hold counts once.
-      host_bytes: bytes of the host cache.
-      open_leases: open batches, those of the base model alone among them.
-      load_seconds: of loads from a folder or repository, the first ones and those of adapters that had been evicted:
-        (upper bounds, counts, sum) of a histogram, seconds; the last count is of those above all bounds.
-      swap_seconds: of writing one adapter into a slot, as long as it keeps the thread that does it; the same.
+      host_loads, host_evictions: number of adapters added to and evicted from the host cache.
+      slot_loads, slot_evictions: number of adapters written into slots, and evicted from slots to make room.
+      slot_hits: number of adapters that `prepare` or `activate_adapter` found in a slot.
+      compilations: number of times that the programs that write slots were compiled. It stays at 1, unless the slot
+        arrays are moved to other devices.
+      registered, active, leased: current number of adapters in the host cache, in slots and in open batches.
+      slot_bytes: bytes of the first slot over all layers. Slots without experts, or with experts that share factors,
+        are smaller (`LoRAManager.layers`). On a mesh this is the total over devices, with replicas counted once.
+      host_bytes: current bytes of the host cache.
+      open_leases: current number of open batches, including those of the base model only.
+      load_seconds: histogram of the seconds of each load from a folder or repository, including reloads:
+        (upper bounds, counts, sum). The last count is of values above all bounds.
+      swap_seconds: histogram of the seconds that writing one adapter into a slot blocks the calling thread, in the
+        same form.
     """
 
     host_loads: int
@@ -86,7 +88,7 @@ class Stats:
 def records(
     names: Collection[str] | None, level: Level | None, cache: HostCache, pool: SlotArrays, leases: Leases
 ) -> dict[str, AdapterInfo]:
-    """See `LoRAManager.list_adapters`. Called under the manager's lock."""
+    """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
         in_slots = [content.name for content in pool.table if content is not None]
         names = in_slots if level == "slot" else [*cache.known, *cache.contents]
@@ -133,7 +135,7 @@ def _record(
 
 
 def unknown_name(name: str, cache: HostCache) -> str:
-    """Return the message for a name that was not added, with up to three similar ones of the thousand used last."""
+    """Return the message for an unknown name, with up to three similar names among the last thousand used."""
     names = [*cache.known, *cache.contents]
     near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"

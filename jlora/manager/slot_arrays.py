@@ -1,4 +1,4 @@
-"""The slot arrays of a model, and what each slot holds. Written by the dispatching thread only, between steps."""
+"""The slot arrays of a model and the adapter in each slot. Only a thread that holds the step lock writes them."""
 
 import gc
 import itertools
@@ -33,12 +33,12 @@ from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
 from jlora.sharding.put import put
 
-_RANKS: Key = ()  # of the program that writes ranks
+_RANKS: Key = ()  # key of the program that writes ranks
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A program that writes slots, the variables whose arrays it takes and returns, and their indices."""
+    """A program that writes slots, the variables whose arrays it reads and returns, and their indices."""
 
     places: tuple[int, ...]
     variables: tuple[nnx.Variable[jax.Array], ...]
@@ -46,21 +46,27 @@ class _Job:
 
 
 class SlotArrays:
-    """Slots on the device.
+    """The slot arrays on the device.
 
-    A write that a device error cuts short is found out: a slot is marked dirty before its first array is written and
-    clean after the last, and `heal` writes dirty slots again.
+    An interrupted write is detectable: a slot is marked dirty before its first array is written and clean after its
+    last. `heal` rewrites dirty slots.
+
+    Args:
+      modules: site -> module with the slot variables.
+      num_slots: number of slots.
+      max_staging_bytes: largest size of the blocks that are moved to the device at a time.
 
     Attributes:
-      table: what each slot holds; None for nothing.
-      dirty: slots whose arrays may not hold what the table says.
-      writes: how many programs have written each slot. The stamps count the same on the device, so that a copy of the
-        model which missed one is told.
-      chunks: how the rows of a slot are cut into blocks.
-      pins: whether the host cache is page-locked memory that the device reads by itself.
-      joined: the chunks that one program writes where an adapter brings all of them; see `_joins`.
-      slot_nbytes: bytes of each slot over all layers: the first can hold weights of experts, maybe not all.
-      compilations: how often the programs that write slots were made: once.
+      table: adapter in each slot; None for an empty slot.
+      dirty: slots whose arrays may differ from `table`.
+      writes: number of programs that have written each slot. The stamps have the same counts on the device, to detect
+        copies of the model that missed a write.
+      sites: the sites, in the order of the variables.
+      chunks: how the rows of a slot are divided into blocks.
+      pins: True if page-locked host memory is available, which the device reads directly.
+      joined: chunks that one program writes if an adapter has all of them; see `_joins`.
+      slot_nbytes: bytes of each slot over all layers. The first slots may also have expert weights.
+      compilations: number of times that the programs were compiled.
     """
 
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_staging_bytes: int):
@@ -68,7 +74,7 @@ class SlotArrays:
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.sites = tuple(modules)
-        # A block is at most a quarter of what may be on its way, so that moving and writing can overlap.
+        # A block is at most a quarter of the staging size, so that transfers and writes can overlap.
         self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
         self.slot_nbytes = [0] * num_slots
         for slots, nbytes in ((site.spec.slots, site.slot_nbytes) for site in self.sites):
@@ -77,7 +83,7 @@ class SlotArrays:
         self.compilations = 0
         self._max_bytes = max_staging_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
-        self._places: dict[Site, range] = {}  # of its factors and ranks, among the variables
+        self._places: dict[Site, range] = {}  # indices of its factors and ranks in the variables
         for site in self.sites:
             start = len(self._variables)
             self._variables += [vars(modules[site])[name] for name in site.attributes]
@@ -92,22 +98,22 @@ class SlotArrays:
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
-        self._renumbering = False  # whether stamps and `writes` may disagree
+        self._renumbering = False  # True while stamps and `writes` may disagree
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
         self._in_flight: list[Block] = []
-        self._spent: list[tuple[jax.Array, ...]] = []  # what writes consumed: see `let_go`
-        self._written = self._variables[0]  # a variable that the last write wrote
-        self._ranks: list[np.ndarray | None] = [None] * num_slots  # as they were written last
+        self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
+        self._written = self._variables[0]  # a variable of the last write
+        self._ranks: list[np.ndarray | None] = [None] * num_slots  # ranks last written to each slot
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
-        """The arrays that the model has now: A, B and ranks of every site, and the stamps."""
+        """Return the current arrays of the model: A, B and ranks of each site, then the stamps."""
         return list(map(raw_value, self._variables))
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        """The blocks in page-locked host memory, from where they move several times as fast; as they are without it."""
+        """Return the blocks in page-locked host memory, several times faster to move; unchanged if there is none."""
         if not self.pins:
             return blocks
         arrays, targets = self._pieces(blocks)
@@ -117,21 +123,21 @@ class SlotArrays:
         ]
         moved = put(arrays, list(map(pinned, targets)))
         jax.block_until_ready(moved)
-        # What JAX has copied from it gives back at a collection, in whatever thread. That is not to be a step's.
+        # JAX releases the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
     def slot_of(self, content: PackedAdapter) -> int | None:
-        """The slot that holds `content`, clean."""
+        """Return the clean slot that holds an adapter; None if there is none."""
         for slot, held in enumerate(self.table):
             if held is content:
                 return None if slot in self.dirty else slot
         return None
 
-    # --- what is on the device --------------------------------------------------------------------------------------
+    # --- repair -----------------------------------------------------------------------------------------------------
 
     def intact(self) -> bool:
-        """Whether the model still has the arrays that were written, and no slot is dirty."""
+        """Return True if the model still has the arrays that were written last, and no slot is dirty."""
         return (
             not (self.dirty or self._renumbering)
             and all(map(operator.is_, map(raw_value, self._variables), self._known))
@@ -139,12 +145,13 @@ class SlotArrays:
         )
 
     def heal(self, alive: Callable[[PackedAdapter], bool], *, donate: bool) -> None:
-        """Write again what a device error or a stranger left in doubt. What is not `alive` is dropped.
+        """Rewrite dirty slots, and all slots if arrays were lost, from the packed adapters.
 
-        A slot that was whole gets the number of its last write back: batches that are open need that one.
+        Slots of adapters that no batch can use are cleared. Slots that were not dirty keep their write counts, because
+        open batches have these counts in their stamps.
 
         Args:
-          alive: whether a content means anything still.
+          alive: returns True for an adapter that a batch may still use.
           donate: as in `write`.
         """
         lost = {
@@ -159,8 +166,8 @@ class SlotArrays:
             self._ranks = [None] * len(self.table)
         if lost or self._renumbering:
             self._renumbering = True
-            lost.add(len(self._variables) - 1)  # with the numbers that follow
-            self.writes = [count + 2 for count in self.writes]  # more than any copy has seen
+            lost.add(len(self._variables) - 1)  # the stamps, for the counts that follow
+            self.writes = [count + 2 for count in self.writes]  # larger than in any copy of the model
             for i in sorted(lost):
                 self._renew(i)
         for slot in sorted(self.dirty):
@@ -175,8 +182,10 @@ class SlotArrays:
             self._renumbering = False
 
     def _renew(self, i: int) -> None:
-        """A new array in the place of one that was lost, where a foreign one lies if there is one: zeros, or the stamps
-        as they are counted here."""
+        """Replace lost variable `i` by zeros, or, for the stamps, by the current write counts.
+
+        The new array is placed like the array that replaced the lost one, if that has the same shape and dtype.
+        """
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
         where = as_said(self._lie[i], found if foreign else known)
@@ -184,22 +193,25 @@ class SlotArrays:
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
             fresh = jax.device_put(values) if isinstance(where, Device) else put([values], [where])[0]
-        if where != self._lie[i]:  # moved elsewhere: other programs, made together when the next write asks
+        if where != self._lie[i]:  # other placement: the next write compiles all programs again
             self._lie[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds. Nothing is written: a batch names slots, and none will name this one."""
+        """Mark a slot as empty. Its arrays are not written, because no new batch will refer to this slot."""
         self.table[slot] = None
         self.dirty.discard(slot)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def move(self, blocks: Sequence[Block], operands: Sequence[Any] = ()) -> tuple[tuple[Block, ...], list[jax.Array]]:
-        """The blocks on the device, as they are where they lie there already; and in the same call what every device
-        needs whole."""
+        """Move blocks to the device, unless they are there, and operands to all devices, in one transfer.
+
+        Returns:
+          The blocks and the operands on the device.
+        """
         arrays, targets = self._pieces(blocks)
         if all(lies(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
@@ -214,22 +226,22 @@ class SlotArrays:
     def write(
         self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
     ) -> None:
-        """Write `content` into a slot of every layer. An exception leaves the slot as it was, or dirty.
+        """Write an adapter into a slot of all layers. After an exception the slot is unchanged or dirty.
 
         Args:
-          slot: which.
-          content: what; only the blocks that it has are moved, the ranks say that the rest is not there.
-          only: the blocks to write, where the slot holds the others already.
-          donate: whether the old arrays may be consumed; if not, they are copied first and stay valid.
+          slot: index of the slot.
+          content: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
+          donate: donate the old arrays. If False, they are copied first and stay valid.
+          only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
         waves = self._waves(only or content.ahead or content.blocks)
-        # Most adapters of a deployment have the same ranks: then the slot has them already.
+        # Most adapters of a deployment have the same ranks, so the slot often has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, content.ranks)
         ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
-        # Hundreds of objects, whose end takes 0.2 ms: a thread that loads sees to that, or the one that copies an
-        # update back, where there is one.
+        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
+        # update to the host, if there is one.
         spent = self._spent if content.ahead is not None or content.copying else []
         self.dirty.add(slot)
         if new_ranks:
@@ -242,18 +254,21 @@ class SlotArrays:
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready(self._last())
-            ready = blocks = operands = ()  # lets go of this wave before the next is moved
+            ready = blocks = operands = ()  # release this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
             self._run(slot, self._job(()), [*ranks, self._index(slot, 0, 0, 0)], donate)
             self._ranks[slot] = content.ranks
         self.dirty.discard(slot)
         content.ahead = None
-        # The blocks are kept until the write is over: to let go of what is in use takes longer.
+        # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """The blocks in groups of at most `max_staging_bytes`. Waits until what is still on its way leaves room."""
+        """Return the blocks in groups of at most `max_staging_bytes`.
+
+        Wait for earlier writes first, if their blocks and the first group exceed this size together.
+        """
         waves: list[list[Block]] = []
         size = self._max_bytes + 1
         for block in blocks:
@@ -263,7 +278,7 @@ class SlotArrays:
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
-        # Writes come one after the other, so all are over when the last is.
+        # Writes run in order, so all are done when the last one is.
         full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
         if full and self._in_flight:
             jax.block_until_ready(self._last())
@@ -271,17 +286,17 @@ class SlotArrays:
         return waves
 
     def let_go(self) -> None:
-        """Give back the memory of what writes left behind; for a thread that no step waits for."""
+        """Free the arrays and blocks that writes have consumed. Called on threads that no step waits for."""
         self._spent.clear()
         self._let_blocks_go()
 
     def _let_blocks_go(self) -> None:
-        """Give back the memory of blocks that were written, if they are."""
+        """Free the blocks in flight if the last write is done."""
         if self._in_flight and _is_done(self._last()):
             self._in_flight.clear()
 
     def _together(self, blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
-        """The blocks that a program each writes: those of the same ranks of all `joined` chunks, or one."""
+        """Group the blocks by program: one block of each `joined` chunk, from the same rank on, or a single block."""
         groups: list[tuple[Block, ...]] = []
         for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
             of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
@@ -295,7 +310,7 @@ class SlotArrays:
         return self._index(slot, row, block.start, owner)
 
     def _job(self, blocks: Sequence[Block]) -> "_Job":
-        """The program that writes some blocks, and the variables that it writes; of no block: that of the ranks."""
+        """Return the program that writes the blocks, and its variables. Without blocks, it writes the ranks."""
         at = tuple((block.chunk, block.row) for block in blocks)
         if at not in self._jobs:
             key, places = self._task(at) if at else (_RANKS, self._of_ranks())
@@ -304,7 +319,7 @@ class SlotArrays:
         return self._jobs[at]
 
     def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[Key, tuple[int, ...]]:
-        """What a program that writes these rows of chunks (None: all) is made for, and the variables that it writes."""
+        """Return the compile key and variable indices of the program that writes these rows of chunks (None: all)."""
         key: list[Part] = []
         places: list[int] = []
         for chunk, row in at:
@@ -314,8 +329,11 @@ class SlotArrays:
         return tuple(key), (*places, len(self._variables) - 1)
 
     def _run(self, slot: int, job: "_Job", operands: Sequence[jax.Array], donate: bool) -> tuple[jax.Array, ...]:
-        """Run one program on some of the arrays, which writes a slot, and give its results to the model's variables.
-        Returns what it consumed."""
+        """Run a program that writes a slot, and store its results in the model's variables.
+
+        Returns:
+          The arrays that the program consumed.
+        """
         arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
@@ -330,18 +348,18 @@ class SlotArrays:
         return raw_value(self._written)
 
     def _index(self, *where: int) -> jax.Array:
-        """[slot, row, rank, shard] on the device; kept, for it would be moved at every write."""
+        """Return int32 [slot, row, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
         if where not in self._indices:
             (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._lie[0])])
         return self._indices[where]
 
     def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
-        """A and B of every block, and where each lies when it is written."""
+        """Return A and B of each block, and the placement of each for the write."""
         arrays = [array for block in blocks for array in (block.a, block.b)]
         return arrays, [target for block in blocks for target in self._targets(block)]
 
     def _targets(self, block: Block) -> tuple[ArrayPlacement, ArrayPlacement]:
-        """Where a block's A and B lie when they are written: split as the slots are."""
+        """Return the placements of A and B of a block for the write: sharded like the slots, else replicated."""
         spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
         if as_sharded(spec, lie):
             return of_blocks(spec, whole=block.row is None)
@@ -349,23 +367,26 @@ class SlotArrays:
         return whole, whole
 
     def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """Indices of all A and then all B of some sites of one spec, as far as they hold them."""
+        """Return the variable indices of all A, then all B, of sites with one spec. A site may have only one factor."""
         return tuple(self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
 
     def _of_ranks(self) -> tuple[int, ...]:
-        """Indices of the ranks of all sites, and of the stamps."""
+        """Return the variable indices of the ranks of all sites, and of the stamps."""
         return *(self._places[site][-1] for site in self.sites), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Make the programs that write slots, for the arrays as they lie now. The first call compiles, in parallel."""
+        """Compile the programs that write slots, in parallel, for the current placement of the arrays.
+
+        If they are compiled already, return at once.
+        """
         if self._programs:
             return
         with self._compiling:
             if self._programs:
                 return
-            self._lie = list(map(as_said, self._lie, self.arrays()))  # it may have been moved since it was wrapped
+            self._lie = list(map(as_said, self._lie, self.arrays()))  # the model may have moved since wrapping
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -373,14 +394,14 @@ class SlotArrays:
             self._programs, self.compilations = programs, self.compilations + 1
 
     def _wanted(self) -> set[tuple[Key, tuple[ArrayPlacement, ...]]]:
-        """The programs that write slots, and where the arrays lie that each takes: chunks, rows of chunks, ranks."""
+        """Return the keys of all programs (chunks, rows of chunks, ranks), each with the placements of its arrays."""
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
         tasks.append((_RANKS, self._of_ranks()))
         return {(key, tuple(self._lie[i] for i in places)) for key, places in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
-        """Rows of a chunk among which those of every site are."""
+        """Return one row of each site of a chunk."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
     def _program(self, key: Key, lie: tuple[ArrayPlacement, ...]) -> Launch:
@@ -396,14 +417,16 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _is_done(array: jax.Array) -> bool:
-    """Whether what makes an array is over; also of one that a step of another thread donates just now."""
+    """Return True if an array is computed, or if a step of another thread has donated it."""
     try:
         return is_ready(array)
-    except RuntimeError:  # of a deleted array, which is no use any more
+    except RuntimeError:  # the array was deleted
         return True
 
 
 def _joins(device: Device) -> bool:
-    """Whether one program is to write what several could: to start each takes an accelerator longer than to write. A
-    CPU would only compile one more."""
+    """Return True if one program should write several chunks.
+
+    On an accelerator, starting a program takes longer than the write. On CPU, this would only add a compilation.
+    """
     return device.platform != "cpu"

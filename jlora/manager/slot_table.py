@@ -1,4 +1,4 @@
-"""Which content is in which slot: who is evicted, what is written, what a device error left to be mended."""
+"""Assign adapters to slots: choose victims, write slots, and repair slots after a device error."""
 
 import logging
 import threading
@@ -18,19 +18,21 @@ from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_arrays import SlotArrays
 
-# The slot of each content that is to be written; None where it does not fit.
+# Adapter to write -> slot; None if no slot is left for it.
 SlotPlan: TypeAlias = dict[PackedAdapter, int | None]
 
 _log = logging.getLogger("jlora")
 
 
 class SlotTable:
-    """The slots of a manager. Every method but `move_ahead` is called under its lock; those that write, under both.
+    """The slots of a manager.
+
+    All methods except `move_ahead` are called under the state lock. Methods that write also need the step lock.
 
     Attributes:
-      pool: the arrays.
-      takes_turns: whether steps of other threads go through `LoRAManager.run`, so that no step is under way now.
-      seconds: of writes.
+      pool: the slot arrays.
+      takes_turns: True if the steps of all threads go through `LoRAManager.run`, so that no step runs during a write.
+      seconds: histogram of the durations of writes.
     """
 
     def __init__(self, pool: SlotArrays, cache: HostCache, leases: Leases, counts: Counter[str]):
@@ -40,46 +42,49 @@ class SlotTable:
         self._cache = cache
         self._leases = leases
         self._counts = counts
-        self._used: dict[PackedAdapter, int] = {}  # tick of the last use of what is in a slot
+        self._used: dict[PackedAdapter, int] = {}  # tick of the last use of each adapter in a slot
         self._tick = 0
-        self._ahead: OrderedDict[PackedAdapter, None] = OrderedDict()  # contents with blocks on the device already
+        self._ahead: OrderedDict[PackedAdapter, None] = OrderedDict()  # on the device, in no slot yet
 
     def alive(self) -> Callable[[PackedAdapter], bool]:
-        """Whether a content in a slot means anything still: the newest of its name, or held."""
+        """Return a predicate of adapters: True if a batch may still use the adapter.
+
+        This holds for the newest version of a name, and for versions that an open batch or a handle holds.
+        """
         held = self._leases.leased() | self._leases.handled()
         return lambda content: self._cache.newest(content) or content in held
 
     @property
     def copying(self) -> bool:
-        """Whether a slot waits for an update to be copied back, and can be given away then."""
+        """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
         return any(content is not None and content.copying for content in self.pool.table)
 
     @property
     def active(self) -> int:
-        """Number of slots that hold an adapter which a batch may still use."""
+        """The number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
         return sum(content is not None and alive(content) for content in self.pool.table)
 
     def by_use(self) -> list[PackedAdapter]:
-        """The contents in slots, least recently used first."""
+        """Return the adapters in slots, least recently used first."""
         found = [content for content in self.pool.table if content is not None]
         return sorted(found, key=lambda content: self._used.get(content, 0))
 
     def touch(self, content: PackedAdapter) -> None:
-        """Mark a use of a content, in its slot and on the host."""
+        """Mark a use of an adapter, in its slot and on the host."""
         self._tick += 1
         self._used[content] = self._tick
         if self._cache.newest(content):
             self._cache.contents.touch(content.name)
 
     def hit(self, contents: Iterable[PackedAdapter]) -> None:
-        """Mark a use of contents that were found in their slots."""
+        """Mark a use of adapters that were found in slots, and count the hits."""
         for content in contents:
             self.touch(content)
             self._counts["slot_hits"] += 1
 
     def release(self, content: PackedAdapter) -> None:
-        """Take a content out of its slot, unless an open batch holds it there."""
+        """Remove an adapter from its slot, unless an open batch holds it there."""
         content.ahead = None
         self._ahead.pop(content, None)
         if content in self._leases.leased():
@@ -90,38 +95,37 @@ class SlotTable:
         self._used.pop(content, None)
 
     def _may_donate(self) -> bool:
-        """Whether no step can be using the arrays. A thread with an open batch may be calling its step just now."""
+        """Return True if no step can be using the slot arrays. Another thread with an open batch may be in its step."""
         return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
 
     def sweep(self) -> None:
-        """Mend the slots, and forget contents that mean nothing any more."""
+        """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
         if not self.pool.intact():
             self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
         for slot, content in enumerate(self.pool.table):
-            # A pinned name keeps its slot while a new version is on its way into it.
+            # A pinned name keeps its slot until the new version is written there.
             if content is not None and not alive(content) and not self._cache.contents.pinned(content.name):
                 self.pool.clear(slot)
                 self._used.pop(content, None)
-        if len(self._used) > len(self.pool.table):  # a write failed, or its content was dropped
+        if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
             held = set(self.pool.table)
             self._used = {content: tick for content, tick in self._used.items() if content in held}
 
     def activate(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> list[PackedAdapter]:
-        """Bring contents into slots. Returns those that were written.
+        """Write adapters into slots. Return the adapters that were written.
 
         Args:
-          wanted: distinct contents.
-          partly: write as many as fit, in their order, instead of raising.
+          wanted: distinct adapters.
+          partly: write as many as fit, in order, instead of raising.
 
         Raises:
-          NoFreeSlotError: there is no room; nothing has changed.
+          NoFreeSlotError: the adapters do not fit. No slot is written.
         """
         return self.carry_out(self.plan(wanted, partly=partly), wanted)
 
     def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> SlotPlan:
-        """Which content is to be written into which slot, in that order; None for those that do not fit. See
-        `activate`."""
+        """Return the slot of each adapter to write, in order; None for adapters that do not fit. See `activate`."""
         self.sweep()
         missing = [content for content in wanted if content not in self.pool.table]
         if not missing:
@@ -134,7 +138,7 @@ class SlotTable:
         return dict(zip(missing, places, strict=True))
 
     def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
-        """Write what a plan says, and mark the use of all that is wanted. Returns what was written."""
+        """Write the slots of a plan and mark a use of all wanted adapters. Return the adapters that were written."""
         written = [content for content, slot in plan.items() if slot is not None]
         for content in written:
             self.write(cast("int", plan[content]), content)
@@ -144,9 +148,10 @@ class SlotTable:
         return written
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
-        """A slot for each: that of its own older version, a free one (lowest first), or the least recently used.
+        """Return a slot for each missing adapter; None if no slot is left.
 
-        Those that few slots can hold choose first; the others leave the larger slots free while they can.
+        An adapter takes the slot of its own older version, else a free slot (smallest first, then lowest index), else
+        the least recently used slot. Adapters that fit into fewer slots are assigned first.
         """
         alive = self.alive()
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
@@ -167,7 +172,13 @@ class SlotTable:
     def _make_room(
         self, missing: list[PackedAdapter], places: list[int | None], wanted: Sequence[PackedAdapter]
     ) -> tuple[list[PackedAdapter], list[int | None]]:
-        """The same with adapters that more slots can hold moved out of their way, if that helps."""
+        """Move wanted adapters to other slots if more missing adapters fit then.
+
+        Only adapters that fit into more slots are moved.
+
+        Returns:
+          The adapters to write, with the moved ones, and their slots; `missing` and `places` if moving does not help.
+        """
         table, leased = self.pool.table, self._leases.leased()
         left = [content.slots for content, slot in zip(missing, places, strict=True) if slot is None]
         held = {table.index(c): c for c in wanted if c in table and c not in leased}
@@ -198,7 +209,7 @@ class SlotTable:
         return [slot for slot, content in enumerate(self.pool.table) if content is None]
 
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
-        """Slots whose contents may go, the least recently used first."""
+        """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
         pinned = self._cache.contents.pinned
         slots = {
@@ -210,9 +221,9 @@ class SlotTable:
         return sorted(slots, key=lambda slot: slots[slot])
 
     def replace(self, old: PackedAdapter, new: PackedAdapter, changed: Sequence[Block]) -> None:
-        """Bring a new version into the slot of the old one, if that is in one and nothing holds it any more.
+        """Write a new version into the slot of the old one, if the old one is in a slot and is no longer held.
 
-        Of `new` only the blocks in `changed` differ from `old`.
+        Only the blocks in `changed` differ between `new` and `old`.
         """
         if not self.pool.intact():
             self.pool.heal(self.alive(), donate=self._may_donate())
@@ -222,13 +233,19 @@ class SlotTable:
             self.touch(new)
 
     def write(self, slot: int, content: PackedAdapter, only: Sequence[Block] | None = None) -> None:
-        """Write one content into one slot; what was there is out. With `only`, the slot holds its other blocks."""
+        """Write an adapter into a slot, replacing the adapter there.
+
+        Args:
+          slot: index of the slot.
+          content: the adapter.
+          only: blocks to write, if the slot already holds the others; None writes all.
+        """
         started = time.monotonic()
         victim = self.pool.table[slot]
         self.pool.write(slot, content, donate=self._may_donate(), only=only)
         self._ahead.pop(content, None)
         for other, held in enumerate(self.pool.table):
-            if held is content and other != slot:  # it made room for others
+            if held is content and other != slot:  # it was moved to make room
                 self.pool.clear(other)
         if victim is not None and victim is not content:
             self._used.pop(victim, None)
@@ -246,9 +263,9 @@ class SlotTable:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
     def move_ahead(self, content: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
-        """Move a content to the device before it is asked for; on a loading thread, under no lock.
+        """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
-        At most `max_bytes` of such contents lie there; the first to come are the first to go.
+        At most `max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
         size = sum(block.nbytes for block in content.blocks)
         with lock:
@@ -257,7 +274,7 @@ class SlotTable:
             self._ahead[content] = None
             while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
-            self.pool.let_go()  # here, where no step waits for it
+            self.pool.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.pool.move(content.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:

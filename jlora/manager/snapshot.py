@@ -1,11 +1,11 @@
-"""Save what a manager knows of its adapters to a folder, and restore it into a new manager.
+"""Save the adapters of a manager to a folder, and restore them into a new manager.
 
-    adapters.json    names, requests, pins, orders of use, versions and fingerprints
-    weights/SHA-256  the packed factors of one adapter that no request loads again, named by the SHA-256 of the file
-    lock             held by `save`
+    adapters.json    names, requests, pins, order of use, versions and fingerprints
+    weights/SHA-256  packed factors of one adapter without a request; the name is the SHA-256 of the file
+    lock             locked by `save`
 
-Files are replaced in one step and synced; weights are there before an adapters.json names them. Adapters with requests
-are read from their own files again. If their bytes have another fingerprint, they are another version.
+Files are replaced atomically and synced. Weights are written before the adapters.json that names them. Adapters with
+requests are read from their own files again, and become a new version if the fingerprint of these files has changed.
 """
 
 import fcntl
@@ -53,17 +53,21 @@ _log = logging.getLogger("jlora")
 _FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 1
 _ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked")
 _PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling", "shift")
-_AT_ONCE = 4  # adapters that are read at the same time
+_AT_ONCE = 4  # number of adapters read at the same time
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One adapter.
+    """One saved adapter.
 
     Attributes:
-      version, fingerprint: of its weights; the fingerprint is None if they were read from no file.
-      request: loads it again; None: `weights` names the file with its factors.
-      pinned, cached: whether it is pinned, and in the host cache, not evicted.
+      name: name of the adapter.
+      version: version of the weights.
+      fingerprint: fingerprint of the files; None if the weights were not read from files.
+      request: the request that loads the adapter again; None if the factors are saved in `weights`.
+      weights: name of the file in the folder `weights`; None if there is a request.
+      pinned: True if the adapter is pinned.
+      cached: True if the adapter is in the host cache, False if it was evicted.
     """
 
     name: str
@@ -80,10 +84,11 @@ class _Snapshot:
     """The contents of adapters.json.
 
     Attributes:
-      base, layers: `base_digest` and `layers_digest`.
-      adapters: evicted ones, then those of the host cache, least recently used first.
-      slots: names of those in slots, least recently used first.
-      removed: last version of each name that was removed.
+      base: result of `base_digest`.
+      layers: result of `layers_digest`.
+      adapters: evicted adapters, then the adapters of the host cache, least recently used first.
+      slots: names of the adapters in slots, least recently used first.
+      removed: removed name -> its last version.
     """
 
     base: str
@@ -99,7 +104,7 @@ class _Snapshot:
 def save(
     folder: Path, slots: SlotTable, cache: HostCache, state_lock: StateLock, base: str, without: Collection[str]
 ) -> None:
-    """See `LoRAManager.save`; `base` is the model's `base_digest`."""
+    """See `LoRAManager.save`. `base` is the `base_digest` of the model."""
     weights = folder / _WEIGHTS
     try:
         made = [one for one in (weights, *weights.parents) if not one.exists()]
@@ -107,7 +112,7 @@ def save(
         for one in made:
             _sync(one.parent)
         with open(folder / "lock", "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the end of a process releases it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state_lock:
                 taken, contents = _take(slots, cache, base, without)
             files: dict[str, str] = {}
@@ -119,7 +124,7 @@ def save(
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
             _write(folder / _FILE, text.encode())
-            with suppress(OSError):  # the next save deletes what this one cannot
+            with suppress(OSError):  # the next save retries the deletion
                 for file in list(weights.iterdir()):
                     if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}(\.part)?", file.name):
                         file.unlink()
@@ -130,7 +135,7 @@ def save(
 def _take(
     slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
 ) -> tuple[_Snapshot, list[PackedAdapter]]:
-    """Return the state now, and the adapters in it that no request loads again. Called under the state lock."""
+    """Return the current state, and its adapters without requests. Called under the state lock."""
     cached = {name: cache.contents[name] for name in cache.contents if name not in without}
     known = {name: request for name, request in cache.known.items() if name not in without}
     requests = {**known, **{name: content.request for name, content in cached.items()}}
@@ -146,7 +151,7 @@ def _take(
 
 
 def _pack_file(content: PackedAdapter) -> bytes:
-    """Return the factors of an adapter as a safetensors file, as they are in its slot but without padding."""
+    """Return the factors of an adapter as a safetensors file, in the layout and dtype of its slot, without padding."""
     ranks = _ranks(content.placements)
     factors = unpack(content.blocks, ranks.keys())
     arrays: dict[str, np.ndarray] = {}
@@ -165,17 +170,17 @@ def _pack_file(content: PackedAdapter) -> bytes:
         text = json.dumps(said, default=_plain)
     except (TypeError, ValueError) as error:
         raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
-    bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # safetensors reads no bfloat16
+    bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # no bfloat16 there
     return safetensors.numpy.save({**bits, "said": np.frombuffer(text.encode(), np.uint8)})
 
 
 def _plain(value: Any) -> Any:
-    """Return NumPy's numbers, and mappings, as JSON has them."""
+    """Convert a NumPy scalar or a mapping to a JSON value."""
     return cast("Any", value).item() if isinstance(value, np.generic) else dict(value)
 
 
 def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
-    """Return each row that an adapter brings, and the largest rank in it."""
+    """Return row -> largest rank, for each row that an adapter has weights for."""
     ranks: dict[Row, int] = {}
     for p in placements:
         ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
@@ -186,10 +191,10 @@ def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
 
 
 def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
-    """Return a SHA-256 that tells base models apart.
+    """Return a SHA-256 digest that distinguishes base models.
 
-    It is over the path, shape, dtype and first two values of each parameter, and `said` (`SiteIndex.said`): the rules
-    for names of layers. Reading all values of a large model would take longer than a restart.
+    It covers the path, shape, dtype and first two values of each parameter, and the rules for layer names
+    (`SiteIndex.said`). Reading all values of a large model would take longer than a restart.
 
     Raises:
       LoRAError: a parameter was donated.
@@ -207,12 +212,12 @@ def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
         if first is not None and first.size:
             with asked_for():
                 few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
-                found.update(np.asarray(few[:2]).tobytes())  # so few that every shard has them
+                found.update(np.asarray(few[:2]).tobytes())  # each shard has at least these
     return found.hexdigest()
 
 
 def layers_digest(slots: SlotTable) -> str:
-    """Return a SHA-256 that differs for managers that pack the same files differently."""
+    """Return a SHA-256 digest of the sites. It differs between managers that pack the same files differently."""
     sites = [
         (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
         for s in slots.pool.sites
@@ -231,7 +236,7 @@ def restore(
     locks: tuple[AbstractContextManager[Any], StateLock],
     base: str,
 ) -> frozenset[str]:
-    """See `LoRAManager.restore`; `base` is the model's `base_digest`."""
+    """See `LoRAManager.restore`. `base` is the `base_digest` of the model."""
     step_lock, state_lock = locks
     with state_lock:
         _check_new(cache)
@@ -266,7 +271,12 @@ def _check_new(cache: HostCache) -> None:
 
 
 def _read(folder: Path) -> _Snapshot:
-    """Read adapters.json. Raises AdapterNotFoundError where there is none, AdapterFormatError if it was damaged."""
+    """Read adapters.json.
+
+    Raises:
+      AdapterNotFoundError: the file does not exist.
+      AdapterFormatError: the file is damaged.
+    """
     file = folder / _FILE
     try:
         found: Any = json.loads(file.read_bytes())
@@ -284,12 +294,12 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
     except OSError as error:
         raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # UTF-8, too
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # includes invalid UTF-8
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:
-    """Read an adapter that no request loads again, in the blocks of this manager."""
+    """Read a saved adapter without a request, and pack it into the blocks of this manager."""
     file = folder / _WEIGHTS / str(entry.weights)
     where = f"adapter {entry.name!r}: {file}"
     if not same_layers:
@@ -334,12 +344,15 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
 def _load(
     folder: Path, saved: _Snapshot, same_layers: bool, host: Host, slots: SlotTable, cache: HostCache
 ) -> dict[str, PackedAdapter]:
-    """Return adapters for the host cache: from memory, pinned, then the most recently used, until it is full.
+    """Load adapters until the host cache is full: adapters without requests, pinned ones, then the most recently used.
 
-    One that its request does not load is left out, and raises when it is used.
+    An adapter that cannot be loaded from its request is left out. Its error is raised when it is used.
+
+    Returns:
+      name -> packed adapter.
 
     Raises:
-      NoFreeSlotError: no room for one that is pinned or that no request loads again.
+      NoFreeSlotError: there is no room for a pinned adapter or for an adapter without a request.
     """
 
     def read(entry: _Entry) -> PackedAdapter | None:
@@ -378,8 +391,8 @@ def _load(
 def _fill_cache(
     saved: _Snapshot, contents: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
 ) -> None:
-    """Make all names known, and the contents those of the host cache."""
-    # Versions that were served after the save, before a crash for example, are unknown; all lie below the clock.
+    """Add the loaded adapters to the host cache, and the requests and versions of all names."""
+    # Versions served after the save, such as before a crash, are unknown, but all are below the clock.
     cache.floor = time.time_ns() // 1000
     cache.last.update({name: (version, None) for name, version in saved.removed.items()})
     for entry in saved.adapters:
@@ -394,7 +407,7 @@ def _fill_cache(
 
 
 def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
-    """Write all pinned adapters into slots, and of the others that were in slots as many as fit, in order of use."""
+    """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
     slots.activate([contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents])
     slots.activate([contents[name] for name in reversed(saved.slots) if name in contents], partly=True)
     for name in saved.slots:
@@ -410,7 +423,7 @@ def _digest(saved: Any) -> str:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Replace a file in one step: a process that is killed leaves the old or the new one."""
+    """Replace a file atomically. A killed process leaves either the old or the new file."""
     part = file.with_name(file.name + ".part")
     with open(part, "wb") as opened:
         opened.write(data)

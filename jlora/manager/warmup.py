@@ -1,4 +1,4 @@
-"""Before traffic: the programs that write slots are compiled, and a step for one batch shape."""
+"""Compile the programs that write slots, and a step for one batch shape, before serving."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def warm_up(
     leases: Leases,
     locks: tuple[AbstractContextManager[Any], StateLock],
 ) -> None:
-    """See `LoRAManager.warmup`; `prepare` makes a batch of the base model alone."""
+    """See `LoRAManager.warmup`. `prepare` returns a batch of the base model only."""
     step_lock, state_lock = locks
     pool = slots.pool
     pool.compile()
@@ -55,7 +55,7 @@ def warm_up(
 
 
 def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
-    """A block of zeros for every chunk that each slot has: those of experts would be gigabytes."""
+    """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
     rows = {
         row: (
             np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),

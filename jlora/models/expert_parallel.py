@@ -102,7 +102,7 @@ def _spec(variable: Any) -> P:
 
 
 def _local(layer: "Experts", routing: Routing) -> Routing:
-    """Number the experts from this shard's first one on; those of other shards are out of its range."""
+    """Count the experts from this shard's first one. Experts of other shards are out of its range."""
     first = layer.gate_up_proj.shape[0] * _index(layer.partition, "expert")
     return routing._replace(experts=routing.experts - first)
 

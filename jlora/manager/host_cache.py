@@ -53,6 +53,17 @@ class HostCache:
             self.pin_when_loaded.discard(content.name)
             self.contents.pin(content.name)
 
+    def pinned(self, name: str) -> bool:
+        """Return True if an adapter is pinned, or will be once it is loaded after a restore."""
+        return self.contents.pinned(name) or name in self.pin_when_loaded
+
+    def unpin(self, name: str) -> bool:
+        """Let an adapter be evicted again. Return True if it was pinned."""
+        was = self.pinned(name)
+        self.pin_when_loaded.discard(name)
+        self.contents.unpin(name)
+        return was
+
     def has_room(self, count: int, nbytes: int) -> bool:
         """Return True if an empty host cache has room for `count` adapters of `nbytes` bytes in total."""
         return count <= self._max_count and nbytes <= self._max_bytes

@@ -543,11 +543,9 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         with self._coordinator.turn(f"unpin_adapter({name!r})"), self._state_lock:
-            if name in self._cache.pin_when_loaded:  # restored, and not loaded since
-                self._cache.pin_when_loaded.discard(name)
-                return True
-            self._host.newest(name)
-            return self._cache.contents.unpin(name)
+            if not self._cache.pinned(name):
+                self._host.newest(name)  # raises for an unknown name
+            return self._cache.unpin(name)
 
     @property
     def slots(self) -> nnx.State[Any, Any]:

@@ -142,8 +142,7 @@ def _take(
     entries: list[_Entry] = []
     for name, request in requests.items():
         version, key = cache.last[name]
-        pinned = cache.contents.pinned(name) or name in cache.pin_when_loaded
-        entries.append(_Entry(name, version, key, request, None, pinned, name in cached))
+        entries.append(_Entry(name, version, key, request, None, cache.pinned(name), name in cached))
     in_slots = (content.name for content in slots.by_use() if cached.get(content.name) is content)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)

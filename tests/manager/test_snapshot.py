@@ -349,13 +349,19 @@ def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_pa
     assert "a" in slot_names(manager)
 
 
-def test_unpin_before_a_restored_adapter_is_loaded(world, tmp_path):
+def restore_pinned_without_files(world, tmp_path):
+    """Return a manager with a pinned adapter "a" that could not be loaded."""
     manager = as_new(world).manager
     manager.add_adapter(request(tmp_path, "a"))
     manager.pin_adapter("a")
     manager.save(tmp_path / "saved")
     gone(tmp_path, "a")
     as_new(world).manager.restore(tmp_path / "saved")
+    return manager
+
+
+def test_unpin_before_a_restored_adapter_is_loaded(world, tmp_path):
+    manager = restore_pinned_without_files(world, tmp_path)
     assert manager.list_adapters()["a"].pinned
     assert manager.unpin_adapter("a")
     back(tmp_path, "a")
@@ -365,12 +371,7 @@ def test_unpin_before_a_restored_adapter_is_loaded(world, tmp_path):
 
 def test_a_pin_ends_with_its_name(world, tmp_path):
     """Though the adapter could not be loaded."""
-    manager = as_new(world).manager
-    manager.add_adapter(request(tmp_path, "a"))
-    manager.pin_adapter("a")
-    manager.save(tmp_path / "saved")
-    gone(tmp_path, "a")
-    as_new(world).manager.restore(tmp_path / "saved")
+    manager = restore_pinned_without_files(world, tmp_path)
     manager.remove_adapter("a")
     manager.add_adapter(make_adapter("a"))
     assert not manager.list_adapters()["a"].pinned

@@ -50,19 +50,23 @@ _sigint = _Deferral()  # one for the process, like the signal handler
 
 
 class StateLock:
-    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while it waits for the lock."""
+    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while it waits for the lock.
+
+    Attributes:
+      plain: the lock without the deferral, which takes about 10 us, for code that an interrupt cannot leave half done.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.plain = threading.RLock()
 
     def __enter__(self) -> None:
         _sigint.begin()
-        while not self._lock.acquire(timeout=_MOMENT):
+        while not self.plain.acquire(timeout=_MOMENT):
             _sigint.end()
             _sigint.begin()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.plain.release()
         _sigint.end()
 
 

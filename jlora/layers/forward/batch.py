@@ -296,5 +296,7 @@ def make_batch(
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """Return a batch with the arrays of `batch` under another lease of the same adapters."""
-    layout = replace(batch.layout, lease=weakref.ref(lease))
+    old = batch.layout
+    # `dataclasses.replace` takes 3 us, a tenth of a `prepare` of a known batch.
+    layout = Layout(old.sites, old.num_sequences, old.unserved, old.length, old.absent, lease=weakref.ref(lease))
     return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)

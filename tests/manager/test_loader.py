@@ -664,16 +664,17 @@ def test_callbacks_that_hang_and_are_given_up_delay_no_other_load(called, how):
         futures = [called.manager.prefetch(request) for request in requests]
         until(lambda: len(asked) == 4)  # the fifth waits for its turn
         assert all(future.cancel() for future in futures)
-    elif how == "timed out":
-        for request in requests:
-            with pytest.raises(jlora.LoadTimeoutError):
-                called.manager.add_adapter(request, timeout=0.3)
-        assert len(asked) == 5
     else:
-        for two in zip(requests[::2], requests[1::2], strict=True):
-            with pytest.raises(jlora.LoadTimeoutError):
-                called.manager.prepare(two, timeout=0.3)
-        assert len(asked) == 8
+        ask = (
+            called.manager.prepare
+            if how == "timed out in prepare"
+            else lambda two, **args: called.manager.add_adapter(*two, **args)
+        )
+        size = 2 if how == "timed out in prepare" else 1
+        for batch in (requests[at : at + size] for at in range(0, len(requests), size)):
+            while not all(request in asked for request in batch):  # a slow machine may not call it in time
+                with pytest.raises(jlora.LoadTimeoutError):
+                    ask(batch, timeout=0.3)
     assert called.manager.add_adapter(called.store.request("b"), timeout=10)
     names.clear()  # a load that was given up is not joined
     assert called.manager.add_adapter(requests[0], timeout=10)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jlora import ops as ops
     from jlora._public import *
 
-__version__ = "0.2.0"
+    __version__: str
 
 __all__ = [
     "Adapter",
@@ -65,6 +65,8 @@ if not TYPE_CHECKING:  # a type checker uses the imports above, and reports unkn
             import jlora.ops
 
             return jlora.ops
+        if name == "__version__":
+            return _version()
         if name not in __all__:
             raise AttributeError(f"module 'jlora' has no attribute {name!r}")
         from jlora import _public
@@ -73,5 +75,15 @@ if not TYPE_CHECKING:  # a type checker uses the imports above, and reports unkn
         return globals()[name]
 
 
+def _version() -> str:
+    """Return the version of the installed package, or 0.0.0+unknown in a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("jlora")
+    except PackageNotFoundError:
+        return "0.0.0+unknown"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "models", "ops"})
+    return sorted({*globals(), *__all__, "__version__", "models", "ops"})

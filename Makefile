@@ -8,8 +8,8 @@ WORKERS ?= logical --maxprocesses=8 --dist worksteal
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format clean \
-  same-python
+.PHONY: demo serve check test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format \
+  dist clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -75,8 +75,19 @@ format: .venv/.test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# The sdist and the wheel in dist/; then the demo from the wheel, outside the checkout and in an environment of its own.
+dist: .venv/.created
+	@$(PIP_INSTALL) build twine
+	@rm -rf dist .venv-dist
+	@$(BIN)/python -m build
+	@$(BIN)/python -m twine check --strict dist/*
+	@test -n "$$(find dist -name '*.whl' -size -3000000c)" || { echo "The wheel has 3 MB or more" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv-dist
+	@.venv-dist/bin/python -m pip install -qq --disable-pip-version-check "$$(echo dist/*.whl)[demo]"
+	@cd / && $(CURDIR)/.venv-dist/bin/jlora demo
+
 clean:
-	rm -rf .venv .venv-newest
+	rm -rf .venv .venv-newest .venv-dist dist
 
 # A .venv is kept whatever `python3` has become, but not where make is given another Python.
 same-python:

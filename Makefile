@@ -24,6 +24,13 @@ serve: .venv/.serve
 test: .venv/.test
 	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS)
 
+# What most often fails, in under two minutes on two cores: style, types, and the quick tests of documents, imports, errors,
+# adapter files and batches.
+CHECK_TESTS := $(addprefix test_,annotations.py bad_input.py config.py docs.py errors.py import_cost.py imports.py readme.py \
+  threads.py) $(addprefix adapters/test_,checkpoint.py config_file.py) layers/test_batch.py manager/test_lru.py
+check: lint
+	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS) $(addprefix tests/,$(CHECK_TESTS))
+
 # On the accelerator of this machine. One process at a time may use a TPU.
 test-gpu: .venv/.gpu
 	@$(BIN)/python -m pytest -m device -n $(WORKERS)

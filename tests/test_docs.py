@@ -13,7 +13,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
-OTHERS = {"kubernetes.md", "glossary.md"}  # without Python; manifests: tests/serve/http/test_kubernetes.py
+# Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
+OTHERS = {"glossary.md", "how_it_works.md", "kubernetes.md", "loop.md", "performance.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from jlora._compat import asked_for
+from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
@@ -61,7 +61,7 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     found: list[np.ndarray] = []
     for attribute, j in zip(site.attributes[:-1], spec.factors, strict=True):
-        with asked_for():
+        with explicit_transfers():
             held = np.asarray(getattr(layer, attribute)[...][where])
         held = held.reshape(math.prod(spec.rows), *held.shape[len(spec.rows) :])
         if j == 0:

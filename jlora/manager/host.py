@@ -22,7 +22,7 @@ from jlora.manager.blocks import Block
 from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
-from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
+from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
@@ -104,13 +104,13 @@ class Host:
             self._cache.contents.touch(name)
             return True
 
-    def load(self, request: LoRARequest, patience: Patience) -> bool:
+    def load(self, request: LoRARequest, deadline: Deadline) -> bool:
         """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
         while True:
             with self._state_lock:
-                load = self.loader.start(request, again=True, anew=request.load_inplace, patience=patience)
+                load = self.loader.start(request, again=True, anew=request.load_inplace, deadline=deadline)
                 load.wanted += 1
-            if self.wait(load, patience.deadline):
+            if self.wait(load, deadline.at):
                 return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
@@ -174,7 +174,7 @@ class Host:
             started = time.monotonic()
             with _logged(request.name, request.path):
                 content = self._agreed(partial(self._read, request, load))
-                result = self.admit(content, request.load_inplace, load.patience, load)
+                result = self.admit(content, request.load_inplace, load.deadline, load)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
@@ -206,7 +206,7 @@ class Host:
         """Abandon the running loads of a name, or all running loads if None. Called under the state lock.
 
         Returns:
-          The abandoned loads. The caller must call `Load.tell` on each after it releases the lock.
+          The abandoned loads. The caller must call `Load.notify` on each after it releases the lock.
         """
         loads = self.loader.under_way(name)
         for load in loads:
@@ -214,11 +214,11 @@ class Host:
             self.loader.abandon(load)
         return loads
 
-    def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
+    def add(self, adapter: Adapter, replace: bool, deadline: Deadline) -> bool:
         """Pack an adapter from memory and admit it to the host cache."""
         with _logged(adapter.name, None):
             pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
-            return self.admit(self._agreed(pack), replace, patience)
+            return self.admit(self._agreed(pack), replace, deadline)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """Return the local folder of a request, downloading it if necessary.
@@ -247,7 +247,7 @@ class Host:
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
-    def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+    def admit(self, content: PackedAdapter, replace: bool, deadline: Deadline, load: Load | None = None) -> bool:
         """Add an adapter to the host cache, once no open batch holds the version that it replaces.
 
         Returns:
@@ -270,7 +270,7 @@ class Host:
                     return None
                 if load is not None:
                     load.in_use = self.held(old)
-                self.check_free(old, "replacing", patience)
+                self.check_free(old, "replacing", deadline)
             return self._cache.victims_for(content, self.busy)
 
         def put(victims: list[str] | None) -> bool:
@@ -280,7 +280,7 @@ class Host:
             self.put(content, victims, self._cache.version(content))
             return True
 
-        return self.commit(decide, put, patience)
+        return self.commit(decide, put, deadline)
 
     def put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
@@ -289,7 +289,7 @@ class Host:
         self._cache.put(content)
         self._counts["host_loads"] += 1
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], deadline: Deadline) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
         with self._state_lock:
@@ -308,7 +308,7 @@ class Host:
             self._wrapped.check()
             if not self._cache.newest(old):
                 raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
-            self.check_free(old, "updating", patience)
+            self.check_free(old, "updating", deadline)
             return self._cache.victims_for(content, self.busy)
 
         def put(victims: list[str]) -> None:
@@ -325,7 +325,7 @@ class Host:
             self._cache.put(content)
             self._slots.replace(old, content, written)
 
-        self.commit(decide, put, patience, writes=True)
+        self.commit(decide, put, deadline, writes=True)
         _log.info("updated %r to version %d", name, content.version)
         return content.version
 
@@ -355,13 +355,13 @@ class Host:
         """Return True if the adapter must not be evicted from the host cache."""
         return not content.on_host or content in self._leases.leased()
 
-    def check_free(self, content: PackedAdapter, doing: str, patience: Patience, *, handled: bool = False) -> None:
+    def check_free(self, content: PackedAdapter, doing: str, deadline: Deadline, *, handled: bool = False) -> None:
         """Check that no open batch holds an adapter that a call changes. Called under the state lock.
 
         Args:
           content: the adapter.
           doing: the action, for the error message.
-          patience: how long the call may wait.
+          deadline: limit of the wait.
           handled: also check batches with a version that a handle holds.
 
         Raises:
@@ -371,8 +371,8 @@ class Host:
         """
         if not (content in self._leases.leased() if handled else self.held(content)):
             return
-        own = patience.thread is not None and patience.thread in self._leases.threads(content)
-        if own or patience.over or self._coordinator.several:
+        own = deadline.thread is not None and deadline.thread in self._leases.threads(content)
+        if own or deadline.over or self._coordinator.several:
             raise in_use(content.name, doing)
         raise Held
 
@@ -380,7 +380,7 @@ class Host:
         self,
         decide: Callable[[], D],
         do: Callable[[D], R],
-        patience: Patience,
+        deadline: Deadline,
         *,
         same: Callable[[D], Any] = itself,
         writes: bool = False,
@@ -391,7 +391,7 @@ class Host:
             try:
                 return self._coordinator.commit(decide, do, same, writes=writes)
             except Held:
-                self._changed.wait(seen, patience.deadline)
+                self._changed.wait(seen, deadline.at)
 
     def evict(self, name: str) -> None:
         """Evict an adapter from the host cache and from its slot."""

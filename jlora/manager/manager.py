@@ -33,7 +33,7 @@ from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
-from jlora.manager.loader import Load, Patience
+from jlora.manager.loader import Deadline, Load
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import coordinator_of
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
@@ -197,7 +197,7 @@ class LoRAManager:
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
         self._check_call("add_adapter", waits=True)
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
         if not isinstance(adapter, LoRARequest | Adapter):
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
@@ -207,10 +207,10 @@ class LoRAManager:
                 request = replace(adapter, load_inplace=True) if load_inplace else adapter
                 if not request.load_inplace and self._host.touch(request.name):
                     return False
-                return self._host.load(request, patience)
+                return self._host.load(request, deadline)
             if not load_inplace and self._host.touch(adapter.name):
                 return False
-            return self._host.add(adapter, load_inplace, patience)
+            return self._host.add(adapter, load_inplace, deadline)
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.
@@ -266,9 +266,9 @@ class LoRAManager:
         """
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
         with self._coordinator.turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, patience)
+            return self._host.update(name, arrays, deadline)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host cache, pinned or not.
@@ -287,12 +287,12 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> int | None:
             if (content := self._cache.contents.get(name)) is None:
                 return None
-            self._host.check_free(content, "removing", patience)
+            self._host.check_free(content, "removing", deadline)
             return content.version
 
         def remove(_: int | None) -> tuple[bool, list[Load]]:
@@ -305,9 +305,9 @@ class LoRAManager:
             return found, loads
 
         with self._coordinator.turn(f"remove_adapter({name!r})"):
-            found, loads = self._host.commit(decide, remove, patience, same=lambda version: [version])
+            found, loads = self._host.commit(decide, remove, deadline, same=lambda version: [version])
         for load in loads:
-            load.tell()
+            load.notify()
         return found
 
     def remove_oldest_adapter(self) -> bool:
@@ -336,12 +336,12 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held an adapter for too long. No adapter is removed.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> list[PackedAdapter]:
             contents = [self._cache.contents[name] for name in self._cache.contents]
             for content in contents:
-                self._host.check_free(content, "removing", patience)
+                self._host.check_free(content, "removing", deadline)
             return contents
 
         def remove(contents: list[PackedAdapter]) -> list[Load]:
@@ -353,9 +353,9 @@ class LoRAManager:
             return loads
 
         with self._coordinator.turn("remove_all_adapters()"):
-            loads = self._host.commit(decide, remove, patience, same=lambda contents: [c.version for c in contents])
+            loads = self._host.commit(decide, remove, deadline, same=lambda contents: [c.version for c in contents])
         for load in loads:
-            load.tell()
+            load.notify()
 
     def list_adapters(
         self, names: Collection[str] | None = None, *, level: Level | None = None
@@ -467,7 +467,7 @@ class LoRAManager:
 
     def _base(self) -> str:
         if self._base_digest is None:
-            self._base_digest = base_digest(self.model, self._index.said)
+            self._base_digest = base_digest(self.model, self._index.rules)
         return self._base_digest
 
     # --- slots --------------------------------------------------------------------------------------------------
@@ -499,13 +499,13 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> int | None:
             content = self._cache.contents.get(name)
             if content is None or content not in self._pool.table:
                 return None
-            self._host.check_free(content, "deactivating", patience, handled=True)
+            self._host.check_free(content, "deactivating", deadline, handled=True)
             return content.version
 
         def release(version: int | None) -> bool:
@@ -515,7 +515,7 @@ class LoRAManager:
             return version is not None
 
         with self._coordinator.turn(f"deactivate_adapter({name!r})"):
-            return self._host.commit(decide, release, patience, same=lambda version: [version])
+            return self._host.commit(decide, release, deadline, same=lambda version: [version])
 
     def pin_adapter(self, name: str) -> bool:
         """Pin an adapter, so that it is never evicted from its slot or the host cache.
@@ -637,7 +637,7 @@ class LoRAManager:
         args = read_arguments(names, token_counts, pad_to, length)
         if not wait:
             self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
-        deadline = self._patience(timeout).deadline
+        deadline = self._deadline(timeout).at
         with self._coordinator.turn("prepare"):
             batch, ready = self._batches.prepare(args, wait, deadline)
         return batch if wait else (batch, ready)
@@ -777,13 +777,13 @@ class LoRAManager:
                 "its arrays would go stale. Call it outside and pass the batch as an argument"
             )
 
-    def _patience(self, timeout: float | None) -> Patience:
+    def _deadline(self, timeout: float | None) -> Deadline:
         if timeout is None:
-            return Patience(None, threading.get_ident())
+            return Deadline(None, threading.get_ident())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
         self._coordinator.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")
-        return Patience(time.monotonic() + timeout)
+        return Deadline(time.monotonic() + timeout)
 
     def unwrap(self) -> nnx.Module:
         """Restore the model as it was before it was wrapped. The manager cannot be used afterwards.

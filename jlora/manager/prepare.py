@@ -16,7 +16,7 @@ from jlora.manager.batch_arguments import BatchArguments, Name
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import Load, LoadCancelled, Patience
+from jlora.manager.loader import Deadline, Load, LoadCancelled
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
@@ -242,7 +242,7 @@ class Batches:
             without slots would evict each other from the host cache and be loaded again without end.
         """
         # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
-        patience = Patience(None, threading.get_ident())
+        deadline = Deadline(None, threading.get_ident())
 
         def decide() -> list[LoRARequest]:
             absent = self._absent(args, reloaded)
@@ -251,20 +251,24 @@ class Batches:
                 self._keep(args)
             return absent[:1] if self._coordinator.several else absent
 
-        def start(absent: list[LoRARequest]) -> list[Load]:
-            loads: list[Load] = []
-            for request in absent:
-                load = self._host.loader.start(request, patience=patience)
-                if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
+        def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
+            loads = [self._host.loader.start(request, deadline=deadline) for request in absent]
+            for load in loads:
+                if load.error is not None and not isinstance(load.error, LoadCancelled):  # kept for the next caller
                     self._host.loader.forget(load)
-                    raise load.error
-                loads.append(self._host.loader.start(request, again=True, patience=patience))
+                    return [], load.error
+            loads = [self._host.loader.start(request, again=True, deadline=deadline) for request in absent]
             for load in loads:
                 load.wanted += 1
             reloaded.update(absent)
-            return loads
+            return loads, None
 
-        return self._coordinator.commit(decide, start, lambda absent: [request.name for request in absent] or None)
+        loads, error = self._coordinator.commit(
+            decide, start, lambda absent: [request.name for request in absent] or None
+        )
+        if error is not None:  # raised here, since an error inside `commit` counts as a change cut short
+            raise error
+        return loads
 
     def _absent(self, args: BatchArguments, reloaded: set[Name]) -> list[LoRARequest]:
         """Return the requests that a batch must load.

@@ -18,15 +18,15 @@ from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
 from jlora.manager.array_placement import (
     ArrayPlacement,
-    as_said,
     as_sharded,
     everywhere,
-    lies,
+    is_placed,
     of_blocks,
     own_device,
     pinned,
     place_of,
     put_operands,
+    refreshed,
 )
 from jlora.manager.blocks import Block, Chunk, cut
 from jlora.manager.packed_adapter import PackedAdapter
@@ -93,8 +93,8 @@ class SlotArrays:
         self._stamps = tuple(raw_value(stamps).shape)
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
-        self._lie = [place_of(array) for array in self._known]
-        device = own_device(self._lie[0])
+        self._placements = [place_of(array) for array in self._known]
+        device = own_device(self._placements[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
@@ -118,7 +118,7 @@ class SlotArrays:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if lies(array, target) else jax.device_get(array)
+            array if is_placed(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(pinned, targets)))
@@ -188,13 +188,13 @@ class SlotArrays:
         """
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = as_said(self._lie[i], found if foreign else known)
+        where = refreshed(self._placements[i], found if foreign else known)
         with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
             fresh = jax.device_put(values) if isinstance(where, Device) else put([values], [where])[0]
-        if where != self._lie[i]:  # other placement: the next write compiles all programs again
-            self._lie[i] = where
+        if where != self._placements[i]:  # other placement: the next write compiles all programs again
+            self._placements[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
@@ -213,11 +213,11 @@ class SlotArrays:
           The blocks and the operands on the device.
         """
         arrays, targets = self._pieces(blocks)
-        if all(lies(array, target) for array, target in zip(arrays, targets, strict=True)):
+        if all(is_placed(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
-        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._lie[-1])] * len(operands)])
+        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._placements[-1])] * len(operands)])
         count = len(arrays)
         if count:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
@@ -314,7 +314,7 @@ class SlotArrays:
         at = tuple((block.chunk, block.row) for block in blocks)
         if at not in self._jobs:
             key, places = self._task(at) if at else (_RANKS, self._of_ranks())
-            program = self._program(key, tuple(self._lie[i] for i in places))
+            program = self._program(key, tuple(self._placements[i] for i in places))
             self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
         return self._jobs[at]
 
@@ -350,7 +350,7 @@ class SlotArrays:
     def _index(self, *where: int) -> jax.Array:
         """Return int32 [slot, row, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
         if where not in self._indices:
-            (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._lie[0])])
+            (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._placements[0])])
         return self._indices[where]
 
     def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
@@ -360,10 +360,10 @@ class SlotArrays:
 
     def _targets(self, block: Block) -> tuple[ArrayPlacement, ArrayPlacement]:
         """Return the placements of A and B of a block for the write: sharded like the slots, else replicated."""
-        spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
-        if as_sharded(spec, lie):
+        spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_factors(block.chunk.sites[:1])]
+        if as_sharded(spec, placements):
             return of_blocks(spec, whole=block.row is None)
-        whole = everywhere(lie[0])
+        whole = everywhere(placements[0])
         return whole, whole
 
     def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
@@ -386,7 +386,8 @@ class SlotArrays:
         with self._compiling:
             if self._programs:
                 return
-            self._lie = list(map(as_said, self._lie, self.arrays()))  # the model may have moved since wrapping
+            # The model may have moved since it was wrapped.
+            self._placements = list(map(refreshed, self._placements, self.arrays()))
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -398,19 +399,19 @@ class SlotArrays:
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
         tasks.append((_RANKS, self._of_ranks()))
-        return {(key, tuple(self._lie[i] for i in places)) for key, places in tasks}
+        return {(key, tuple(self._placements[i] for i in places)) for key, places in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
         """Return one row of each site of a chunk."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key, lie: tuple[ArrayPlacement, ...]) -> Launch:
-        found = self._programs.get((key, lie))
+    def _program(self, key: Key, placements: tuple[ArrayPlacement, ...]) -> Launch:
+        found = self._programs.get((key, placements))
         if found is not None:
             return found
         if key == _RANKS:
-            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, lie)
-        return compiled_write(key, self._stamps, lie)
+            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, placements)
+        return compiled_write(key, self._stamps, placements)
 
 
 _is_deleted = operator.methodcaller("is_deleted")

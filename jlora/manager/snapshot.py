@@ -27,7 +27,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from jlora._compat import asked_for
+from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
 from jlora.config import LoRARequest
@@ -158,7 +158,7 @@ def _pack_file(content: PackedAdapter) -> bytes:
         a, b = factors[row]
         arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
     about = content.about or Adapter(name=content.name, modules={})
-    said = {
+    header = {
         "about": {key: getattr(about, key) for key in _ABOUT},
         "placements": [
             [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
@@ -166,11 +166,11 @@ def _pack_file(content: PackedAdapter) -> bytes:
         ],
     }
     try:
-        text = json.dumps(said, default=_plain)
+        text = json.dumps(header, default=_plain)
     except (TypeError, ValueError) as error:
         raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
     bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # no bfloat16 there
-    return safetensors.numpy.save({**bits, "said": np.frombuffer(text.encode(), np.uint8)})
+    return safetensors.numpy.save({**bits, "header": np.frombuffer(text.encode(), np.uint8)})
 
 
 def _plain(value: Any) -> Any:
@@ -189,16 +189,16 @@ def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
+def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
     """Return a SHA-256 digest that distinguishes base models.
 
     It covers the path, shape, dtype and first two values of each parameter, and the rules for layer names
-    (`SiteIndex.said`). Reading all values of a large model would take longer than a restart.
+    (`SiteIndex.rules`). Reading all values of a large model would take longer than a restart.
 
     Raises:
       LoRAError: a parameter was donated.
     """
-    found = hashlib.sha256(json.dumps(said, default=repr).encode())
+    found = hashlib.sha256(json.dumps(rules, default=repr).encode())
     parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, parameter in sorted(parameters):
         array: Any = parameter.get_value()
@@ -209,7 +209,7 @@ def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
         found.update(f"{path} {array.shape} {array.dtype} ".encode())
         first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
         if first is not None and first.size:
-            with asked_for():
+            with explicit_transfers():
                 few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
                 found.update(np.asarray(few[:2]).tobytes())  # each shard has at least these
     return found.hexdigest()
@@ -313,11 +313,11 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     if hashlib.sha256(data).hexdigest() != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
     arrays = safetensors.numpy.load(data)
-    said: Any = json.loads(arrays["said"].tobytes())
+    header: Any = json.loads(arrays["header"].tobytes())
     pool = slots.pool
     sites = {(site.path, site.prefix): site for site in pool.sites}
     placements = tuple(
-        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in said["placements"]
+        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in header["placements"]
     )
     for p in placements:
         if p.rank > p.site.spec.max_rank:
@@ -328,7 +328,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         if not host.allow_nonfinite and not (all_finite(a) and all_finite(b)):
             raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
         factors[row] = a, b
-    about: Any = {**said["about"], "unchecked": tuple(said["about"]["unchecked"])}
+    about: Any = {**header["about"], "unchecked": tuple(header["about"]["unchecked"])}
     return PackedAdapter(
         name=entry.name,
         version=entry.version,

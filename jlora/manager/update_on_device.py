@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jlora._compat import asked_for, without_graphs
+from jlora._compat import explicit_transfers, without_graphs
 from jlora.errors import AdapterFormatError
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
@@ -148,7 +148,7 @@ def blocks_on_device(
         tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
         kept = [_fitted(old[row], tops[row]) for row in plan.old]
     given = _off_explicit(list(arrays.values()))
-    with _auto_axes(), asked_for():
+    with _auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
         made, finite = assemble(plan.shape, given, kept, plan.scales)
     if not allow_nonfinite and not jax.device_get(finite):

@@ -290,17 +290,17 @@ class LoRAManager:
         deadline = self._deadline(timeout)
 
         def decide() -> int | None:
-            if (content := self._cache.contents.get(name)) is None:
+            if (packed := self._cache.loaded.get(name)) is None:
                 return None
-            self._host.check_free(content, "removing", deadline)
-            return content.version
+            self._host.check_free(packed, "removing", deadline)
+            return packed.version
 
         def remove(_: int | None) -> tuple[bool, list[Load]]:
-            content = self._cache.contents.get(name)
+            packed = self._cache.loaded.get(name)
             loads = self._host.give_up(name)
             found = self._cache.forget(name) or bool(loads)
-            if content is not None:
-                self._slots.release(content)
+            if packed is not None:
+                self._slots.release(packed)
                 _log.info("removed %r", name)
             return found, loads
 
@@ -339,21 +339,21 @@ class LoRAManager:
         deadline = self._deadline(timeout)
 
         def decide() -> list[PackedAdapter]:
-            contents = [self._cache.contents[name] for name in self._cache.contents]
-            for content in contents:
-                self._host.check_free(content, "removing", deadline)
-            return contents
+            loaded = [self._cache.loaded[name] for name in self._cache.loaded]
+            for packed in loaded:
+                self._host.check_free(packed, "removing", deadline)
+            return loaded
 
-        def remove(contents: list[PackedAdapter]) -> list[Load]:
+        def remove(loaded: list[PackedAdapter]) -> list[Load]:
             loads = self._host.give_up()
-            for name in [*self._cache.known, *self._cache.contents]:
+            for name in [*self._cache.known, *self._cache.loaded]:
                 self._cache.forget(name)
-            for content in contents:
-                self._slots.release(content)
+            for packed in loaded:
+                self._slots.release(packed)
             return loads
 
         with self._coordinator.turn("remove_all_adapters()"):
-            loads = self._host.commit(decide, remove, deadline, same=lambda contents: [c.version for c in contents])
+            loads = self._host.commit(decide, remove, deadline, same=lambda loaded: [c.version for c in loaded])
         for load in loads:
             load.notify()
 
@@ -399,11 +399,11 @@ class LoRAManager:
             "(jax.experimental.multihost_utils)",
         )
         with self._step_lock, self._state_lock:
-            content = self._host.newest(name)
-            slot = self._pool.slot_of(content)
+            packed = self._host.newest(name)
+            slot = self._pool.slot_of(packed)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            return export(content, slot, self._wrapped.modules)
+            return export(packed, slot, self._wrapped.modules)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -502,16 +502,16 @@ class LoRAManager:
         deadline = self._deadline(timeout)
 
         def decide() -> int | None:
-            content = self._cache.contents.get(name)
-            if content is None or content not in self._pool.table:
+            packed = self._cache.loaded.get(name)
+            if packed is None or packed not in self._pool.table:
                 return None
-            self._host.check_free(content, "deactivating", deadline, handled=True)
-            return content.version
+            self._host.check_free(packed, "deactivating", deadline, handled=True)
+            return packed.version
 
         def release(version: int | None) -> bool:
             if version is not None:
-                self._cache.contents.unpin(name)
-                self._slots.release(self._cache.contents[name])
+                self._cache.loaded.unpin(name)
+                self._slots.release(self._cache.loaded[name])
             return version is not None
 
         with self._coordinator.turn(f"deactivate_adapter({name!r})"):
@@ -657,8 +657,8 @@ class LoRAManager:
             while True:
                 self._host.recall(name)
                 with self._state_lock:
-                    if name in self._cache.contents:  # not evicted since
-                        handle = AdapterHandle(self._cache.contents[name], self._changed.ring)
+                    if name in self._cache.loaded:  # not evicted since
+                        handle = AdapterHandle(self._cache.loaded[name], self._changed.ring)
                         self._leases.add_handle(handle)
                         return handle
 
@@ -753,7 +753,7 @@ class LoRAManager:
             return Stats(
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
-                registered=len(self._cache.contents),
+                registered=len(self._cache.loaded),
                 active=self._slots.active,
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
@@ -799,8 +799,8 @@ class LoRAManager:
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            for name in self._cache.contents:
-                self._cache.contents.remove(name)
+            for name in self._cache.loaded:
+                self._cache.loaded.remove(name)
             self._cache.known.clear()
             self._batches.clear()
             self._state = None

@@ -127,10 +127,10 @@ class SlotArrays:
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
-    def slot_of(self, content: PackedAdapter) -> int | None:
+    def slot_of(self, packed: PackedAdapter) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
         for slot, held in enumerate(self.table):
-            if held is content:
+            if held is packed:
                 return None if slot in self.dirty else slot
         return None
 
@@ -159,7 +159,7 @@ class SlotArrays:
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
         }
-        whole = {slot for slot, content in enumerate(self.table) if content is not None} - self.dirty
+        whole = {slot for slot, packed in enumerate(self.table) if packed is not None} - self.dirty
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
@@ -171,11 +171,11 @@ class SlotArrays:
             for i in sorted(lost):
                 self._renew(i)
         for slot in sorted(self.dirty):
-            content = self.table[slot]
-            if content is None or not alive(content):
+            packed = self.table[slot]
+            if packed is None or not alive(packed):
                 self.clear(slot)
             else:
-                self.write(slot, content, donate=donate)
+                self.write(slot, packed, donate=donate)
         if self._renumbering:
             self.writes = [numbers.get(slot, count) for slot, count in enumerate(self.writes)]
             self._renew(len(self._variables) - 1)
@@ -224,29 +224,29 @@ class SlotArrays:
         return tuple(blocks), moved[count:]
 
     def write(
-        self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+        self, slot: int, packed: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
     ) -> None:
         """Write an adapter into a slot of all layers. After an exception the slot is unchanged or dirty.
 
         Args:
           slot: index of the slot.
-          content: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
+          packed: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
           donate: donate the old arrays. If False, they are copied first and stay valid.
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
-        waves = self._waves(only or content.ahead or content.blocks)
+        waves = self._waves(only or packed.ahead or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         held = None if slot in self.dirty else self._ranks[slot]
-        new_ranks = held is None or not np.array_equal(held, content.ranks)
-        ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
+        new_ranks = held is None or not np.array_equal(held, packed.ranks)
+        ready, ranks = self.move(waves[0] if waves else [], [packed.ranks] if new_ranks else [])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
         # update to the host, if there is one.
-        spent = self._spent if content.ahead is not None or content.copying else []
+        spent = self._spent if packed.ahead is not None or packed.copying else []
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
-        self.table[slot] = content
+        self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = [operand for block in blocks for operand in (*block.held, self._where(slot, block))]
@@ -258,9 +258,9 @@ class SlotArrays:
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
             self._run(slot, self._job(()), [*ranks, self._index(slot, 0, 0, 0)], donate)
-            self._ranks[slot] = content.ranks
+            self._ranks[slot] = packed.ranks
         self.dirty.discard(slot)
-        content.ahead = None
+        packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
 

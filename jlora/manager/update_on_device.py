@@ -33,7 +33,7 @@ class NewFactors:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Module:
     """Static description of one module in `_assemble`."""
 
     first: int
@@ -54,7 +54,7 @@ class _Shape:
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
-    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Part, ...]], ...]], ...]
+    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Module, ...]], ...]], ...]
     order: tuple[int, ...]
 
 
@@ -121,7 +121,7 @@ def plan_update(
     groups: list[Any] = []
     for chunk, i, rows in chosen:
         starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
-        parts: list[tuple[bool, tuple[_Part, ...]]] = []
+        parts: list[tuple[bool, tuple[_Module, ...]]] = []
         for row in rows:
             if row in old:
                 kept.append(row)
@@ -192,9 +192,9 @@ def _auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _part(new: NewFactors) -> _Part:
+def _part(new: NewFactors) -> _Module:
     p = new.placement
-    return _Part(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
+    return _Module(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
 
 
 def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +254,7 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def _fill(
-    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
+    spec: SlotSpec, part: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
     start = sum(spec.out_sizes[: part.first])

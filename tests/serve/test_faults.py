@@ -27,7 +27,7 @@ from tests.serve.http.test_keys import ADMINS
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATH = "/v1/completions"
-ASKED = {"prompt": "planet=", "temperature": 0, "max_tokens": 10}
+GREEDY = {"prompt": "planet=", "temperature": 0, "max_tokens": 10}
 
 
 def text(answer):
@@ -69,10 +69,10 @@ def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk, nt
     assert post(service, LOAD, {"lora_name": "other", "lora_path": "two"}).status == 200
     assert set(world.engine.list_loras()) == before | {"other"}
     assert [one.result(60).text for one in others] == [RIGHT[name] for name in NAMES]
-    assert post(service, PATH, {"model": "mine", **ASKED}).status == 404
-    assert text(post(service, PATH, {"model": "other", **ASKED})) == RIGHT["reverse"]
+    assert post(service, PATH, {"model": "mine", **GREEDY}).status == 404
+    assert text(post(service, PATH, {"model": "other", **GREEDY})) == RIGHT["reverse"]
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
-    assert text(post(service, PATH, {"model": "mine", **ASKED})) == RIGHT["sort"]
+    assert text(post(service, PATH, {"model": "mine", **GREEDY})) == RIGHT["sort"]
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------
@@ -154,12 +154,12 @@ def test_names_are_resolved_over_http(server, hub):
         assert answer.status_code == 404
         assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", 404)
         assert error["message"] == f"The model `{name[:256]}` does not exist."
-    asked = len(hub.asked)
+    before = len(hub.requested)
     assert server.text("team/sort") == RIGHT["sort"]
-    for name in NAMES:  # the host has room for four: it is evicted
+    for name in NAMES:  # evicts the adapter from the host, which has room for four
         assert server.text(name) == RIGHT[name]
     assert server.text("team/sort") == RIGHT["sort"]
-    assert len(hub.asked) == asked  # reloaded without the hub
+    assert len(hub.requested) == before  # reloaded without the hub
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_server_killed_under_load_answers_correctly_before_and_after_restart(ser
 
 
 def streamed(server, name):
-    body = {"model": name, **ASKED, "stream": True}
+    body = {"model": name, **GREEDY, "stream": True}
     with httpx.stream("POST", f"{server.url}{PATH}", json=body, timeout=120) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     if not lines or lines[-1] != "[DONE]":
@@ -346,8 +346,8 @@ def test_make_serve():
         started = family(process.pid)
         url = f"http://127.0.0.1:{port}{PATH}"
         for name, right in RIGHT.items():
-            assert json.loads(curl(url, {"model": name, **ASKED}))["choices"][0]["text"] == right
-            *events, last, _ = curl(url, {"model": name, **ASKED, "stream": True}).split("\n\n")
+            assert json.loads(curl(url, {"model": name, **GREEDY}))["choices"][0]["text"] == right
+            *events, last, _ = curl(url, {"model": name, **GREEDY, "stream": True}).split("\n\n")
             assert last == "data: [DONE]"
             parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
             assert "".join(parts) == right

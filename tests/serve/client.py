@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import io
 import json
+import re
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from jlora.cli.commands import run
 from jlora.config import LoRARequest
 from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.app import build_app
@@ -84,6 +87,22 @@ def post(service: Service, path: str, content, **headers) -> Answer:
     return ask(service, "POST", path, content, **headers)
 
 
+def endpoints(service: Service) -> set[tuple[str, str]]:
+    """Return (method, path) of every endpoint, except for HEAD."""
+    routes = build_app(service)._router.routes  # no response lists them
+    return {(method, route.path) for route in routes for method in route.methods if method != "HEAD"}
+
+
+def serve_flags() -> dict[str, str]:
+    """Return flag -> default of `jlora serve`, as its help shows them."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        run(["serve", "--help"])
+    entries = re.split(r"\n  (?=--)", out.getvalue())[1:]
+    texts = [" ".join(entry.split()) for entry in entries]
+    return {text.split()[0]: text.rpartition("(default: ")[2].removesuffix(")") for text in texts}
+
+
 def until(condition, seconds=60.0):
     """Wait until `condition()` is true. Raises AssertionError after `seconds`, a safety limit."""
     end = time.monotonic() + seconds
@@ -97,12 +116,12 @@ def on_socket(service: Service):
     """Serve on a socket of this machine, without the signals of `serve`. Yields (host, port)."""
     import uvicorn
 
-    from jlora.serve.http.server import _protocol, _Server, listen
+    from jlora.serve.http.server import _protocol, listen  # the limits of headers have no other entry point
 
     bound = listen("127.0.0.1", 0)
     config = uvicorn.Config(build_app(service), http=_protocol(service.limits), log_config=None, access_log=False,
                             ws="none", timeout_graceful_shutdown=1)  # fmt: skip
-    server = _Server(config)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: server.run([bound]), daemon=True)
     thread.start()
     try:

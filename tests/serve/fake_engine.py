@@ -67,7 +67,7 @@ class FakeEngine:
     Attributes:
       script: events that replace every answer; None for no replacement.
       refuse: exception that `submit` raises; None for none.
-      hold: True to answer nothing. The test puts events into `generations`.
+      hold: True to give no answers. The test puts events into `generations`.
       broken: end of a path -> exception that loading it raises.
       gate: event that loads wait for.
       encoded: pairs of (text, with special tokens) that were tokenized.

@@ -35,7 +35,7 @@ def text(answer):
     return answer.json["choices"][0]["text"]
 
 
-# --- an engine in this process --------------------------------------------------------------------------------------
+# --- an engine in this process ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk, nt
     assert text(post(service, PATH, {"model": "mine", **GREEDY})) == RIGHT["sort"]
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [None, "wrong", "user", "", "ADMIN"])

@@ -1,4 +1,4 @@
-"""The dispatching thread over steps that do nothing: ends of requests when it fails or stops, and wake-ups."""
+"""The dispatching thread over idle steps. Requests end when it fails or stops, and wake-ups are prompt."""
 
 import threading
 from types import SimpleNamespace

@@ -177,7 +177,7 @@ def test_messages_that_the_openai_client_sends_back_are_accepted(service):
     assert answer.json["choices"][0]["message"]["content"] == "sort|hiyesone\ntwo"
 
 
-# --- malformed and oversized bodies --------------------------------------------------------------------------------
+# --- malformed and oversized bodies -----------------------------------------------------------------------------------
 
 BAD = {
     "empty": b"",

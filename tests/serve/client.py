@@ -100,7 +100,7 @@ def serve_flags() -> dict[str, str]:
         run(["serve", "--help"])
     entries = re.split(r"\n  (?=--)", out.getvalue())[1:]
     texts = [" ".join(entry.split()) for entry in entries]
-    return {text.split()[0]: text.rpartition("(default: ")[2].removesuffix(")") for text in texts}
+    return {text.split()[0].rstrip(","): re.findall(r"\(default: (.*?)\)", text)[-1] for text in texts}
 
 
 def until(condition, seconds=60.0):

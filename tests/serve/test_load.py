@@ -79,22 +79,11 @@ def test_wrong_answers_are_counted(tmp_path, monkeypatch, capsys):
         return {key: (0,) if key[0] == often else answer for key, answer in right(*args).items()}
 
     monkeypatch.setattr(serve_zipf, "right_answers", wrong_of_one)
-    small = ["--minutes", "0.05", "--slice", "1.5", "--warm", "1", "--ramp", "0", "--adapters", "16", "--against", "4"]
-    small += [
-        "--slots",
-        "4",
-        "--max-cpu-loras",
-        "6",
-        "--rows",
-        "4",
-        "--in-flight",
-        "8",
-        "--tokens",
-        "4",
-        "--prompts",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["serve_zipf", *small, "--out", str(tmp_path / "load.json")])
+    small = (
+        "--minutes 0.05 --slice 1.5 --warm 1 --ramp 0 --adapters 16 --against 4 --slots 4 --max-cpu-loras 6 --rows 4 "
+        "--in-flight 8 --tokens 4 --prompts 1"
+    )
+    monkeypatch.setattr("sys.argv", ["serve_zipf", *small.split(), "--out", str(tmp_path / "load.json")])
     with pytest.raises(SystemExit) as ended:
         serve_zipf.main()
     assert ended.value.code == 1

@@ -85,18 +85,16 @@ def test_disconnect_cancels_the_requests(served, engine, stream, began, how):
     until(lambda: all(generation.cancelled for generation in engine.generations))
 
 
-@pytest.mark.parametrize("hundreds", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_hundreds_of_disconnects_leave_no_threads(served, engine, hundreds):
+def test_hundred_disconnects_leave_no_threads(served, engine):
     engine.hold = True
     request = raw_post(PATH, content(stream=True))
     before = threading.active_count()
-    for _ in range(hundreds):
-        connections = [connect(served) for _ in range(100)]
-        for connection in connections:
-            connection.sendall(request)
-        for connection in connections:
-            connection.close()
-    until(lambda: all(generation.cancelled for generation in engine.generations), 60)
+    connections = [connect(served) for _ in range(100)]
+    for connection in connections:
+        connection.sendall(request)
+    for connection in connections:
+        connection.close()
+    until(lambda: all(generation.cancelled for generation in engine.generations))
     engine.hold = False
     assert httpx.post(f"http://{served[0]}:{served[1]}{PATH}", json=BODY, timeout=30).status_code == 200
     assert threading.active_count() <= before + 4  # threads of the pool

@@ -5,10 +5,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,10 +14,8 @@ from jlora.errors import LoRAError
 from jlora.serve.http.state import State
 from tests.manager.tiny import as_new, make_world, request
 from tests.serve.client import make_service, post
+from tests.serve.demo_process import ADAPTERS, DemoServer
 from tests.serve.fake_engine import FakeEngine
-
-ROOT = Path(__file__).parents[3]
-ADAPTERS = ROOT / "jlora/demo/adapters"
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +80,11 @@ def test_adapter_being_unloaded_is_not_restored(world, tmp_path, begin):
     assert list(world.manager.list_adapters()) == ["a"]
 
 
-def test_folder_belongs_to_one_server(world, tmp_path, begin):
+@pytest.mark.parametrize("lock_file", ["kept", "deleted"])
+def test_folder_belongs_to_one_server(world, tmp_path, begin, lock_file):
     state, _ = begin(tmp_path, world)
-    with pytest.raises(LoRAError, match="another server keeps its adapters there"):
-        State(tmp_path)
-    end(state)
-    begin(tmp_path, world)
-
-
-def test_second_server_is_refused_without_the_lock_file(world, tmp_path, begin):
-    state, _ = begin(tmp_path, world)
-    (tmp_path / "server.lock").unlink()
+    if lock_file == "deleted":
+        (tmp_path / "server.lock").unlink()
     with pytest.raises(LoRAError, match="another server keeps its adapters there"):
         State(tmp_path)
     end(state)
@@ -186,45 +174,30 @@ def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, 
 # --- a server that is killed ------------------------------------------------------------------------------------------
 
 
-class Server:
-    """`jlora serve` on the demo model."""
+def server_with(state, root, *more):
+    """Start `jlora serve` on the demo model with two slots."""
+    return DemoServer([
+        "serve", "jlora/demo/model", "--served-model-name", "demo", "--port", "0", "--dtype", "float32",
+        "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "32", "--max-num-seqs", "2",
+        "--max-model-len", "64", "--lora-root", str(root), "--lora-state", str(state), *more,
+    ])  # fmt: skip
 
-    def __init__(self, state, root, *more):
-        command = [
-            sys.executable, "-m", "jlora", "serve", "jlora/demo/model", "--served-model-name", "demo", "--port", "0",
-            "--dtype", "float32", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "32",
-            "--max-num-seqs", "2", "--max-model-len", "64", "--lora-root", str(root), "--lora-state", str(state), *more,
-        ]  # fmt: skip
-        self.log = []
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
-        self.reader.start()
-        first = self.process.stdout.readline()
-        found = re.fullmatch(r"jlora serves demo at (http://\S+)\n", first)
-        assert found, (first, self.log)
-        self.url = found[1]
 
-    def post(self, path, **body):
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=60)
+def end_with(server, number):
+    """Send a signal, and return the exit status."""
+    server.process.send_signal(number)
+    status = server.process.wait(60)
+    server.stop()
+    return status
 
-    def load(self, name, path, **more):
-        answer = self.post("load_lora_adapter", lora_name=name, lora_path=path, **more)
-        assert answer.status_code == 200, answer.text
 
-    def answer(self, name, prompt="planet="):
-        found = self.post("completions", model=name, prompt=prompt, temperature=0, max_tokens=8)
-        return found.json()["choices"][0]["text"] if found.status_code == 200 else found.status_code
+def load(server, name, path, **more):
+    answer = server.post("load_lora_adapter", lora_name=name, lora_path=path, **more)
+    assert answer.status_code == 200, answer.text
 
-    def names(self):
-        return {one["id"] for one in httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"]} - {"demo"}
 
-    def end(self, number):
-        self.process.send_signal(number)
-        status = self.process.wait(60)
-        self.reader.join()
-        self.process.stdout.close()
-        self.process.stderr.close()
-        return status
+def names_of(server):
+    return {one["id"] for one in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]} - {"demo"}
 
 
 @pytest.mark.slow
@@ -238,29 +211,29 @@ def test_acknowledged_changes_survive_sigkill(tmp_path):
             (root / name / file).write_bytes((ADAPTERS / name / file).read_bytes())
     flags = ("--lora-modules", f"one={root / 'sort'}", f"two={root / 'reverse'}")
     cache = ("--compilation-cache-dir", str(tmp_path / "cache"))
-    server = Server(state, root, *flags, *cache)
-    want = server.answer("one"), server.answer("two")
+    server = server_with(state, root, *flags, *cache)
+    want = server.text("one"), server.text("two")
     assert server.post("unload_lora_adapter", lora_name="two").status_code == 200
-    server.load("one", "reverse", load_inplace=True)
-    server.load("three", "sort")
+    load(server, "one", "reverse", load_inplace=True)
+    load(server, "three", "sort")
     assert server.post("pin_lora_adapter", lora_name="three").status_code == 200
-    server.end(signal.SIGKILL)
+    end_with(server, signal.SIGKILL)
 
-    server = Server(state, root, *flags, *cache)
-    assert server.names() == {"one", "three"}  # the state takes precedence over --lora-modules
-    assert server.answer("two") == 404
+    server = server_with(state, root, *flags, *cache)
+    assert names_of(server) == {"one", "three"}  # the state takes precedence over --lora-modules
+    assert server.ask("two").status_code == 404
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r'lora_adapter_loaded\{[^}]*adapter_name="three"[^}]*pinned="true"', metrics), metrics
-    assert (server.answer("three"), server.answer("one")) == want
-    server.load("four", "swap")
-    four = server.answer("four")
-    assert server.end(signal.SIGTERM) == 0
+    assert (server.text("three"), server.text("one")) == want
+    load(server, "four", "swap")
+    four = server.text("four")
+    assert end_with(server, signal.SIGTERM) == 0
 
     root.rename(tmp_path / "elsewhere")
     root.mkdir()
-    server = Server(state, root, *cache)
-    assert server.names() == {"one", "three", "four"}
-    assert server.answer("four") == 404
+    server = server_with(state, root, *cache)
+    assert names_of(server) == {"one", "three", "four"}
+    assert server.ask("four").status_code == 404
     (tmp_path / "elsewhere").rename(root)
-    assert (server.answer("three"), server.answer("one"), server.answer("four")) == (*want, four)
-    assert server.end(signal.SIGTERM) == 0
+    assert (server.text("three"), server.text("one"), server.text("four")) == (*want, four)
+    assert end_with(server, signal.SIGTERM) == 0

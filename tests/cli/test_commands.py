@@ -1,4 +1,4 @@
-"""`jlora generate` and the arguments of every command, run in this process: errors are one line, and come early."""
+"""`jlora generate`, and the arguments of every command. Errors take one line, and come before the model is read."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ MODEL = str(DEMO / "model")
 
 
 def error_of(capsys, command) -> tuple[int, str]:
-    """Exit status and the error on stderr, its lines as one; lines of progress before it are left out."""
+    """Return the exit status and the error on stderr, with its lines joined, without lines of progress."""
     try:
         status = run(command)
     except SystemExit as end:
@@ -29,6 +29,10 @@ def error_of(capsys, command) -> tuple[int, str]:
     assert all(line.isprintable() for line in lines)
     assert "Traceback" not in err
     return status, " ".join(line.strip() for line in lines[start:])
+
+
+def test_missing_weights_are_an_error(capsys, unread_model):
+    assert "safetensors" in error_of(capsys, ["generate", "--prompt", ":a", "--model", unread_model])[1]
 
 
 def test_generate_answers_each_prompt_with_its_adapter(capsys):
@@ -51,7 +55,7 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys):
         (["generate", "--model", "nowhere", "--adapter", "=x", "--prompt", ":a"], "NAME=PATH"),
         (["generate", "--model", "nowhere", "--adapter", "x=", "--prompt", ":a"], "NAME=PATH"),
         (["generate", "--model", "m", "--adapter", "x=a", "--adapter", "x=b", "--prompt", ":a"], "twice"),
-        # what a shell passes on for bytes that are no UTF-8, and what no shell can pass on
+        # Python's decoding of arguments that are not UTF-8, and a surrogate that no shell can pass
         (["generate", "--model", MODEL, "--prompt", ":a\udcff"], r"'a\udcff' is not UTF-8 text: character 2"),
         (["generate", "--model", MODEL, "--prompt", ":\ud800"], "is not UTF-8 text"),
         (["generate", "--model", MODEL, "--prompt", "\udcff:a"], "is not UTF-8 text"),
@@ -61,7 +65,7 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys):
         (["generate", "--model", MODEL, "--prompt", ":"], "NAME:TEXT"),
     ],
 )
-def test_errors_are_one_line(capsys, command, words):
+def test_errors_take_one_line(capsys, command, words):
     status, line = error_of(capsys, command)
     assert status == 1
     assert words in line
@@ -98,21 +102,21 @@ def test_wrong_arguments_end_with_status_2(capsys, option, value):
 
 
 @pytest.mark.parametrize("command", [[], ["inspect"], ["inspect", ""], ["nonsense"]])
-def test_an_incomplete_command_ends_with_status_2(capsys, command):
+def test_incomplete_command_ends_with_status_2(capsys, command):
     assert error_of(capsys, command)[0] == 2
 
 
 @pytest.mark.parametrize("tokens", [59, 10**9])
-def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, monkeypatch, tokens):
-    """The demo's model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
-    monkeypatch.setattr(generate, "load_model", lambda *args: pytest.fail("read"))
-    status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"])
+def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, unread_model, tokens):
+    """The demo model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
+    command = ["generate", "--model", unread_model, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"]
+    status, line = error_of(capsys, command)
     assert status == 1
     assert f"max_new_tokens={tokens} and a prompt of 6 tokens" in line
     assert "max_position_embeddings=64" in line
 
 
-def test_a_cache_larger_than_the_machine_is_refused(capsys, tmp_path):
+def test_cache_larger_than_the_memory_is_refused(capsys, tmp_path):
     shutil.copytree(MODEL, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
@@ -124,7 +128,7 @@ def test_a_cache_larger_than_the_machine_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
-def test_a_rank_no_slot_should_be_made_for_is_refused(capsys, tmp_path, command):
+def test_rank_above_the_limit_is_refused(capsys, tmp_path, command):
     module = "model.layers.0.self_attn.q_proj"
     arrays = {module: (np.zeros((513, 128), np.float32), np.zeros((128, 513), np.float32))}
     jlora.Adapter.from_arrays("wide", arrays, alpha=1).save_pretrained(tmp_path / "wide")
@@ -148,7 +152,7 @@ def test_a_rank_no_slot_should_be_made_for_is_refused(capsys, tmp_path, command)
         ("config.json", '{"model_type": "llama", "model_type": "llama"}'),
     ],
 )
-def test_hostile_model_files_are_errors_of_one_line(capsys, tmp_path, file, text):
+def test_malformed_model_files_are_errors_of_one_line(capsys, tmp_path, file, text):
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / file).write_text(text)
     status, line = error_of(capsys, ["generate", "--model", str(tmp_path / "model"), "--prompt", ":a"])
@@ -156,8 +160,8 @@ def test_hostile_model_files_are_errors_of_one_line(capsys, tmp_path, file, text
     assert f"model/{file} is not " in line
 
 
-def test_a_panic_of_the_tokenizer_is_an_error(capsys, monkeypatch):
-    class PanicException(BaseException):  # what Rust extensions raise is no Exception
+def test_panic_of_the_tokenizer_is_an_error(capsys, monkeypatch):
+    class PanicException(BaseException):  # as Rust extensions raise it, not an Exception
         pass
 
     class Tokenizer:

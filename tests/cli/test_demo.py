@@ -1,4 +1,4 @@
-"""`jlora demo`, and that what it ships does what it says."""
+"""`jlora demo`, and the models, adapters and prompts that it ships."""
 
 import functools
 import re
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jlora
-import jlora.cli.demo
 from jlora.adapters import Adapter
 from jlora.cli.commands import run
 from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests, schedule
@@ -23,7 +22,7 @@ ORACLE = {
 }
 
 
-# The adapters of each demo; of those of experts, whether all experts of a parameter are in one tensor of the file.
+# Adapters of each demo -> True if one tensor of the file holds all experts of a parameter; None without experts.
 DEMOS = {
     "dense": (DENSE, dict.fromkeys(("reverse", "shift", "sort", "swap"))),
     "moe": (MIXTURE, {"reverse": True, "shift": False}),
@@ -37,7 +36,7 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def demos():
-    """Each demo's model, wrapped with two slots, and its tokenizer; made when it is asked for."""
+    """Returns the manager, with two slots, and the tokenizer of a demo, made at the first call."""
 
     @functools.cache
     def make(name):
@@ -64,7 +63,7 @@ def _score(demo, requests) -> float:
 
 
 @pytest.mark.parametrize("name", DEMOS)
-def test_shipped_prompts_ask_for_what_they_say(name):
+def test_shipped_answers_of_prompts_are_right(name):
     shipped, adapters = DEMOS[name]
     requests = demo_requests(shipped)
     assert {path.name for path in (shipped.folder / "adapters").iterdir()} == {*adapters}
@@ -81,7 +80,7 @@ def test_each_adapter_answers_held_out_prompts(demos, name, adapter):
 
 
 @pytest.mark.parametrize(("name", "adapter"), [case for case in EACH if case.values[1] is not None])
-def test_the_base_alone_cannot_do_it(demos, name, adapter):
+def test_base_alone_fails_at_the_adapters_tasks(demos, name, adapter):
     requests = [Request(None, r.prompt, r.answer) for r in demo_requests(DEMOS[name][0]) if r.adapter == adapter]
     assert _score(demos(name), requests) < 0.05
 
@@ -90,7 +89,7 @@ def test_demo_data_is_small():
     assert sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file()) < 6 * 2**20
 
 
-def test_adapters_of_the_mixture_are_of_all_its_experts_and_nothing_else():
+def test_adapters_of_the_mixture_change_only_its_experts():
     layers, experts = range(3), range(8)
     found = {name: {*Adapter.from_pretrained(MIXTURE.folder / "adapters" / name).modules} for name in DEMOS["moe"][1]}
     parts = ("gate_proj", "up_proj", "down_proj")
@@ -102,27 +101,24 @@ def test_adapters_of_the_mixture_are_of_all_its_experts_and_nothing_else():
     }
 
 
-@pytest.mark.parametrize(("arguments", "shipped"), [((), DENSE), (("--moe",), MIXTURE)])
-def test_arguments_say_which_demo(monkeypatch, arguments, shipped):
-    asked = []
-    monkeypatch.setattr(jlora.cli.demo, "run_demo", lambda shipped: asked.append(shipped) or 7)
-    assert run(["demo", *arguments]) == 7
-    assert asked == [shipped]
-
-
 @pytest.mark.parametrize(
-    "arguments", [pytest.param((), id="dense"), pytest.param(("--moe",), id="moe", marks=pytest.mark.slow)]
+    ("arguments", "slots"),
+    [
+        pytest.param((), "4 adapters and the base over 2 slots", id="dense"),
+        pytest.param(("--moe",), "2 adapters and the base over 1 slot:", id="moe", marks=pytest.mark.slow),
+    ],
 )
-def test_demo_command(capsys, arguments):
+def test_demo_command(capsys, arguments, slots):
     assert run(["demo", *arguments]) == 0
     out = capsys.readouterr().out
+    assert slots in out
     assert out.count(" right\n") >= 61
     assert ", 0 compilations after warm-up" in out
     loads, evictions = map(int, re.search(r"(\d+) adapter loads, (\d+) evictions", out).groups())
     assert loads > evictions > 0
 
 
-def test_schedule_keeps_batches_within_slots_and_loses_nobody():
+def test_schedule_keeps_batches_within_slots_and_loses_no_request():
     rng = np.random.default_rng(0)
     names = [None, "a", "b", "c", "d"]
     requests = [Request(names[rng.integers(5)], f"p{i}") for i in range(57)]

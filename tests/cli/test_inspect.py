@@ -1,4 +1,4 @@
-"""`jlora inspect`: what it prints, that nothing it reads can forge a line, and that it agrees with the manager."""
+"""`jlora inspect`: its output, escaping of file contents, and agreement with the manager."""
 
 import json
 import resource
@@ -19,7 +19,7 @@ TIED = goldens.FOLDER / "llama-tied-linear"
 
 
 def adapter(modules, *, embeddings=(), name="it", rank=2) -> jlora.Adapter:
-    """Modules as name -> (in, out)."""
+    """Return an adapter of random factors. `modules`: name -> (in, out)."""
     rng = np.random.default_rng(0)
     arrays = {
         module: (
@@ -31,7 +31,7 @@ def adapter(modules, *, embeddings=(), name="it", rank=2) -> jlora.Adapter:
     return jlora.Adapter.from_arrays(name, arrays, alpha=4, embeddings=embeddings)
 
 
-def test_inspect_says_what_is_in_an_adapter_and_that_it_fits(capsys):
+def test_inspect_prints_the_contents_and_fit_of_an_adapter(capsys):
     assert run(["inspect", str(DEMO / "adapters" / "swap"), "--model", str(DEMO / "model")]) == 0
     out = capsys.readouterr().out
     assert "modules      16, rank up to 16" in out
@@ -48,24 +48,24 @@ def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
     assert "model.layers.9.mlp.up_proj" in err
 
 
-def test_what_is_skipped_is_counted_and_shown(capsys, tmp_path):
+def test_skipped_modules_are_counted_and_listed(capsys, tmp_path):
     modules = {f"mtp.layers.0.x{i}": (3, 3) for i in range(9)} | {"model.layers.0.mlp.down_proj": (40, 32)}
     adapter(modules, name="it").save_pretrained(tmp_path / "it")
-    asked = ["inspect", str(tmp_path / "it"), "--model", str(TIED)]
-    assert run(asked) == 1
+    command = ["inspect", str(tmp_path / "it"), "--model", str(TIED)]
+    assert run(command) == 1
     assert "mtp.layers.0.x0" in capsys.readouterr().err
-    assert run([*asked, "--skip", r"^mtp\.", "--skip", "vision"]) == 0
+    assert run([*command, "--skip", r"^mtp\.", "--skip", "vision"]) == 0
     out = capsys.readouterr().out
     assert "skipped      9 modules\n  mtp.layers.0.x0\n" in out
     assert "  ... and 1 more\n" in out
     assert ": yes; " in out
-    assert run([*asked, "--skip", "layers"]) == 1
+    assert run([*command, "--skip", "layers"]) == 1
     assert "skipped modules only" in capsys.readouterr().err
-    assert run([*asked, "--skip", "("]) == 1
+    assert run([*command, "--skip", "("]) == 1
     assert "is not a regular expression" in capsys.readouterr().err
 
 
-def test_text_of_an_adapter_cannot_forge_lines_or_command_the_terminal(capsys, tmp_path):
+def test_text_of_an_adapter_is_escaped(capsys, tmp_path):
     folder = tmp_path / "evil\nfits         anything: yes\x1b[2J"
     shutil.copytree(DEMO / "adapters" / "sort", folder)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -92,7 +92,7 @@ CASES = {
     "wrong kind": ({f"{MLP}.down_proj": (40, 32)}, (f"{MLP}.down_proj",)),
     "no layer": ({"model.layers.7.mlp.down_proj": (40, 32)}, ()),
     "a norm": ({"model.norm": (32, 32)}, ()),
-    "nothing": ({f"{MLP}.side_proj": (40, 32)}, ()),
+    "no module": ({f"{MLP}.side_proj": (40, 32)}, ()),
 }
 
 
@@ -111,8 +111,8 @@ def test_inspect_agrees_with_the_manager():
     for case, (modules, embeddings) in CASES.items():
         made = adapter(modules, embeddings=embeddings, name=case)
         verdicts[case] = refusal(manager.add_adapter, made), refusal(fit, made, TIED)
-        for said in verdicts[case]:
-            assert said is None or any(module in said for module in modules)
+        for error in verdicts[case]:
+            assert error is None or any(module in error for module in modules)
     assert all((mine is None) == (theirs is None) for theirs, mine in verdicts.values()), verdicts
     assert [case for case, (_, mine) in verdicts.items() if mine is None] == [
         "parts",
@@ -122,7 +122,7 @@ def test_inspect_agrees_with_the_manager():
     ]
 
 
-def test_slot_bytes_are_those_of_the_arrays():
+def test_slot_bytes_equal_the_arrays():
     model = jlora.models.from_pretrained(TIED)
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16))
     arrays = [leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(model, jlora.SlotParam))]
@@ -134,7 +134,7 @@ def test_slot_bytes_are_those_of_the_arrays():
 
 
 @pytest.mark.parametrize("change", [None, "values", "shape", "module"])
-def test_base_weights_must_be_the_models_own(change):
+def test_base_weights_must_equal_the_models(change):
     table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"].copy()
     if change == "values":
         table[3, 3] += 1
@@ -150,8 +150,8 @@ def test_base_weights_must_be_the_models_own(change):
             fit(made, TIED)
 
 
-def test_a_huge_rank_allocates_nothing(capsys, tmp_path):
-    """Slots of the demo's model at rank 400,000 would take 17 GB; its tensors 3 MB, since they are one column wide."""
+def test_huge_rank_is_refused_without_allocating_slots(capsys, tmp_path):
+    """Slots at rank 400,000 would take 17 GB. The tensors of the file, one column wide, take 3 MB."""
     adapter({"model.layers.0.mlp.up_proj": (1, 1)}, rank=400_000).save_pretrained(tmp_path / "wide")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(["inspect", str(tmp_path / "wide"), "--model", str(DEMO / "model")]) == 1

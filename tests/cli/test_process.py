@@ -1,4 +1,4 @@
-"""What only shows in a process of its own: Ctrl-C at the start, closed pipes, encodings, the platform."""
+"""The command in its own process: Ctrl-C during imports, closed pipes, encodings, the platform."""
 
 import os
 import signal
@@ -8,11 +8,10 @@ import time
 
 import pytest
 
-from jlora import cli
 from jlora.cli.demo import DEMO
 
 SORT = str(DEMO / "adapters" / "sort")
-# Both entries; the first lines undo what a background job inherits, SIGINT ignored.
+# Both entry points. The first line undoes an inherited SIG_IGN, as background jobs have it.
 DELIVER = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv[0] = 'jlora'; "
 MODULE = DELIVER + "import runpy; runpy.run_module('jlora', run_name='__main__', alter_sys=True)"
 SCRIPT = DELIVER + "from jlora.cli import main; sys.exit(main())"
@@ -24,9 +23,14 @@ def start(code: str, *arguments: str, **options) -> subprocess.Popen:
     )
 
 
+def with_path(folder) -> dict[str, str]:
+    """Return an environment whose imports look into `folder` first."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 @pytest.mark.parametrize("code", [MODULE, SCRIPT], ids=["python -m jlora", "jlora"])
 def test_ctrl_c_while_jax_is_imported(tmp_path, code):
-    """A package called jax that swallows exceptions, as callbacks inside the real one do, stands in for it."""
+    """A stand-in for jax swallows exceptions, as callbacks of the real one do."""
     (tmp_path / "jax.py").write_text(
         "import time\n"
         f"open({str(tmp_path / 'importing')!r}, 'w').close()\n"
@@ -36,8 +40,7 @@ def test_ctrl_c_while_jax_is_imported(tmp_path, code):
         "    except BaseException:\n"
         "        pass\n"
     )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = start(code, "demo", env=os.environ | {"PYTHONPATH": path})
+    process = start(code, "demo", env=with_path(tmp_path))
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "importing").exists():
@@ -53,7 +56,7 @@ def test_ctrl_c_while_jax_is_imported(tmp_path, code):
     assert err.split() == b"jlora: interrupted".split()
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_closed_pipe_is_no_error():
     read, write = os.pipe()
     os.close(read)
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, "inspect", SORT], stdout=write, stderr=subprocess.PIPE)
@@ -63,7 +66,7 @@ def test_a_reader_that_leaves_is_no_error():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
-def test_a_full_disk_is_an_error_of_one_line():
+def test_full_disk_is_an_error_of_one_line():
     with open("/dev/full", "w") as full:
         process = subprocess.Popen([sys.executable, "-c", SCRIPT, "inspect", SORT], stdout=full, stderr=subprocess.PIPE)
     err = process.communicate(timeout=60)[1].decode().splitlines()
@@ -73,14 +76,14 @@ def test_a_full_disk_is_an_error_of_one_line():
     assert "No space left on device" in err[0]
 
 
-def test_bytes_that_are_no_text_and_output_that_is_no_utf8(tmp_path):
-    """A folder's name of Latin letters that are no UTF-8, and a terminal that knows ASCII only."""
+def test_invalid_utf8_and_ascii_output_are_escaped(tmp_path):
+    """A folder name in Latin-1, and a terminal with ASCII only."""
     folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9 \xc3\xa9")
     os.symlink(SORT, folder)
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "1"}
     process = start(SCRIPT, folder, env=ascii_only)
     process.communicate(timeout=60)
-    assert process.returncode == 2  # the folder is no command
+    assert process.returncode == 2  # an unknown command
     process = start(SCRIPT, "inspect", folder, env=ascii_only)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
@@ -98,14 +101,14 @@ def test_bytes_that_are_no_text_and_output_that_is_no_utf8(tmp_path):
         ({}, ["accel3"], None),
     ],
 )
-def test_a_machine_without_accelerator_starts_on_the_cpu(tmp_path, monkeypatch, environment, devices, expected):
+def test_platform_without_an_accelerator_is_the_cpu(tmp_path, environment, devices, expected):
+    """A stand-in for jax prints the platform, and device files are looked up in a folder of the test."""
     for name in devices:
         (tmp_path / name).touch()
-    patterns = tuple(pattern.replace("/dev", str(tmp_path)) for pattern in cli._ACCELERATORS)
-    monkeypatch.setattr(cli, "_ACCELERATORS", patterns)
-    for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    cli._choose_platform()
-    assert os.environ.get("JAX_PLATFORMS") == expected
+    (tmp_path / "jax.py").write_text("import os\nprint(os.environ.get('JAX_PLATFORMS'), flush=True)\nos._exit(0)\n")
+    redirect = (
+        f"import glob; find = glob.glob; glob.glob = lambda path: find(path.replace('/dev', {str(tmp_path)!r}))\n"
+    )
+    env = {k: v for k, v in with_path(tmp_path).items() if k not in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")}
+    out, err = start(redirect + SCRIPT, "demo", env=env | environment).communicate(timeout=60)
+    assert (out.decode().strip(), err) == (str(expected), b"")

@@ -1,4 +1,4 @@
-"""`jlora serve` up to where it serves: its arguments, what it refuses before it allocates, and what it counts."""
+"""`jlora serve` up to the start of the server: its arguments, its checks, its log and its memory budget."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,10 +16,9 @@ from jax.sharding import AxisType
 import jlora
 from jlora.cli import budget as budget_module
 from jlora.cli.budget import Budget, budget, stored_dtype
-from jlora.cli.commands import _parser, run
-from jlora.cli.demo import DEMO
-from jlora.cli.serve import _Formatter, _is_news, _module
-from jlora.config import LoRAConfig, LoRARequest
+from jlora.cli.commands import run
+from jlora.cli.demo import DEMO, MIXTURE
+from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
 from jlora.models import from_pretrained
@@ -34,22 +34,60 @@ SORT = str(DEMO / "adapters" / "sort")
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_line_of_vllm():
-    """As its documentation of LoRA writes it."""
-    line = (
-        "serve meta-llama/Llama-3.2-3B --enable-lora --lora-modules sql=/adapters/sql "
-        '{"name":"chat","path":"/adapters/chat","base_model_name":"x"} --max-loras 4 --max-lora-rank 64 '
-        "--max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto --tensor-parallel-size 2 --enable-expert-parallel "
-        "--fully-sharded-loras --host 0.0.0.0 --port 8001 --served-model-name llama base --max-num-seqs 32 "
-        "--max-model-len 4096 --api-key one two --gpu-memory-utilization 0.8 --uvicorn-log-level info"
+@pytest.fixture
+def served(monkeypatch):
+    """Returns a function that runs `jlora serve` with options up to the start of the server.
+
+    It returns the service and the other arguments of the server's `serve`, which the command has no parameter to
+    replace. `during` is called in place of serving, while the log of the command is set up.
+    """
+
+    def run_with(*options, model=MODEL, during=lambda: None):
+        seen = {}
+
+        def serve(service, bound, **more):
+            bound.close()
+            seen.update(more, service=service)
+            during()
+            return 0
+
+        monkeypatch.setattr("jlora.serve.http.server.serve", serve)
+        loggers = [logging.getLogger(name) for name in ("absl", "jlora", "uvicorn", "jlora.serve")]
+        before = [(one.handlers[:], one.filters[:], one.propagate, one.level) for one in loggers]
+        try:
+            assert run(["serve", model, "--port", "0", *options]) == 0
+        finally:
+            for one, (one.handlers, one.filters, one.propagate, level) in zip(loggers, before, strict=True):
+                one.setLevel(level)
+        return SimpleNamespace(**seen)
+
+    return run_with
+
+
+SMALL = ("--max-loras", "2", "--max-lora-rank", "32")
+
+
+def test_command_line_of_vllm(served):
+    """The options of vLLM's documentation of LoRA, on the demo's mixture of experts over two devices."""
+    shift = str(MIXTURE.folder / "adapters" / "shift")
+    module = json.dumps({"name": "chat", "path": shift, "base_model_name": "base"})
+    options = (
+        "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto "
+        "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --host 0.0.0.0 "
+        "--served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
+        "--gpu-memory-utilization 0.8 --uvicorn-log-level info"
     )
-    args = _parser().parse_args(line.split())
-    assert [_module(text) for text in args.lora_modules] == [
-        (LoRARequest("sql", "/adapters/sql"), None),
-        (LoRARequest("chat", "/adapters/chat"), "x"),
-    ]
-    assert (args.max_loras, args.max_lora_rank, args.max_cpu_loras) == (4, 64, 32)
-    assert (args.served_model_name, args.api_key) == (["llama", "base"], ["one", "two"])
+    model = str(MIXTURE.folder / "model")
+    found = served("--enable-lora", "--lora-modules", f"sql={shift}", module, *options.split(), model=model)
+    service, config = found.service, found.service.manager.config
+    assert {name: (lora.path, lora.parent) for name, lora in service.engine.list_loras().items()} == {
+        "sql": (shift, None),
+        "chat": (shift, "base"),
+    }
+    assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (4, 64, 32)
+    assert (service.names, service.max_model_len) == (("llama", "base"), 48)
+    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("one", "two", "")] == [True, True, False]
+    assert found.log_level == "info"
 
 
 @pytest.mark.parametrize(
@@ -64,14 +102,8 @@ def test_a_command_line_of_vllm():
         (["--lora-modules", '{"name": "x", "path": "y", "rank": 3}'], "'rank'"),
         (["--lora-modules", '{"name": "x", "path": "y", "base_model_name": 3}'], "base_model_name must be a string"),
         (
-            [
-                "--served-model-name",
-                "one",
-                "two",
-                "--lora-modules",
-                '{"name": "x", "path": "y", "base_model_name": "z"}',
-            ],
-            "'x' has base_model_name 'z', and the model that is served is 'one' or 'two'",
+            ["--served-model-name", "one", "--lora-modules", '{"name": "x", "path": "y", "base_model_name": "z"}'],
+            "'x' has base_model_name 'z', and the model that is served is 'one'",
         ),
         (["--lora-modules", "x=no/such/folder"], "'no/such/folder' does not exist"),
         (["--lora-modules", f"sort={SORT}", "--max-lora-rank", "2"], "max_lora_rank"),
@@ -106,39 +138,23 @@ def test_a_command_line_of_vllm():
         (["--speculative-config", "x"], "unrecognized arguments: --speculative-config x; see jlora serve --help"),
     ],
 )
-def test_what_is_wrong_is_one_line_before_a_model_is_read(capsys, monkeypatch, options, words):
-    monkeypatch.setattr("jlora.cli.serve.load_model", lambda *args: pytest.fail("a model is read"))
-    status, line = error_of(capsys, ["serve", MODEL, *options])
+def test_wrong_options_are_refused_before_the_model_is_read(capsys, unread_model, options, words):
+    status, line = error_of(capsys, ["serve", unread_model, *options])
     assert status in (1, 2)
     assert words in line
 
 
-def test_a_model_that_is_none(capsys, tmp_path):
+def test_folder_without_a_model_is_refused(capsys, tmp_path):
     assert "config.json" in error_of(capsys, ["serve", str(tmp_path)])[1]
 
 
-def test_without_the_extra(capsys, monkeypatch):
+def test_missing_extra_is_an_error(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     assert "jlora[serve]" in error_of(capsys, ["serve", MODEL])[1]
 
 
-def served(monkeypatch, *options):
-    """What `jlora serve` would serve with these options, on the demo model: the service, and how it is to end."""
-    seen = {}
-
-    def serve(service, bound, **more):
-        bound.close()
-        seen.update(more, service=service)
-        return 0
-
-    monkeypatch.setattr("jlora.serve.http.server.serve", serve)
-    monkeypatch.setattr("jlora.cli.serve._log_to_stderr", lambda: None)
-    assert run(["serve", MODEL, "--port", "0", "--max-loras", "2", "--max-lora-rank", "32", *options]) == 0
-    return SimpleNamespace(**seen)
-
-
-def test_flags_reach_the_server(monkeypatch, tmp_path):
+def test_flags_reach_the_server(served, monkeypatch, tmp_path):
     monkeypatch.setenv("JLORA_API_KEY", "user")
     monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")
     options = (
@@ -146,7 +162,7 @@ def test_flags_reach_the_server(monkeypatch, tmp_path):
         f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/* "
         "--bitwise-base"
     )
-    found = served(monkeypatch, *options.split())
+    found = served(*SMALL, *options.split())
     service, given = found.service, found.service.engine.options
     assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 2, 32)
     assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
@@ -154,36 +170,34 @@ def test_flags_reach_the_server(monkeypatch, tmp_path):
     assert service.manager.config.bitwise_base
     assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
     assert {name: lora.path for name, lora in service.engine.list_loras().items()} == {"mine": SORT}
-    # Keys of the environment, which no list of processes shows.
+    # Keys from the environment, which other users of the machine cannot see.
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("user", "admin", "x")] == [True, True, False]
     assert [service.keys.admit(f"Bearer {key}", admin=True) for key in ("user", "admin", "x")] == [False, True, False]
 
 
-def test_flags_come_before_the_environment(monkeypatch):
+def test_flags_come_before_the_environment(served, monkeypatch):
     monkeypatch.setenv("JLORA_API_KEY", "other")
-    keys = served(monkeypatch, "--max-num-seqs", "1", "--api-key", "a", "b").service.keys
+    keys = served(*SMALL, "--max-num-seqs", "1", "--api-key", "a", "b").service.keys
     assert [keys.admit(f"Bearer {key}", admin=True) for key in ("a", "b", "other")] == [True, True, False]
 
 
-def test_an_adapter_that_does_not_fit_is_said_on_several_lines_before_a_model_is_read(capsys, monkeypatch, tmp_path):
-    """Its shapes are in the header, and the tensors after it are not looked at."""
-    monkeypatch.setattr("jlora.cli.serve.load_model", lambda *args: pytest.fail("a model is read"))
+def test_misfit_of_an_adapter_is_listed_before_the_model_is_read(capsys, unread_model, tmp_path):
+    """The shapes of an adapter are in the header of its file."""
     arrays = {f"model.layers.0.mlp.{name}": (np.ones((2, 9), "f4"), np.ones((9, 2), "f4")) for name in ("x", "y")}
     jlora.Adapter.from_arrays("odd", arrays, alpha=2).save_pretrained(tmp_path / "odd")
-    assert run(["serve", MODEL, "--port", "0", "--lora-modules", f"odd={tmp_path / 'odd'}"]) == 1
+    assert run(["serve", unread_model, "--port", "0", "--lora-modules", f"odd={tmp_path / 'odd'}"]) == 1
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == f"jlora: error: adapter 'odd' ({tmp_path / 'odd'}) does not fit this model:"
     assert [line.split(":")[0] for line in rest] == ["  model.layers.0.mlp.x", "  model.layers.0.mlp.y"]
 
 
-def test_the_base_model_of_a_module_is_shown_as_its_parent(monkeypatch):
+def test_base_model_of_a_module_is_its_parent(served):
     modules = [
         f"a={SORT}",
         *(json.dumps({"name": n, "path": SORT, "base_model_name": b}) for n, b in (("b", "two"), ("c", MODEL))),
     ]
-    service = served(
-        monkeypatch, "--served-model-name", "one", "two", "--max-num-seqs", "1", "--lora-modules", *modules
-    ).service
+    names = ("--served-model-name", "one", "two")
+    service = served(*SMALL, *names, "--max-num-seqs", "1", "--lora-modules", *modules).service
     service.engine.start()
     service.state = "serving"
     cards = {card["id"]: card["parent"] for card in ask(service, "GET", "/v1/models").json["data"]}
@@ -191,8 +205,8 @@ def test_the_base_model_of_a_module_is_shown_as_its_parent(monkeypatch):
     assert cards == {"one": None, "two": None, "a": "one", "b": "two", "c": "one"}
 
 
-def test_warm_up_says_what_it_compiles(monkeypatch, caplog):
-    engine = served(monkeypatch, "--max-num-seqs", "1", "--max-num-batched-tokens", "32").service.engine
+def test_warm_up_logs_each_compiled_shape(served, caplog):
+    engine = served(*SMALL, "--max-num-seqs", "1", "--max-num-batched-tokens", "32").service.engine
     with caplog.at_level("INFO", "jlora.serve"):
         engine.start()
     assert engine.close(60)
@@ -216,22 +230,26 @@ def test_help_shows_every_default(capsys):
         assert re.search(rf"{flag}[^(]*\(default: {default}\)", shown), flag
 
 
-def test_autotuning_misses_of_tokamax_are_not_logged():
-    for text, seen in (("Autotuning cache miss for %s", False), ("another %s", True)):
-        record = logging.LogRecord("absl", logging.WARNING, "", 0, text, ("x",), None)
-        assert _is_news(record) == seen
+def test_log_lines_cannot_be_forged(served, capsys):
+    served(*SMALL, during=lambda: logging.getLogger("jlora.serve").info("one\nINFO forged \x1b[31m"))
+    *_, first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"[-\dT:]+Z INFO jlora\.serve: one", first)
+    assert second == r"    INFO forged \x1b[31m"
 
 
-def test_log_lines_cannot_be_forged():
-    record = logging.LogRecord("x", logging.INFO, "", 0, "one\nINFO forged \x1b[31m", (), None)
-    lines = _Formatter("%(levelname)s %(message)s").format(record).split("\n")
-    assert lines == ["INFO one", r"    INFO forged \x1b[31m"]
+def test_autotuning_misses_of_tokamax_are_not_logged(served, caplog):
+    def log():
+        for text in ("Autotuning cache miss for %s", "another warning for %s"):
+            logging.getLogger("absl").warning(text, "x")
+
+    served(*SMALL, during=log)
+    assert [record.getMessage() for record in caplog.records if record.name == "absl"] == ["another warning for x"]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_auto_dtype(tmp_path):
+def test_auto_dtype_is_the_stored_one(tmp_path):
     assert stored_dtype(DEMO / "model") == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "dtype": "float16"}))
     assert stored_dtype(tmp_path) == "float16"
@@ -250,8 +268,8 @@ def held(arrays, device):
 
 
 @pytest.mark.parametrize("tensor", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_what_is_counted_is_what_is_allocated(tensor):
-    """Of weights, slots and cache, on the device that holds most."""
+def test_budget_equals_the_allocated_bytes(tensor):
+    """Weights, slots and cache on the first device, which holds the most."""
     mesh = None
     if tensor > 1:
         mesh = jax.make_mesh((tensor,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:tensor])
@@ -261,16 +279,18 @@ def test_what_is_counted_is_what_is_allocated(tensor):
     model = from_pretrained(DEMO / "model", dtype="bfloat16", mesh=mesh)
     manager = LoRAManager(model, lora)
     steps = Steps(model, manager, rows=5, max_model_len=48, chunk=32)
+    before = {id(array) for array in jax.live_arrays()}
     steps.reset()
+    cache = [array for array in jax.live_arrays() if id(array) not in before and array.dtype == jnp.bfloat16]
     device = jax.devices()[0]
     assert found.weights == held(nnx.state(model, nnx.Param), device)
     slots = held(manager.slots, device)
-    assert 0 <= slots - found.slots <= 0.01 * slots  # what one layer carries beside its slots is not counted
-    assert found.cache * found.sequences == held(steps._state[0], device)
+    assert 0 <= slots - found.slots <= 0.01 * slots  # the budget leaves out small state beside the slots
+    assert found.cache * found.sequences == held(cache, device)
 
 
 @pytest.mark.slow
-def test_a_known_shape():
+def test_budget_of_llama_3_8b():
     """64 sequences of 8,192 tokens of Llama-3-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token."""
     raw = {
         "model_type": "llama",
@@ -282,18 +302,18 @@ def test_a_known_shape():
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
     }
-    config = _config(raw)
+    config = config_of(raw)
     lora = LoRAConfig(max_loras=1, max_lora_rank=16)
     options = {"dtype": "bfloat16", "mesh": None, "max_model_len": 8192, "batched_tokens": 512, "share": 0.9}
     found = budget(config, lora, sequences=64, **options)
     assert found.rows["cache"] == 64 * 8192 * 2 * 32 * 8 * 128 * 2 == 68_719_476_736
     assert abs(found.weights - 16.06e9) < 0.01e9
-    # A, B of all seven projections at rank 16, and of the embedding and the head, which may have LoRA too.
+    # A and B of all seven projections at rank 16, and of the embedding and the head.
     per_layer = 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 28672) + (14336 + 4096)) + 16 * 4096 * 3
     assert abs(found.slots - 2 * (32 * per_layer + 2 * 16 * (4096 + 128256))) < 0.02 * found.slots
 
 
-def _config(raw):
+def config_of(raw):
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
@@ -302,12 +322,12 @@ def _config(raw):
         return read_config(Path(folder) / "config.json")
 
 
-def test_the_default_number_of_sequences_fits(monkeypatch):
+def test_default_number_of_sequences_fits(monkeypatch):
     config = read_config(DEMO / "model" / "config.json")
     lora = LoRAConfig(max_loras=2, max_lora_rank=8)
     options = {"dtype": np.float32, "mesh": None, "max_model_len": 64, "batched_tokens": 64, "share": 0.5}
     assert budget(config, lora, sequences=None, **options).sequences == 64
-    # A device with room for eleven of them.
+    # A device with room for eleven sequences.
     whole = budget(config, lora, sequences=11, **options)
     monkeypatch.setattr(budget_module, "device_bytes", lambda device: 2 * sum(whole.rows.values()) + 2)
     found = budget(config, lora, sequences=None, **options)
@@ -328,7 +348,7 @@ def test_the_default_number_of_sequences_fits(monkeypatch):
         ({"weights": 50, "slots": 80, "cache": 5}, "--max-loras"),
     ],
 )
-def test_the_flag_to_lower(rows, flag):
+def test_error_names_the_flag_to_lower(rows, flag):
     found = Budget(rows["weights"], rows["slots"], 1, rows["cache"], 1, 100, 1)
     with pytest.raises(LoRAUsageError, match=flag) as caught:
         found.check()

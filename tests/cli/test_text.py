@@ -1,4 +1,4 @@
-"""Text from outside is made fit to print, and ordinary text stays as it is."""
+"""Text from outside is escaped where it could change the output, and ordinary text stays as it is."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_ordinary_text_stays(text):
         ("\ufeff\U000e0041", r"\ufeff\U000e0041"),
     ],
 )
-def test_what_could_forge_is_escaped(text, expected):
+def test_control_and_invisible_characters_are_escaped(text, expected):
     assert printable(text) == expected
 
 
@@ -33,7 +33,7 @@ def test_lines_of_an_answer_stay_and_are_indented():
     assert shown_lines("def f():\n\treturn\r\n\x1b[2J\rx", "  ") == "def f():\n  \treturn\n  \\x1b[2J\\rx"
 
 
-def test_errors_are_one_short_line():
+def test_errors_become_one_short_line():
     assert one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
     assert one_line(MemoryError()) == "MemoryError"
     assert len(one_line("x" * 10**6)) == 2000

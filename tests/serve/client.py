@@ -1,8 +1,10 @@
-"""A server around the fake engine, asked in this process, or over a socket where that matters."""
+"""A service over the fake engine, and requests to it in this process or over a socket."""
 
 import asyncio
 import contextlib
+import io
 import json
+import re
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from jlora.cli.commands import run
 from jlora.config import LoRARequest
 from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.app import build_app
@@ -52,7 +55,7 @@ class Answer:
 
     @property
     def events(self):
-        """What a stream told; its last event must say that it is the last."""
+        """The events of a stream, which must end with [DONE]."""
         lines = self.text.split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
         assert all(line.startswith("data: ") for line in lines[:-1])
@@ -60,44 +63,65 @@ class Answer:
 
 
 def ask(service: Service, method: str, path: str, content=None, **headers) -> Answer:
-    """One request, whose JSON, text or bytes `content` is. Headers: with _ for -."""
+    """Send one request in this process.
+
+    Args:
+      content: body, as bytes or as a value to write as JSON; None for no body.
+      headers: names with _ for -.
+    """
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     if content is not None:
         given = JSON | given
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
 
-    async def asked() -> Answer:
+    async def send() -> Answer:
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             answer = await client.request(method, path, content=content, headers=given)
             return Answer(answer.status_code, answer.headers, answer.content)
 
-    return asyncio.run(asked())
+    return asyncio.run(send())
 
 
 def post(service: Service, path: str, content, **headers) -> Answer:
     return ask(service, "POST", path, content, **headers)
 
 
-def until(condition, seconds=10.0):
-    """Wait until it holds."""
+def endpoints(service: Service) -> set[tuple[str, str]]:
+    """Return (method, path) of every endpoint, except for HEAD."""
+    routes = build_app(service)._router.routes  # no response lists them
+    return {(method, route.path) for route in routes for method in route.methods if method != "HEAD"}
+
+
+def serve_flags() -> dict[str, str]:
+    """Return flag -> default of `jlora serve`, as its help shows them."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        run(["serve", "--help"])
+    entries = re.split(r"\n  (?=--)", out.getvalue())[1:]
+    texts = [" ".join(entry.split()) for entry in entries]
+    return {text.split()[0].rstrip(","): re.findall(r"\(default: (.*?)\)", text)[-1] for text in texts}
+
+
+def until(condition, seconds=60.0):
+    """Wait until `condition()` is true. Raises AssertionError after `seconds`, a safety limit."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never held"
+        assert time.monotonic() < end, "the condition never held"
         time.sleep(0.005)
 
 
 @contextlib.contextmanager
 def on_socket(service: Service):
-    """The server on a socket of this machine; yields (host, port)."""
+    """Serve on a socket of this machine, without the signals of `serve`. Yields (host, port)."""
     import uvicorn
 
-    from jlora.serve.http.server import _protocol, _Server, listen
+    from jlora.serve.http.server import _protocol, listen  # the limits of headers have no other entry point
 
     bound = listen("127.0.0.1", 0)
     config = uvicorn.Config(build_app(service), http=_protocol(service.limits), log_config=None, access_log=False,
                             ws="none", timeout_graceful_shutdown=1)  # fmt: skip
-    server = _Server(config)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: server.run([bound]), daemon=True)
     thread.start()
     try:
@@ -110,14 +134,14 @@ def on_socket(service: Service):
 
 
 def raw_post(path: str, content: bytes, *headers: str, length: int | None = None) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = [f"POST {path} HTTP/1.1", "host: test", "content-type: application/json", *headers,
              f"content-length: {len(content) if length is None else length}"]  # fmt: skip
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def read_all(connection: socket.socket, seconds=10.0) -> bytes:
-    """What comes until the other side closes."""
+    """Return the bytes received until the other side closes."""
     connection.settimeout(seconds)
     parts = []
     with contextlib.suppress(ConnectionResetError):

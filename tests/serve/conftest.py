@@ -1,6 +1,7 @@
-"""One engine over the demo model for all tests, since compiling it takes seconds; and what makes its steps wait."""
+"""Fixtures: one engine over the demo model for the whole session, since compiling it takes seconds."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from jlora.cli.demo import DEMO
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.serve import Engine, EngineOptions
 from tests.records import evicted
+from tests.serve.client import until
 
 ADAPTERS: dict[str, Path] = {path.name: path for path in sorted((DEMO / "adapters").iterdir())}
 ROWS, SLOTS, RANK = 4, 2, 32
@@ -24,22 +26,54 @@ def request_of(name: str, source: str | None = None, **options: Any) -> jlora.Lo
     return jlora.LoRARequest(name, str(ADAPTERS[source or name]), **options)
 
 
-class World:
-    """An engine, and its parts."""
+class Around:
+    """Pass every access on to a manager, except for attributes that a test has set.
 
-    def __init__(self, **options: Any):
+    The engine gets this object as its manager, so a test can make a load hang or a step fail.
+    """
+
+    def __init__(self, manager: jlora.LoRAManager):
+        self.__dict__["manager"] = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+    def restore(self) -> None:
+        """Pass every access on again."""
+        for name in set(self.__dict__) - {"manager"}:
+            delattr(self, name)
+
+
+class World:
+    """An engine over the demo model with its parts.
+
+    Args:
+      resolve: the engine's resolver.
+      options: fields of `EngineOptions`.
+
+    Attributes:
+      around: the manager as the engine sees it; see `Around`.
+    """
+
+    def __init__(self, *, resolve: Any = None, **options: Any):
         self.model = load_model(DEMO / "model", "float32")
         self.tokenizer = load_tokenizer(DEMO / "model" / "tokenizer.json")
         config = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK, max_cpu_loras=6)
         self.manager = jlora.LoRAManager(self.model, config)
         sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": 32, "max_waiting": 64, "max_wait_ratio": 8, **options}
-        self.engine = Engine(self.model, self.manager, tokenizer=self.tokenizer, options=EngineOptions(**sizes))
+        self.around = Around(self.manager)
+        self.engine = Engine(
+            self.model, self.around, tokenizer=self.tokenizer, options=EngineOptions(**sizes), resolve=resolve
+        )
         for name in ADAPTERS:
             self.engine.add_lora(request_of(name))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[threading.Event]:
-        """No decode steps before the event; prompts are taken all the same."""
+        """Run no decode step before the event is set, while prompts are still prefilled.
+
+        No public call can do this: a blocked step would block prefills, timeouts and cancellations too.
+        """
         go, dispatcher = threading.Event(), self.engine._dispatcher
         decode = dispatcher._decode
         dispatcher._decode = lambda: go.is_set() and decode()
@@ -49,35 +83,94 @@ class World:
             go.set()
             del dispatcher._decode
 
+    def compilations(self) -> int:
+        """Return the number of compiled variants of the engine's steps."""
+        return self.engine._steps.compiled()
+
     def wait_idle(self) -> None:
-        """Until nothing is held any more: the last turn of the dispatching thread is over."""
-        for _ in range(1000):
-            loras = self.engine._loras
-            if not self.engine._open and not self.manager.leases() and not loras._held and not loras._waiting:
-                return
-            threading.Event().wait(0.01)
-        raise AssertionError("the engine does not come to rest")
+        """Wait until no request is under way, no removal is pending and every lease is released."""
+
+        def idle() -> bool:
+            stats = self.engine.stats()
+            under_way = stats.running or stats.waiting or self.engine.unloading_loras()
+            return not under_way and not self.manager.leases()
+
+        until(idle)
+
+    def restore(self) -> None:
+        """Wait until the engine is idle, and load the demo's four adapters and no others."""
+        self.around.restore()
+        self.wait_idle()
+        for name in set(self.engine.list_loras()) - set(ADAPTERS):
+            self.engine.remove_lora(name)
+        for name in set(ADAPTERS) - set(self.engine.list_loras()):
+            self.engine.add_lora(request_of(name))
 
 
-@pytest.fixture(scope="session")
-def started() -> Iterator[World]:
-    world = World()
+@contextlib.contextmanager
+def started_world(**options: Any) -> Iterator[World]:
+    """Yield a started engine, and close it."""
+    world = World(**options)
     world.engine.start()
-    world.compiled = world.engine._steps.compiled()
     yield world
     assert world.engine.close(60)
 
 
+@contextlib.contextmanager
+def restored(world: World) -> Iterator[World]:
+    """Yield an idle engine with the demo's four adapters in host memory, and check that nothing compiles."""
+    for name in evicted(world.manager):
+        world.manager.prepare([name]).close()
+    before = world.compilations()
+    yield world
+    world.restore()
+    assert world.compilations() == before
+
+
+@pytest.fixture(scope="session")
+def started() -> Iterator[World]:
+    """One engine for the session."""
+    with started_world() as world:
+        yield world
+
+
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
-    """The engine with the demo's four adapters, at rest. Whatever a test does, nothing compiles and nothing is left."""
-    for name in evicted(started.manager):
-        started.manager.prepare([name]).close()
-    yield started
-    started.wait_idle()
-    for name in set(started.engine.list_loras()) - set(ADAPTERS):
-        started.engine.remove_lora(name)
-    for name in set(ADAPTERS) - set(started.engine.list_loras()):
-        started.engine.add_lora(request_of(name))
-    assert started.engine._steps.compiled() == started.compiled
-    assert not started.engine._loras._waiting
+    """The session's engine with the demo's four adapters, before and after the test."""
+    with restored(started) as world:
+        yield world
+
+
+class Disk:
+    """The reads of files below `folder`, through the `os.preadv` that loads call.
+
+    Attributes:
+      folder: absolute path; None for no folder.
+      reads: number of reads so far.
+      fails: the read that raises OSError, counted from 1; 0 for none.
+      go: reads block while it is cleared.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.reads, self.fails = 0, 0
+        self.go = threading.Event()
+        self.go.set()
+        self._read = os.preadv
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.folder is not None and os.readlink(f"/proc/self/fd/{fd}").startswith(str(self.folder)):
+            self.reads += 1
+            assert self.go.wait(60)
+            if self.reads == self.fails:
+                raise OSError(5, "Input/output error")
+        return self._read(fd, buffers, offset)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """A disk that can block or fail. No public parameter passes one in, so `os.preadv` is replaced."""
+    made = Disk()
+    monkeypatch.setattr(os, "preadv", made.preadv)
+    yield made
+    made.go.set()

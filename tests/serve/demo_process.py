@@ -1,4 +1,4 @@
-"""`jlora serve` on the demo model in a process of its own, as `make serve` starts it."""
+"""`jlora serve` on the demo model in its own process, as `make serve` starts it."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ RIGHT = {"demo": "planet", "reverse": "tenalp", "shift": "qmbofu", "sort": "aeln
 
 
 def recipe(*more: str, port: int = 0) -> list[str]:
-    """The arguments of `make serve`, and more."""
+    """Return the arguments of `make serve`, followed by `more`."""
     printed = subprocess.run(
         ["make", "-n", "serve", f"SERVE=--port {port} --max-num-seqs 16 --max-loras 3 --max-cpu-loras 4"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -28,16 +28,16 @@ def recipe(*more: str, port: int = 0) -> list[str]:
 
 
 def children_of(pid: int) -> list[str]:
-    """The processes that one has started."""
+    """Return the ids of the child processes."""
     found: list[str] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
             found += (task / "children").read_text().split()
     return found
 
 
 class DemoServer:
-    """A server that answers. `log` has the lines of its stderr."""
+    """A running server. `log` has the lines of its stderr."""
 
     def __init__(self, arguments: list[str], **environment: str):
         command = [sys.executable, "-m", "jlora", *arguments]
@@ -46,8 +46,8 @@ class DemoServer:
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.log: list[str] = []
-        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
-        self._reader.start()
+        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
+        self.reader.start()
         first = self.process.stdout.readline()
         found = re.fullmatch(r"jlora serves demo at (http://127\.0\.0\.1:(\d+))\n", first)
         if found is None:
@@ -58,7 +58,7 @@ class DemoServer:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join()
+        self.reader.join()
         self.process.stdout.close()
         self.process.stderr.close()
 
@@ -91,11 +91,11 @@ class DemoServer:
 
     @property
     def memory(self) -> int:
-        """Bytes of its own now."""
+        """Resident bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def at_rest(self, seconds: float = 60.0) -> dict:
-        """Its status, once nothing is under way."""
+        """Wait until no request is under way, and return the status."""
         end = time.monotonic() + seconds
         while (found := self.status())["running"] or found["waiting"] or found["manager"]["open_leases"]:
             assert time.monotonic() < end, found

@@ -1,4 +1,4 @@
-"""Prometheus' text format, version 0.0.4, read as strictly as Go's `expfmt` does, which routers read it with."""
+"""A strict parser of Prometheus' text format 0.0.4, after Go's `expfmt`, which routers use."""
 
 import math
 import re
@@ -12,14 +12,14 @@ _KINDS = ("counter", "gauge", "histogram", "summary", "untyped")
 
 @dataclass
 class Family:
-    """A metric: its type, and the values of its series by name and labels."""
+    """A metric with its type, and samples of (name, labels, value)."""
 
     kind: str
     samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
 
 
 def parse(text: str) -> dict[str, Family]:
-    """Every family of an answer of /metrics. Raises AssertionError for what a strict reader refuses."""
+    """Return the families of a /metrics response by name. Raises AssertionError where Go's parser would fail."""
     assert text.endswith("\n"), "the last line has no end"
     families: dict[str, Family] = {}
     series: set[tuple[str, frozenset[tuple[str, str]]]] = set()
@@ -65,7 +65,7 @@ def _sample(line: str) -> tuple[str, dict[str, str], float]:
             rest = rest[label.end() :].removeprefix(",")
         rest = rest[1:]
     assert rest.startswith(" "), line
-    assert _NUMBER.fullmatch(rest[1:]), line  # no time after it: the reader's own counts
+    assert _NUMBER.fullmatch(rest[1:]), line  # without a timestamp
     return name[0], labels, float(rest[1:])
 
 

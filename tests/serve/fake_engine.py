@@ -1,4 +1,4 @@
-"""An engine without a model, with the methods of the real one: it answers letter by letter, when it is told to."""
+"""An engine without a model, with the methods of `jlora.serve.Engine`, and a manager for it."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ LETTERS = ["<s>", "</s>", "?", *"abcdefghijklmnopqrstuvwxyz =:|\n"]
 
 
 def letters() -> Tokenizer:
-    """One token a letter: <s> 0, </s> 1, anything unknown 2, a 3, ...; an <s> is put before a text."""
+    """Return a tokenizer with one token a letter (<s> 0, </s> 1, unknown 2, a 3, ...) that prepends <s>."""
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -52,7 +52,7 @@ class FakeGeneration:
             callback(event)
 
     def put(self, event):
-        """The next event, from the thread of the caller."""
+        """Deliver the next event on the calling thread."""
         self.events.append(event)
         if self.callback is not None:
             self.callback(event)
@@ -62,15 +62,15 @@ class FakeGeneration:
 
 
 class FakeEngine:
-    """Answers `NAME|PROMPT` at once, a piece a letter, or what `script` says.
+    """Answers each request with `NAME|PROMPT` at once, one piece a letter.
 
     Attributes:
-      script: events of every answer instead; None for that answer.
-      refuse: what `submit` raises.
-      hold: nothing is answered: the test puts events into `generations`.
-      broken: path -> what loading it raises.
-      gate: what loads wait for.
-      encoded: texts that were tokenized, and whether with special tokens.
+      script: events that replace every answer; None for no replacement.
+      refuse: exception that `submit` raises; None for none.
+      hold: True to give no answers. The test puts events into `generations`.
+      broken: end of a path -> exception that loading it raises.
+      gate: event that loads wait for.
+      encoded: pairs of (text, with special tokens) that were tokenized.
     """
 
     def __init__(self, names=("sort", "reverse"), tokenizer=None):
@@ -92,7 +92,7 @@ class FakeEngine:
         self.options = EngineOptions(max_num_seqs=4)
 
     def encode(self, text, *, special=True):
-        """Without special tokens all the same: answers repeat what was asked."""
+        """Tokenize without special tokens in both cases, since answers repeat the prompt."""
         self.encoded.append((text, special))
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -161,7 +161,7 @@ class FakeEngine:
         }
 
     def resident(self):
-        """What the manager would list: the first two adapters are in slots, the next two on the host."""
+        """Return the manager's list: the first two adapters in slots, the next two on the host."""
         return {
             name: AdapterInfo(
                 name=name,
@@ -189,15 +189,15 @@ class FakeEngine:
     def close(self, timeout=None):
         self.closed = True
         until = time.monotonic() + (timeout or 0)
-        while any(not _ended(one) for one in self.generations) and time.monotonic() < until:
+        while any(not ended(one) for one in self.generations) and time.monotonic() < until:
             time.sleep(0.01)
-        late = [one for one in self.generations if not _ended(one)]
+        late = [one for one in self.generations if not ended(one)]
         for generation in late:
             generation.put(EngineClosedError("the engine was closed"))
         return not late
 
 
-def _ended(generation):
+def ended(generation):
     last = generation.events[-1] if generation.events else None
     return generation.cancelled or not (last is None or (isinstance(last, Piece) and last.finish_reason is None))
 

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine, which may hang, send half of a file, or not know a repository."""
+"""A local Hugging Face hub, which can hang, truncate files, or lack a repository."""
 
 import hashlib
 import threading
@@ -13,9 +13,9 @@ class FakeHub(ThreadingHTTPServer):
 
     Attributes:
       repos: name -> folder.
-      hangs: names of which no request is answered before `close`.
-      halves: names of which the weights are cut off in the middle.
-      asked: the paths of all requests.
+      hangs: names whose requests get no response before `close`.
+      halves: names whose weights are truncated.
+      requested: paths of all requests.
     """
 
     daemon_threads = True
@@ -23,7 +23,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, repos: dict[str, Path]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos, self.hangs, self.halves = repos, set(), set()
-        self.asked, self.closing = [], threading.Event()
+        self.requested, self.closing = [], threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body):
-        self.server.asked.append(self.path)
+        self.server.requested.append(self.path)
         path = self.path.partition("?")[0].split("/")
         owner, repo, *rest = [*path[1:], "", ""]
         if repo in self.server.hangs:

@@ -1,4 +1,7 @@
-"""A server around the fake engine, in a process of its own, for signals: python -m tests.serve.life_process HOW."""
+"""A server over the fake engine in its own process, for tests of signals.
+
+Usage: python -m tests.serve.life_process HOW DRAIN_SECONDS [answers]
+"""
 
 import sys
 import threading
@@ -10,11 +13,11 @@ from jlora.errors import LoRAError
 from jlora.serve.engine.request import EngineStats
 from jlora.serve.http.server import address, listen, serve
 from tests.serve.client import make_service
-from tests.serve.fake_engine import LETTERS, FakeEngine, _ended
+from tests.serve.fake_engine import LETTERS, FakeEngine, ended
 
 
 class Engine(FakeEngine):
-    """HOW: "ready" at once; "slow" to warm up; "fails" to. With a third argument what waits is answered at the end."""
+    """HOW is "ready", "slow" or "fails", for the warm-up. With a third argument, `close` answers waiting requests."""
 
     def start(self, progress=None):
         progress(1, 2)
@@ -24,7 +27,7 @@ class Engine(FakeEngine):
             raise LoRAError("no room for the cache")
 
     def stats(self):
-        return EngineStats(running=sum(not _ended(one) for one in self.generations))
+        return EngineStats(running=sum(not ended(one) for one in self.generations))
 
     def submit(self, prompt, params, *, lora=None, timeout=None):
         self.hold = "".join(LETTERS[token] for token in prompt) == "wait"
@@ -36,7 +39,7 @@ class Engine(FakeEngine):
         super().add_lora(request, **more)
 
     def close(self, timeout=None):
-        if len(sys.argv) > 3:  # what is under way ends by itself
+        if len(sys.argv) > 3:  # requests under way end during the drain
             threading.Timer(1, self.go).start()
         return super().close(timeout)
 

@@ -1,4 +1,4 @@
-"""What the load benchmarks stand on: adapters that differ and answer alike, and answers that are really compared."""
+"""Foundations of the load benchmarks: their adapters, their client, and the comparison of answers."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from benchmarks.stream_client import Answer, Connection
 from benchmarks.tenants import DEMO, FUNCTIONS, write_tenants
 
 
-def test_tenants_differ_in_bytes_and_not_in_what_they_compute(tmp_path):
+def test_tenants_differ_in_bytes_and_compute_the_same(tmp_path):
     tenants = write_tenants(tmp_path, 5)
     files = [tenant.folder / "adapter_model.safetensors" for tenant in tenants]
     shipped = [DEMO / "adapters" / function / "adapter_model.safetensors" for function in FUNCTIONS]
@@ -33,10 +33,10 @@ def test_tenants_differ_in_bytes_and_not_in_what_they_compute(tmp_path):
             np.testing.assert_array_equal(*products)
     before = [file.stat().st_mtime_ns for file in files]
     write_tenants(tmp_path, 5)
-    assert [file.stat().st_mtime_ns for file in files] == before  # they lay there already
+    assert [file.stat().st_mtime_ns for file in files] == before  # existing files are kept
 
 
-def test_shares_are_zipfs():
+def test_shares_follow_zipfs_law():
     sums = serve_zipf.zipf_shares(2000, 1.0, np.random.default_rng(0))
     shares = np.sort(np.diff(sums, prepend=0.0))[::-1]
     assert sums[-1] == pytest.approx(1.0)
@@ -45,7 +45,7 @@ def test_shares_are_zipfs():
 
 
 @pytest.mark.parametrize("cut", [20, 37, 1000])
-def test_the_client_reads_what_comes_in_any_pieces(cut):
+def test_client_reads_responses_in_any_pieces(cut):
     def chunk(data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -69,32 +69,21 @@ def test_the_client_reads_what_comes_in_any_pieces(cut):
 
 
 @pytest.mark.slow
-def test_a_wrong_answer_is_counted(tmp_path, monkeypatch, capsys):
-    """The load at a small size, with one of the four functions taken to answer something else."""
+def test_wrong_answers_are_counted(tmp_path, monkeypatch, capsys):
+    """A small load, with a wrong expected answer for one of the four functions."""
     right = serve_zipf.right_answers
     sums = serve_zipf.zipf_shares(4, 1.0, np.random.default_rng(0))
-    often = FUNCTIONS[int(np.argmax(np.diff(sums, prepend=0.0)))]  # of half of the requests to four adapters
+    often = FUNCTIONS[int(np.argmax(np.diff(sums, prepend=0.0)))]  # the function of half of the requests
 
     def wrong_of_one(*args):
         return {key: (0,) if key[0] == often else answer for key, answer in right(*args).items()}
 
     monkeypatch.setattr(serve_zipf, "right_answers", wrong_of_one)
-    small = ["--minutes", "0.05", "--slice", "1.5", "--warm", "1", "--ramp", "0", "--adapters", "16", "--against", "4"]
-    small += [
-        "--slots",
-        "4",
-        "--max-cpu-loras",
-        "6",
-        "--rows",
-        "4",
-        "--in-flight",
-        "8",
-        "--tokens",
-        "4",
-        "--prompts",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["serve_zipf", *small, "--out", str(tmp_path / "load.json")])
+    small = (
+        "--minutes 0.05 --slice 1.5 --warm 1 --ramp 0 --adapters 16 --against 4 --slots 4 --max-cpu-loras 6 --rows 4 "
+        "--in-flight 8 --tokens 4 --prompts 1"
+    )
+    monkeypatch.setattr("sys.argv", ["serve_zipf", *small.split(), "--out", str(tmp_path / "load.json")])
     with pytest.raises(SystemExit) as ended:
         serve_zipf.main()
     assert ended.value.code == 1
@@ -103,7 +92,7 @@ def test_a_wrong_answer_is_counted(tmp_path, monkeypatch, capsys):
     assert 0 < few["wrong"] < few["answers_compared"]
     assert all(f"({often})" in one for arm in (many, few) for one in arm["described"])
     assert found["wrong"] == many["wrong"] + few["wrong"]
-    assert few["slot_loads_per_second"] == 0  # they have been in their slots since the first turn
+    assert few["slot_loads_per_second"] == 0  # loaded before the measurement
     assert many["slot_hit_rate"] < 1
     assert many["host_loads_per_second"] > 0
     assert many["requests"] == pytest.approx(many["requests_per_second"] * many["seconds"], rel=0.02)

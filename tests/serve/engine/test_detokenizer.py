@@ -1,4 +1,4 @@
-"""Text from tokens as they come: the same as decoding all of them, and never more than a stop string leaves."""
+"""Incremental text equals the decoded whole, and ends before stop strings."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte: most characters take several."""
+    """Return a tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,7 +22,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
-    """Words that begin with a space, which the first of an answer loses."""
+    """Return a tokenizer of words with a leading space, which the first word of a text loses."""
     words = ["▁the", "▁cat", "s", "▁", "▁é", "..", "<s>"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))
     made.decoder = decoders.Metaspace()
@@ -35,10 +35,10 @@ TOKENIZERS = {
     "bytes": byte_tokenizer(),
     "words": word_tokenizer(),
 }
-anyone = pytest.mark.parametrize("name", TOKENIZERS)
+each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
-UNKNOWN = 2  # ids above those that a tokenizer knows; a model's vocabulary may have such
+UNKNOWN = 2  # ids beyond the tokenizer's, as in a padded vocabulary
 
 
 def pieces(tokenizer, tokens, stop=()):
@@ -48,9 +48,9 @@ def pieces(tokenizer, tokens, stop=()):
     return [*found, decoding.finish()], decoding.stopped
 
 
-@anyone
+@each_tokenizer
 @given(data=st.data())
-def test_pieces_are_the_decoded_whole(name, data):
+def test_pieces_join_to_the_decoded_whole(name, data):
     tokenizer = TOKENIZERS[name]
     tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + UNKNOWN - 1), max_size=30))
     found, stopped = pieces(tokenizer, tokens)
@@ -59,14 +59,14 @@ def test_pieces_are_the_decoded_whole(name, data):
 
 
 @given(st.text(max_size=12))
-def test_no_half_characters(text):
+def test_pieces_have_no_half_characters(text):
     tokenizer = TOKENIZERS["bytes"]
     found, _ = pieces(tokenizer, tokenizer.encode(text).ids)
     assert "".join(found) == text
     assert not any("\ufffd" in piece for piece in found if "\ufffd" not in text)
 
 
-def test_bytes_that_are_no_characters_come_out_in_the_end():
+def test_incomplete_bytes_are_flushed_at_the_end():
     tokenizer = TOKENIZERS["bytes"]
     tokens = tokenizer.encode("aé").ids[:-1]  # half of é
     found, _ = pieces(tokenizer, tokens)
@@ -84,20 +84,20 @@ class Measured:
         return self.tokenizer.decode(tokens)
 
 
-def test_bytes_that_never_become_characters_are_decoded_in_proportion_to_their_number():
+def test_invalid_bytes_are_decoded_in_linear_time():
     (first, _), letters = TOKENIZERS["bytes"].encode("é").ids, TOKENIZERS["bytes"].encode("abc" * 400).ids
     measured = Measured("bytes")
     decoding = Detokenizer(measured)
     shown = [decoding.add(token) for token in [*letters[:3], *[first] * 2000, *letters]]
     assert measured.decoded < 25 * len(shown)  # one after the other would be 2,000,000
     assert shown[:3] == ["a", "b", "c"]
-    assert "".join(shown[:2300]).startswith("abc" + 2000 * "\ufffd" + "abc")  # an eighth later, not at the end
+    assert "".join(shown[:2300]).startswith("abc" + 2000 * "\ufffd" + "abc")  # at most an eighth late
     assert shown[-1] == "c"
     assert "".join(shown) + decoding.finish() == measured.decode([*letters[:3], *[first] * 2000, *letters])
 
 
 def cut(text, stop):
-    """The naive rule, for one token a character: what is complete first decides, and then what begins first."""
+    """Cut at the stop string that is complete first, and among those at the one that begins first."""
     for end in range(len(text) + 1):
         begins = [text[:end].find(one) for one in stop if one in text[:end]]
         if begins:
@@ -112,11 +112,11 @@ def test_stop_strings_end_the_text_before_them(text, stop):
     decoding, shown = Detokenizer(tokenizer, stop), ""
     for token in tokenizer.encode(text).ids:
         shown += decoding.add(token)
-        assert want.startswith(shown)  # nothing that is taken back
+        assert want.startswith(shown)  # text is never taken back
     assert (shown + decoding.finish(), decoding.stopped) == (want, stops)
 
 
-def test_a_stop_string_that_ends_with_the_answer():
+def test_stop_string_at_the_end_of_the_answer():
     decoding = Detokenizer(TOKENIZERS["bytes"], ["é"])
     first, second = TOKENIZERS["bytes"].encode("é").ids
     assert (decoding.add(first), decoding.add(second), decoding.stopped) == ("", "", True)
@@ -128,7 +128,7 @@ def test_without_a_tokenizer_there_is_no_text():
 
 
 class Counted(str):
-    """EngineMetrics how often its characters are looked at."""
+    """A string that counts accesses to its characters."""
 
     looks = 0
 
@@ -137,8 +137,8 @@ class Counted(str):
         return super().__getitem__(at)
 
 
-def test_what_is_kept_for_one_stop_string_is_not_searched_again_for_the_others():
-    """The text keeps all that it has for the first: for the second that was looked at anew with each token."""
+def test_held_text_is_not_searched_again_for_other_stop_strings():
+    """The whole text is held back as a prefix of the first string, and each token adds constant work for the second."""
     letters, count = TOKENIZERS["bytes"].encode("ab").ids, 500
     stop = [Counted("a" * count + "b"), Counted("c" * 2 * count)]
     decoding = Detokenizer(TOKENIZERS["bytes"], stop)
@@ -149,7 +149,7 @@ def test_what_is_kept_for_one_stop_string_is_not_searched_again_for_the_others()
 
 
 class Recorded:
-    """A tokenizer that knows the longest list it had to decode."""
+    """A tokenizer that records the longest list that it decodes."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.longest = tokenizer, 0
@@ -160,7 +160,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("silent", ["<s>", None])
-def test_tokens_without_text_are_not_decoded_again_and_again(silent):
+def test_tokens_without_text_are_not_decoded_repeatedly(silent):
     tokenizer = TOKENIZERS["words"]
     recorded, size = Recorded(tokenizer), tokenizer.get_vocab_size()
     decoding = Detokenizer(recorded, (), silent_tokens(tokenizer, size + UNKNOWN))
@@ -179,7 +179,7 @@ def test_tokens_without_text_are_not_decoded_again_and_again(silent):
     ],
 )
 @pytest.mark.parametrize("stop", [(), ("é c", "s éx")])
-def test_how_long_the_text_is_before_each_token(name, tokens, lengths, stop):
+def test_length_of_the_text_before_each_token(name, tokens, lengths, stop):
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(tokens).ids if name == "bytes" else [tokenizer.token_to_id(word) for word in tokens]
     decoding, found = Detokenizer(tokenizer, stop, silent_tokens(tokenizer, tokenizer.get_vocab_size())), []

@@ -1,12 +1,10 @@
-"""The dispatching thread, over steps that do nothing: whom it ends when it fails or stops, and when it looks."""
+"""The dispatching thread over idle steps. Requests end when it fails or stops, and wake-ups are prompt."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 from jlora.errors import LoRAError
 from jlora.serve import SamplingParams
-from jlora.serve.engine import dispatch
 from jlora.serve.engine.detokenizer import Detokenizer
 from jlora.serve.engine.dispatch import Dispatcher
 from jlora.serve.engine.generation import Answer
@@ -18,14 +16,14 @@ from tests.serve.client import until
 
 
 class Ends(list):
-    """A writer: how sequences ended."""
+    """A writer that records how sequences ended."""
 
     def put(self, news):
         self.extend((one.sequence.lora, one.end) for one in news if one.end is not None)
 
 
 def dispatcher_of(ends, **loras):
-    """One whose thread is not started; `loras`: what the adapters do instead of nothing."""
+    """Return a dispatcher whose thread is not started. `loras` replaces methods of its idle adapters."""
     idle = {
         "look": lambda waiting: {},
         "all_pinned": lambda: None,
@@ -49,7 +47,7 @@ def fail(error):
     raise error
 
 
-def test_requests_that_a_failing_turn_has_heard_of_end():
+def test_failure_ends_waiting_requests():
     ends = Ends()
     dispatcher = dispatcher_of(ends, look=lambda waiting: fail(RuntimeError("no memory")))
     dispatcher.submit(sequence("a"))
@@ -58,19 +56,17 @@ def test_requests_that_a_failing_turn_has_heard_of_end():
     ((lora, end),) = ends
     assert (lora, type(end)) == ("a", EngineClosedError)
     assert "no memory" in str(end)
-    assert not dispatcher._live
 
 
-def test_requests_that_the_last_turn_hears_of_end():
+def test_request_submitted_during_the_last_turn_ends():
     ends, inside, go = Ends(), threading.Event(), threading.Event()
-    dispatcher = dispatcher_of(ends)
 
-    def decode():
+    def look(waiting):
         inside.set()
         assert go.wait(30)
-        return False
+        return {}
 
-    dispatcher._decode = decode
+    dispatcher = dispatcher_of(ends, look=look)
     dispatcher.thread.start()
     assert inside.wait(30)
     dispatcher.submit(sequence("a"))
@@ -80,7 +76,7 @@ def test_requests_that_the_last_turn_hears_of_end():
     assert [(lora, type(end)) for lora, end in ends] == [("a", EngineClosedError)]
 
 
-def test_a_request_that_cannot_begin_ends_alone():
+def test_request_that_cannot_begin_ends_alone():
     ends = Ends()
     dispatcher = dispatcher_of(ends, begin=lambda name: fail(RuntimeError("on fire")))
     dispatcher.submit(sequence("a"))
@@ -94,13 +90,19 @@ def test_a_request_that_cannot_begin_ends_alone():
     assert dispatcher.failure is None
 
 
-def test_what_it_was_told_of_just_after_a_look_is_looked_at_soon_though_nobody_waits():
-    waits = []
-    dispatcher = dispatcher_of(Ends())
-    dispatcher._signal.wait = waits.append
-    dispatcher._looked = time.monotonic() + 60
-    dispatcher.wake()
-    dispatcher._turn()
-    dispatcher._looked = 0.0
-    dispatcher._turn()
-    assert waits == [dispatch._OFTEN, dispatch._IDLE]
+def test_late_notification_wakes_idle_loop():
+    """A wake-up just after a look leads to another one soon. An idle thread would sleep a second before each."""
+    looks = []
+
+    def look(waiting):
+        looks.append(waiting)
+        if len(looks) < 300:
+            dispatcher.wake()
+        return {}
+
+    dispatcher = dispatcher_of(Ends(), look=look)
+    dispatcher.thread.start()
+    until(lambda: len(looks) >= 300, 120)
+    dispatcher.stop()
+    dispatcher.thread.join(30)
+    assert not dispatcher.thread.is_alive()

@@ -1,5 +1,6 @@
-"""A model of another codebase joins by `config`, `init_cache` and `extend`; engines begin and end."""
+"""A model of another codebase, with `config`, `init_cache` and `extend`; start and end of engines."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from flax import nnx
 import jlora
 from jlora.models import Decoder, DecoderConfig
 from jlora.serve import Engine, EngineClosedError, EngineOptions, SamplingParams
-from jlora.serve.engine.steps import Steps
+from tests.serve.client import until
+from tests.serve.conftest import Around
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    """Another style: learned positions, one array for all layers with positions first, written by a loop over rows."""
+    """Learned positions, and one cache array for all layers, positions first, written by a loop over rows."""
 
     def __init__(self, rngs, blocks=2):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -71,7 +73,7 @@ def adapter(name, seed):
 
 
 def numpy_greedy(model, lora, prompt, count):
-    """The same model with merged weights, whole, in float64."""
+    """Return greedy tokens of the same model with merged weights, as whole forward passes in float64."""
 
     def weight(i, module):
         base = np.asarray(getattr(model.blocks[i], module).kernel[...], np.float64)
@@ -96,34 +98,32 @@ def numpy_greedy(model, lora, prompt, count):
 
 def make_engine(model=None, **options):
     model = model or Recurrent(nnx.Rngs(0))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
+    manager = Around(jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3)))
     options = EngineOptions(**{"max_num_seqs": 3, "max_num_batched_tokens": 8, **options})
     return Engine(model, manager, options=options), manager
 
 
-def test_a_model_of_another_style_is_served(rng):
+def test_model_of_another_codebase_is_served_and_drained(rng):
     engine, manager = make_engine()
     adapters = {name: adapter(name, seed) for seed, name in enumerate("abc")}
     for one in adapters.values():
         manager.add_adapter(one)
     with pytest.raises(EngineClosedError, match="new"):
         engine.submit([1, 2], GREEDY)
-    told = []
-    engine.start(lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] == len(told)
-    compiled = engine._steps.compiled()
+    before, progress = set(threading.enumerate()), []
+    engine.start(lambda done, total: progress.append((done, total)))
+    assert progress[-1][0] == progress[-1][1] == len(progress)
     prompts = [rng.integers(1, VOCAB, size).tolist() for size in (1, 3, 8, 9, 20)]
-    asked = [(prompt, name) for prompt in prompts for name in ("a", "b", "c", None)]
-    found = [engine.submit(prompt, GREEDY, lora=name) for prompt, name in asked]
-    want = [numpy_greedy(manager.model, adapters.get(name), prompt, 6) for prompt, name in asked]
+    requests = [(prompt, name) for prompt in prompts for name in ("a", "b", "c", None)]
+    found = [engine.submit(prompt, GREEDY, lora=name) for prompt, name in requests]
+    want = [numpy_greedy(manager.model, adapters.get(name), prompt, 6) for prompt, name in requests]
     assert [list(one.result(60).tokens) for one in found] == want
     assert len({tuple(one) for one in want}) > 10
-    assert engine._steps.compiled() == compiled
     with pytest.raises(jlora.LoRAUsageError, match="tokenizer"):
         engine.submit("text")
     assert {name: lora.info.rank for name, lora in engine.list_loras().items()} == {"a": 2, "b": 2, "c": 2}
-    threads = {engine._dispatcher.thread, engine._writer.thread}
-    assert threads <= set(threading.enumerate())
+    threads = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("jlora-serve")}
+    assert len(threads) == 2
 
     # It drains, refuses, and leaves no thread.
     late = [engine.submit([1], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for _ in range(9)]
@@ -136,35 +136,38 @@ def test_a_model_of_another_style_is_served(rng):
             call()
     assert not threads & set(threading.enumerate())
     assert manager.leases() == ()
-    assert manager.unwrap() is not None  # nothing is held any more
+    assert manager.unwrap() is not None  # raises if a version is still held
 
 
-def test_closing_in_a_hurry_ends_what_runs_and_waits():
+def test_close_with_a_timeout_ends_running_and_waiting_requests():
     engine, _ = make_engine(Recurrent(nnx.Rngs(0), blocks=1), max_num_seqs=1, max_num_batched_tokens=32)
     engine.start()
-    dispatcher = engine._dispatcher
-    dispatcher._decode = lambda: False  # nothing ends by itself
-    open_ones = [engine.submit([1, 2], GREEDY) for _ in range(3)]
-    assert engine.close(0.2) is False
-    for one in open_ones:
-        with pytest.raises(EngineClosedError, match="before the request ended"):
-            one.result(10)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    requests = [engine.submit([1, 2], params) for _ in range(1000)]
+    until(lambda: engine.stats().running)
+    assert engine.close(0) is False
+    whole = 0
+    for one in requests:
+        with contextlib.suppress(EngineClosedError):
+            assert len(one.result(10).tokens) == 30
+            whole += 1
+    assert whole < 1000
+    with pytest.raises(EngineClosedError, match="before the request ended"):
+        requests[-1].result(10)
 
 
-def test_an_engine_that_fails_for_good_says_so(caplog):
-    engine, _ = make_engine(Recurrent(nnx.Rngs(0), blocks=1), max_num_seqs=1, max_num_batched_tokens=32)
+def test_failed_engine_refuses_requests_with_the_error():
+    engine, manager = make_engine(Recurrent(nnx.Rngs(0), blocks=1), max_num_seqs=1, max_num_batched_tokens=32)
     engine.start()
 
-    def fail():
+    def fail(*args, **options):
         raise RuntimeError("no memory for another cache")
 
-    engine._steps.reset = fail
-    engine._steps.decode = lambda *_: engine._steps.close() or fail()
+    manager.list_adapters = fail
     generation = engine.submit([1, 2], GREEDY)
     with pytest.raises(jlora.LoRAError, match="no memory"):
         generation.result(60)
-    engine._dispatcher.thread.join(60)
-    assert not engine.ready
+    until(lambda: not engine.ready)
     with pytest.raises(EngineClosedError, match="no memory"):
         engine.submit([1, 2], GREEDY)
     engine.close(10)
@@ -175,7 +178,7 @@ class NoPositions(Recurrent):
         return {"state": jnp.zeros((batch, WIDTH))}
 
 
-def test_what_cannot_be_served_is_refused():
+def test_unservable_models_and_options_are_refused():
     model = Recurrent(nnx.Rngs(0))
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2)
     manager = jlora.LoRAManager(model, config)
@@ -193,53 +196,36 @@ def test_what_cannot_be_served_is_refused():
         Engine(block, jlora.LoRAManager(block, config))
 
 
-def test_the_cache_is_updated_in_place_and_read_as_far_as_it_is_live():
-    config = DecoderConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=8192,
-    )  # fmt: skip
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    steps = Steps(model, manager, rows=8, max_model_len=8192, chunk=64)
-    assert steps.extents == [512, 1024, 2048, 4096, 8192]
-    steps.reset()
-    cache, rows = steps._state
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    slots = jax.tree.leaves(manager.slots)
-    tokens, where = np.zeros((1, 64), np.int32), np.zeros(3, np.int32)
-    memory = {}
-    for extent in (512, 8192):
-        lowered = steps._decode.lower(slots, steps._rest, None, cache, rows, extent=extent)
-        memory["decode", extent] = lowered.compile().memory_analysis()
-    with manager.prepare([None]) as batch:
-        lowered = steps._prefill.lower(slots, steps._rest, batch, cache, rows, tokens, where, extent=512)
-        memory["prefill", 512] = lowered.compile().memory_analysis()
-    for one in memory.values():
-        assert one.alias_size_in_bytes >= nbytes  # what goes in comes out, in the same place
-    for step in ("decode", "prefill"):
-        assert memory[step, 512].temp_size_in_bytes < nbytes / 4  # and is copied nowhere: keys alone are half of it
-    assert memory["decode", 512].temp_size_in_bytes < memory["decode", 8192].temp_size_in_bytes / 4
+def test_decode_updates_the_cache_in_place():
+    """The engine's memory beside the weights does not grow while it serves: each step reuses the cache's buffers."""
+    engine, _ = make_engine(max_num_seqs=3)
+    engine.start()
+    shape = jax.eval_shape(lambda: Recurrent(nnx.Rngs(0)).init_cache(3, CONTEXT))["memory"].shape
+    caches = {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == shape}
+    assert len(caches) == 1
+    for one in [engine.submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(6)]:
+        one.result(60)
+    assert {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == shape} == caches
+    assert engine.close(60)
 
 
-@pytest.mark.slow
-def test_answers_across_extents_are_those_of_whole_forward_passes(monkeypatch, rng):
-    monkeypatch.setattr("jlora.serve.engine.steps._LEAST_EXTENT", 8)
+def test_answers_across_cache_extents_equal_whole_forward_passes(rng):
+    """Attention reads 512 or 1,024 positions of the cache. Prompts cross the boundary while they decode, or before."""
     config = DecoderConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=1024,
     )  # fmt: skip
     model = Decoder(config, rngs=nnx.Rngs(0))
     nnx.update(model, jax.tree.map(lambda weight: 12 * weight, nnx.state(model)))  # so that attention matters
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=3, max_num_batched_tokens=8))
-    assert engine._steps.extents == [8, 16, 32]
+    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=3, max_num_batched_tokens=256))
     engine.start()
-    prompts = [rng.integers(0, 64, size).tolist() for size in range(1, 25)]
+    prompts = [rng.integers(0, 64, size).tolist() for size in (1, 300, 504, 505, 508, 511, 512, 513, 700, 1016)]
     found = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=8)) for prompt in prompts]
     answers = [list(one.result(60).tokens) for one in found]
     assert engine.close(60)
     manager.unwrap()
-    padded = np.zeros((len(prompts), 32), np.int32)
+    padded = np.zeros((len(prompts), 1024), np.int32)
     for row, prompt, answer in zip(padded, prompts, answers, strict=True):
         row[: len(prompt) + 8] = prompt + answer
     likeliest = np.asarray(jax.jit(lambda model, tokens: model(tokens).argmax(-1))(model, padded))

@@ -1,5 +1,6 @@
-"""Names that nobody added: looked up by the engine's resolver, which may find, refuse, raise, hang or talk nonsense."""
+"""Unknown names and the engine's resolver, which may find, refuse, raise, hang or return a wrong value."""
 
+import contextlib
 import os
 import threading
 import time
@@ -22,19 +23,20 @@ from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Service
 from tests.serve.client import ask as http
 from tests.serve.client import post, until
-from tests.serve.conftest import ADAPTERS, request_of
+from tests.serve.conftest import ADAPTERS, request_of, restored, started_world
 from tests.serve.engine.test_engine import GREEDY, WORD
 
 RIGHT = {"sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 
 
 class Store:
-    """A resolver. Names are SOURCE-anything: a copy of a demo adapter.
+    """A resolver. A name SOURCE-anything is a copy of a demo adapter.
 
     Attributes:
-      calls: how often each name was asked for; `threads`: on which threads.
-      answers: name -> what is returned instead, or raised.
-      hangs: names whose call waits for `go`.
+      calls: number of calls by name.
+      threads: threads of the calls.
+      answers: name -> value to return, or exception to raise.
+      hangs: names whose call blocks until `go` is set.
     """
 
     def __init__(self):
@@ -57,64 +59,75 @@ class Store:
         return request_of(name, source) if source in ADAPTERS else None
 
 
+class Switch:
+    """A resolver that calls the store of the current test."""
+
+    store: Store
+
+    def __call__(self, name):
+        return self.store(name)
+
+
+@pytest.fixture(scope="module")
+def resolving():
+    """One engine with a resolver for this module."""
+    switch = Switch()
+    with started_world(resolve=switch) as world:
+        yield world, switch
+
+
 @pytest.fixture
-def store(world, monkeypatch):
-    """The engine of all tests, with a resolver for the time of one."""
-    made, engine = Store(), world.engine
-    pool = ResolverPool(made, 16, engine._dispatcher.wake, engine._not_found)
-    monkeypatch.setattr(engine, "_resolver_pool", pool)
-    monkeypatch.setattr(engine._loras, "_resolver_pool", pool)
+def world(resolving):
+    with restored(resolving[0]) as world:
+        yield world
+
+
+@pytest.fixture
+def store(world, resolving):
+    """The resolver of the test. Its threads have ended after the test."""
+    resolving[1].store = made = Store()
     yield made
     made.go.set()
     until(lambda: not any(thread.is_alive() for thread in made.threads))
-    assert (pool._waiting, list(pool._line), pool._loading, pool._count, pool._threads) == (
-        {},
-        [],
-        {},
-        0,
-        0,
-    )
 
 
 def ask(world, name, **options):
     return world.engine.submit(WORD, GREEDY, lora=name, **options)
 
 
-def test_an_unknown_name_is_found_loaded_and_served(world, store):
+def test_unknown_name_is_resolved_loaded_and_served(world, store):
     for name in ("sort-1", "team/reverse"):
         store.answers[name] = request_of(name, name.rpartition("/")[2].partition("-")[0])
         assert ask(world, name).result(60).text == RIGHT[store.answers[name].path.rpartition("/")[2]]
         assert name in world.engine.list_loras()
     assert ask(world, "sort-1").result(60).text == RIGHT["sort"]  # known by now
     assert store.calls == {"sort-1": 1, "team/reverse": 1}
-    assert world.engine._dispatcher.thread not in store.threads
-    assert threading.current_thread() not in store.threads
+    assert {thread.name for thread in store.threads} == {"jlora-serve-lookup"}
 
 
-def test_submit_returns_at_once_and_one_call_serves_all_who_ask(world, store):
+def test_one_call_serves_all_requests_for_a_name_and_blocks_no_other(world, store):
     store.hangs.add("sort-1")
-    started = time.monotonic()
     asked = [ask(world, "sort-1") for _ in range(5)]
-    assert time.monotonic() - started < 1
     assert [ask(world, name).result(60).text for name in RIGHT] == [*RIGHT.values()]  # meanwhile
-    # Their name is not told: who asks for an adapter that there may not be writes no label of a metric.
+    # Unresolved names are not counted by name, so that clients cannot create labels of metrics.
     assert (world.engine.stats().waiting, world.engine.stats().waiting_by_lora) == (5, {})
     store.go.set()
     assert {one.result(60).text for one in asked} == {RIGHT["sort"]}
     assert store.calls["sort-1"] == 1
 
 
-def test_who_asks_while_it_is_loaded_does_not_look_it_up_again(world, store, monkeypatch):
-    loads, go, prefetch = [], threading.Event(), world.manager.prefetch
+def test_request_during_the_load_does_not_resolve_again(world, store):
+    loads, go, promise = [], threading.Event(), Future()
 
     def slow(request):
         loads.append(request)
-        threading.Thread(target=lambda: go.wait(30) and prefetch(request).add_done_callback(tell)).start()
+        threading.Thread(target=lambda: go.wait(60) and world.manager.prefetch(request).add_done_callback(end)).start()
         return promise
 
-    promise = Future()
-    tell = lambda done: promise.set_result(done.result())  # noqa: E731
-    monkeypatch.setattr(world.manager, "prefetch", slow)
+    def end(done):
+        promise.set_result(done.result())
+
+    world.around.prefetch = slow
     first = ask(world, "sort-1")
     until(lambda: loads)
     second = ask(world, "sort-1")
@@ -135,7 +148,7 @@ class Mute(Exception):
 
 
 class Proxy:
-    """Of something that is away."""
+    """A proxy whose target cannot be reached."""
 
     @property
     def __class__(self):
@@ -164,7 +177,7 @@ async def later(name):
         (jlora.LoRARequest("x", str(ADAPTERS["sort"].parent)), AdapterFormatError, "adapter_config.json"),
     ],
 )
-def test_what_a_resolver_may_do_wrong(world, store, answer, error, words):
+def test_wrong_results_end_requests_and_are_forgotten(world, store, answer, error, words):
     store.answers["x"] = answer
     asked = [ask(world, "x") for _ in range(2)]
     for one in asked:
@@ -173,17 +186,17 @@ def test_what_a_resolver_may_do_wrong(world, store, answer, error, words):
         assert type(caught.value) is error
     world.wait_idle()
     assert "x" not in world.engine.list_loras()
-    store.answers["x"] = request_of("x", "sort")  # nothing of it is remembered
+    store.answers["x"] = request_of("x", "sort")  # results are not cached
     assert ask(world, "x").result(60).text == RIGHT["sort"]
 
 
-def test_a_coroutine_function_is_told(world, store):
+def test_coroutine_function_is_refused(world, store):
     store.answers["x"] = later("x")
     with pytest.raises(LoRAError, match="coroutine"):
         ask(world, "x").result(60)
 
 
-def test_a_resolver_that_hangs_costs_only_those_who_wait_for_it(world, store):
+def test_hanging_resolver_blocks_only_its_own_requests(world, store):
     names = [f"sort-{i}" for i in range(12)]
     store.hangs.update(names)
     late = [ask(world, name, timeout=0.3) for name in names]
@@ -195,18 +208,18 @@ def test_a_resolver_that_hangs_costs_only_those_who_wait_for_it(world, store):
     assert ask(world, "shift").result(60).text == RIGHT["shift"]
     assert len(store.threads) == 8
     waits = ask(world, "sort-0")  # joins the call that hangs
-    gone = ask(world, "sort-11", timeout=0.2)  # never asked for
+    gone = ask(world, "sort-11", timeout=0.2)  # not called: it ends in the line
     with pytest.raises(RequestTimeoutError):
         gone.result(60)
     store.go.set()
     assert waits.result(60).text == RIGHT["sort"]
     assert store.calls["sort-0"] == 1
-    until(lambda: world.engine._resolver_pool._threads == 0)
-    assert sum(store.calls.values()) == 8  # those that nobody waits for any more are not called
+    until(lambda: not any(thread.is_alive() for thread in store.threads))
+    assert sum(store.calls.values()) == 8  # names without waiting requests are skipped
     assert ask(world, "sort-11").result(60).text == RIGHT["sort"]
 
 
-def test_only_so_many_wait(world, store):
+def test_waiting_requests_for_the_resolver_are_bounded(world, store):
     store.hangs.add("sort-1")
     asked = [ask(world, "sort-1") for _ in range(16)]
     for name in ("sort-1", "sort-2"):
@@ -229,19 +242,19 @@ def test_only_so_many_wait(world, store):
         *("a\0b", "a\nb", "\x1b[31m", "\ud800", "\u202ex", "x" * 257, "a\\..\\b"),
     ],
 )
-def test_hostile_names_are_not_asked_for(world, store, name):
+def test_hostile_names_are_refused_without_a_call(world, store, name):
     with pytest.raises(AdapterNotFoundError, match="can be called"):
         ask(world, name)
     assert not store.calls
 
 
-def test_names_that_are_asked_for():
+def test_ordinary_names_are_accepted():
     for name in ("sql", "team/sql", "v1.2", "a..b", "...", "名前", "x" * 256, "a b", "C:"):
         check_name(name)
 
 
-def test_an_unloaded_name_comes_back_with_the_next_request(world, store):
-    """As in vLLM; while those that came before still wait, it is refused."""
+def test_unloaded_name_is_resolved_again(world, store):
+    """As in vLLM. The name is refused while earlier requests for it wait."""
     with world.paused() as go:
         store.answers["guest"] = request_of("guest", "sort")
         running = ask(world, "guest")
@@ -263,15 +276,15 @@ def test_an_unloaded_name_comes_back_with_the_next_request(world, store):
     assert store.calls["guest"] == 2
 
 
-def test_an_evicted_name_comes_back_without_being_looked_up(world, store):
+def test_evicted_name_is_not_resolved_again(world, store):
     names = [f"{source}-{i}" for source in ADAPTERS for i in range(2)]  # the host has room for 6
     for name in [*names, *names]:
         assert ask(world, name).result(60).text == RIGHT[name.partition("-")[0]]
     assert set(store.calls.values()) == {1}
 
 
-def test_over_http(world, store, tmp_path):
-    """What is resolved is listed; a name that is not is answered as where there is no resolver."""
+def test_resolved_names_over_http(world, store, tmp_path):
+    """A resolved name is listed. An unresolved one is answered as without a resolver."""
     adapters = Adapters(world.engine, AllowedSources(tmp_path), ("demo",))
     service = Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
 
@@ -313,8 +326,8 @@ def test_over_http(world, store, tmp_path):
 
 
 @pytest.mark.parametrize("answer", [None, request_of("x", "sort")])
-def test_who_brings_the_adapter_does_not_wait_for_the_resolver(world, store, answer):
-    """And what the resolver says at last concerns nobody."""
+def test_request_with_its_adapter_does_not_wait_for_the_resolver(world, store, answer):
+    """The late result of the resolver is ignored."""
     store.hangs.add("x")
     store.answers["x"] = answer
     asked = ask(world, "x", timeout=30)
@@ -324,8 +337,7 @@ def test_who_brings_the_adapter_does_not_wait_for_the_resolver(world, store, ans
 
 
 def test_made_up_names_leave_nothing_behind(world, store):
-    """In the thousands, while real ones are served."""
-    before = len(world.engine._metrics.by_lora)
+    before = len(world.engine.stats().by_lora)
     real, refused, count = 0, 0, 0
     while count < 1000:
         batch = []
@@ -345,17 +357,17 @@ def test_made_up_names_leave_nothing_behind(world, store):
     assert sum(store.calls.values()) == count - refused
     assert len(store.threads) < count
     world.wait_idle()
-    assert len(world.engine._metrics.by_lora) <= before + 1
-    assert not any(name.startswith("made-up") for name in world.engine.stats().by_lora)
-    assert not world.engine._loras._not_before
+    counted = world.engine.stats().by_lora
+    assert len(counted) <= before + 1
+    assert not any(name.startswith("made-up") for name in counted)
 
 
 MANY = pytest.mark.parametrize("many", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
 @MANY
-def test_a_flood_of_names_is_bounded(many):
-    """They come faster than they are looked up: some are asked for, the others are refused."""
+def test_flood_of_unknown_names_is_bounded(many):
+    """Names that arrive faster than they are resolved are refused beyond the limit."""
     ended, calls = [], Counter()
 
     def resolve(name):
@@ -368,15 +380,15 @@ def test_a_flood_of_names_is_bounded(many):
             pool.add(SimpleNamespace(lora=f"made-up-{i}", request=None, waits=True))
         except EngineBusyError:
             refused += 1
-        assert len(pool._waiting) <= 256
-    until(lambda: not pool._threads)
-    assert len(ended) == len(calls) == many - refused
-    assert (pool._waiting, list(pool._line), pool._loading, pool._count) == ({}, [], {}, 0)
+        assert i + 1 - refused - len(ended) <= 256 + 8  # one more for each thread that is ending a request
+    until(lambda: len(ended) == many - refused, 60)
+    assert len(calls) == many - refused
+    until(lambda: not any(pool.under_way(name) for name in calls))
 
 
 @MANY
-def test_counts_keep_no_names_that_are_gone(many):
-    """Thousands of adapters, of which ten are there at a time."""
+def test_request_counts_forget_unloaded_names(many):
+    """Thousands of adapters, ten of them loaded at a time."""
     there = deque(maxlen=10)
     counts = EngineMetrics(lambda name: name in there)
     for i in range(many):
@@ -391,7 +403,7 @@ def test_counts_keep_no_names_that_are_gone(many):
     assert sum(counts.absent.read()[1]) == many
 
 
-# --- where they look --------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -410,7 +422,7 @@ def root(tmp_path):
     return root
 
 
-def test_a_folder(root):
+def test_folder_resolver(root):
     resolve = of_folder(root)
     assert resolve("one") == jlora.LoRARequest("one", str(root / "one"))
     assert resolve("team/two") == jlora.LoRARequest("team/two", str(root / "team" / "two"))
@@ -420,11 +432,11 @@ def test_a_folder(root):
     assert resolve("名" * 200) is None  # 600 bytes: no file system has that
     (root / "new").mkdir()
     (root / "new" / "adapter_config.json").touch()
-    assert resolve("new") is not None  # nothing is remembered
+    assert resolve("new") is not None  # results are not cached
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_a_folder_that_cannot_be_read(root):
+def test_unreadable_folder_is_an_error(root):
     (root / "team").chmod(0)
     with pytest.raises(PermissionError):
         of_folder(root)("team/two")
@@ -432,7 +444,7 @@ def test_a_folder_that_cannot_be_read(root):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """What is downloaded, and what the hub says instead."""
+    """The calls into huggingface_hub, and the error that they raise instead."""
     state = SimpleNamespace(asked=[], error=None)
 
     def download(repo, file, **options):
@@ -446,7 +458,7 @@ def hub(monkeypatch, tmp_path):
     return state
 
 
-def test_the_hub(hub, monkeypatch, tmp_path):
+def test_hub_resolver(hub, tmp_path):
     resolve = of_hub(["owner/one", "team/*"])
     for name in ("owner/one", "team/any"):
         assert resolve(name) == jlora.LoRARequest(name, name, revision="a" * 40)
@@ -457,13 +469,14 @@ def test_the_hub(hub, monkeypatch, tmp_path):
     hub.error = RepositoryNotFoundError("no such repository", response=answer)
     assert resolve("team/none") is None
     hub.error = ConnectionError("the hub is away")
-    with pytest.raises(LoRAError, match="the hub is away") as caught:  # it may well have it
+    with pytest.raises(
+        LoRAError, match="the hub is away"
+    ) as caught:  # not AdapterNotFoundError: the repository may exist
         resolve("team/any")
     assert type(caught.value) is LoRAError
-    # The library would take a folder of that name for it.
-    monkeypatch.chdir(tmp_path)
+    # huggingface_hub would load a local folder of that name.
     (tmp_path / "team" / "any").mkdir(parents=True)
-    with pytest.raises(LoRAError, match="folder"):
+    with contextlib.chdir(tmp_path), pytest.raises(LoRAError, match="folder"):
         resolve("team/any")
 
 
@@ -471,7 +484,7 @@ def mine(name):
     return None if name == "none" else request_of(name, "sort")
 
 
-def test_functions(tmp_path, monkeypatch):
+def test_function_resolver(tmp_path, monkeypatch):
     assert of_function(f"{__name__}:mine") is mine
     (tmp_path / "broken_resolver.py").write_text("raise ValueError('not today')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -486,7 +499,7 @@ def test_functions(tmp_path, monkeypatch):
             of_function(where)
 
 
-def test_one_after_the_other():
+def test_resolvers_run_in_order():
     asked = []
     resolve = in_order([lambda name: asked.append(name), mine, lambda name: pytest.fail("it was found already")])
     assert resolve("x") == request_of("x", "sort")

@@ -1,4 +1,4 @@
-"""Who runs next: against a naive model of the promise, under random arrivals, slots and loads."""
+"""The order of the queue, compared with a naive model under random arrivals, slots and loads."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,12 +26,12 @@ def drain(made, state, loaded=lambda name: True):
     return taken
 
 
-def test_order_of_arrival_where_nothing_speaks_against_it():
+def test_order_of_arrival_by_default():
     assert drain(queue(None, None, None), slots()) == [0, 1, 2]
     assert queue("a", "b").take(slots(), lambda name: True).item == 0
 
 
-def test_who_needs_no_other_slot_goes_first():
+def test_request_without_slot_change_goes_first():
     assert queue("a", "b", "c").take(slots(resident="b"), lambda name: True).item == 1
     assert queue("a", None).take(slots(resident="b"), lambda name: True).item == 1
     assert queue("a", "b", "c").take(slots(running="c"), lambda name: True).item == 2
@@ -43,19 +43,19 @@ def test_no_more_adapters_run_than_there_are_slots():
     assert [one.item for one in made] == [0, 2]
 
 
-def test_pinned_adapters_take_slots_and_older_generations_do_too():
+def test_pinned_adapters_and_older_versions_take_slots():
     made = queue("a", "b")
     assert made.take(slots(total=2, running=["b"], taken=2), lambda name: True).item == 1
     assert made.take(slots(total=2, running=["b"], taken=2), lambda name: True) is None
 
 
-def test_a_loading_adapter_holds_up_nobody_even_when_it_has_waited_too_long():
+def test_loading_adapter_blocks_no_other_request():
     made = queue("a", *["b"] * 9, ratio=3)
     assert drain(made, slots(), loaded=lambda name: name != "a") == list(range(1, 10))
     assert made.take(slots(), lambda name: True).item == 0
 
 
-def test_after_the_bound_later_ones_wait_even_for_a_slot_that_is_not_free():
+def test_overtaken_request_blocks_later_ones_after_the_bound():
     made = queue("a", *["b"] * 9, ratio=3)
     busy = slots(total=1, running="b")
     assert drain(made, busy) == [1, 2, 3]
@@ -63,7 +63,7 @@ def test_after_the_bound_later_ones_wait_even_for_a_slot_that_is_not_free():
     assert drain(made, busy) == list(range(4, 10))
 
 
-def test_put_back_is_where_it_was_and_counts_for_nobody():
+def test_put_back_restores_the_queue():
     made = queue("a", "b", "c")
     before = [(one.item, one.passed) for one in made]
     one = made.take(slots(resident="b"), lambda name: True)
@@ -73,13 +73,13 @@ def test_put_back_is_where_it_was_and_counts_for_nobody():
 
 
 @given(st.data())
-def test_nobody_is_passed_more_often_than_the_bound(data):
-    """Random arrivals, ends and loads over two slots; every adapter loads in the end, every sequence ends."""
+def test_no_request_is_overtaken_more_often_than_the_bound(data):
+    """Random arrivals, ends and loads. In the end every adapter is loaded and every sequence ends."""
     ratio, total = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     made = Queue(ratio)
-    waiting: list[Waiting] = []  # the naive model: arrival order
+    waiting: list[Waiting] = []  # the naive model, in order of arrival
     running: list[str | None] = []
-    overtaken: dict[int, int] = {}  # while it was loaded and had waited its share
+    overtaken: dict[int, int] = {}  # counted while its adapter was loaded
     for step in range(data.draw(st.integers(1, 60))):
         action = data.draw(st.sampled_from(["arrive", "arrive", "end", "take", "take"]))
         if action == "arrive":
@@ -108,6 +108,6 @@ def test_nobody_is_passed_more_often_than_the_bound(data):
             running.append(one.lora)
             assert len({name for name in running if name is not None}) <= total
         assert [w.item for w in made] == [w.item for w in waiting]
-    for _ in range(len(waiting)):  # with everything loaded and no slot taken, whoever is first goes within the bound
+    for _ in range(len(waiting)):  # all are loaded and no slot is taken
         assert made.take(slots(total), lambda name: True) is not None
     assert len(made) == 0

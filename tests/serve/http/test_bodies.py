@@ -1,11 +1,14 @@
-"""What is refused, by which name; and that no JSON at all makes the server fail."""
+"""Refused fields and bodies: each error names its field, and no JSON makes the server fail."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jlora.serve.http.app import build_app
 from jlora.serve.http.body import Limits
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import ask, make_service, post
@@ -69,7 +72,7 @@ WRONG = [
     ("truncate_prompt_tokens", 8),
     ("bad_words", ["x"]),
     ("return_token_ids", True),
-    # nobody's
+    # unknown
     ("temprature", 0),
     ("lora", "sort"),
 ]
@@ -77,7 +80,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_wrong_field_is_named(service, path, name, value):
+def test_error_names_the_wrong_field(service, path, name, value):
     body = COMPLETION if path == "/v1/completions" else CHAT
     before = len(service.engine.generations)
     answer = post(service, path, json.dumps({**body, name: value}).replace("Infinity", "1e999").encode())
@@ -91,7 +94,7 @@ def test_a_wrong_field_is_named(service, path, name, value):
     [("prompt", value) for value in (None, "", [], [""], ["a", 3], [3, "a"], [[]], [3, [4]], [-1], [1.0], {}, [True])]
     + [("logprobs", 21), ("logprobs", True), ("suffix", "x"), ("best_of", 3), ("messages", []), ("tools", [])],
 )
-def test_a_wrong_field_of_completions(service, name, value):
+def test_wrong_field_of_completions_is_refused(service, name, value):
     answer = post(service, "/v1/completions", {**COMPLETION, name: value})
     assert (answer.status, answer.error["param"]) == (400, name)
 
@@ -134,33 +137,33 @@ def message(**fields):
         ("prompt", "x", "prompt"),
     ],
 )
-def test_a_wrong_field_of_chats(service, name, value, param):
+def test_wrong_field_of_chats_is_refused(service, name, value, param):
     answer = post(service, "/v1/chat/completions", {**CHAT, name: value})
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_two_limits_that_disagree(service):
+def test_contradicting_token_limits_are_refused(service):
     answer = post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4})
     assert (answer.status, answer.error["param"]) == (400, "max_tokens")
     assert post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}).status == 200
 
 
-def test_too_many_sequences(service):
+def test_number_of_sequences_is_limited(service):
     assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 64, "n": 2}).status == 200
     answer = post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 65, "n": 2})
     assert (answer.status, answer.error["param"]) == (400, "n")
     assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 129}).error["param"] == "prompt"
 
 
-def test_stream_options(service):
+def test_wrong_stream_options_are_refused(service):
     wrong = [({"include_usage": 1}, "include_usage"), ({"x": 1}, "x"), ({"continuous_usage_stats": True}, None)]
     for options, param in wrong:
         answer = post(service, "/v1/completions", {**COMPLETION, "stream": True, "stream_options": options})
         assert (answer.status, answer.error["param"]) == (400, param or "continuous_usage_stats")
 
 
-def test_what_the_openai_client_sends_back_is_taken(service):
-    said = {
+def test_messages_that_the_openai_client_sends_back_are_accepted(service):
+    message_back = {
         "role": "assistant",
         "content": "yes",
         "refusal": None,
@@ -169,15 +172,15 @@ def test_what_the_openai_client_sends_back_is_taken(service):
         "audio": None,
     }
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    messages = [*message(name="me"), said, {"role": "user", "content": parts}]
+    messages = [*message(name="me"), message_back, {"role": "user", "content": parts}]
     answer = post(service, "/v1/chat/completions", {**CHAT, "messages": messages, "max_tokens": 100})
     assert answer.json["choices"][0]["message"]["content"] == "sort|hiyesone\ntwo"
 
 
-# --- bodies that are no JSON, or too much of it -----------------------------------------------------------------------
+# --- malformed and oversized bodies -----------------------------------------------------------------------------------
 
 BAD = {
-    "nothing": b"",
+    "empty": b"",
     "not JSON": b"{",
     "not UTF-8": b'{"model": "\xff"}',
     "a list": b"[]",
@@ -191,13 +194,13 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_bodies_that_are_no_object(service, path, kind):
+def test_malformed_body_is_refused(service, path, kind):
     answer = post(service, path, BAD[kind])
     assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
 
 
-def test_the_content_type_must_say_json(service):
-    """A page of another site may send a form or plain text without asking first, but not this."""
+def test_content_type_must_be_json(service):
+    """Browsers send forms and plain text to other origins without a preflight request, but not JSON."""
     for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         answer = post(service, "/v1/completions", COMPLETION, content_type=media)
         assert answer.status == 400
@@ -205,18 +208,49 @@ def test_the_content_type_must_say_json(service):
     assert post(service, "/v1/completions", COMPLETION, content_type="Application/JSON; charset=utf-8").status == 200
 
 
-def test_a_body_that_is_too_long():
+def test_body_over_the_limit_is_refused():
     service = make_service(limits=Limits(body_bytes=1000))
     padded = {**COMPLETION, "user": "x" * 1000}
     answer = post(service, "/v1/completions", padded)
     assert (answer.status, answer.error["type"]) == (413, "RequestTooLargeError")
     assert answer.headers["connection"] == "close"
     assert service.engine.generations == []
-    # One that does not say how long it is.
+    # A body without its length, and bodies with a wrong one.
     assert post(service, "/v1/completions", padded, transfer_encoding="chunked", content_length="0").status == 413
     assert post(service, "/v1/completions", COMPLETION, content_length="1" * 5000).status == 413
     assert post(service, "/v1/completions", COMPLETION, content_length="-5").status == 413
     assert post(service, "/v1/completions", COMPLETION).status == 200
+
+
+class CountedBody(httpx.AsyncByteStream):
+    """A body of 1 GiB, in parts of 1 MiB that are counted when they are read."""
+
+    def __init__(self):
+        self.parts = 0
+
+    async def __aiter__(self):
+        while self.parts < 1024:
+            self.parts += 1
+            yield b" " * 2**20
+
+
+@pytest.mark.parametrize(
+    ("header", "parts"), [({"content-length": str(2**30)}, 1), ({"transfer-encoding": "chunked"}, 9)]
+)
+def test_oversized_body_is_read_no_further_than_its_limit(header, parts):
+    """A chunked body is read until it exceeds the limit of 8 MiB, and a body with its length at most to its first part.
+
+    The number of bytes that are read bounds the memory of a request, and does not depend on load.
+    """
+    body, app = CountedBody(), build_app(make_service())
+
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            headers = {"content-type": "application/json", **header}
+            return await client.post("/v1/completions", content=body, headers=headers)
+
+    assert asyncio.run(send()).status_code == 413
+    assert body.parts <= parts
 
 
 # --- any JSON ---------------------------------------------------------------------------------------------------------
@@ -234,7 +268,7 @@ FIELDS = sorted({name for name, _ in WRONG} | {"prompt", "messages", "logprobs",
     changed=st.dictionaries(st.sampled_from([*FIELDS, "lora_name", "lora_path", "load_inplace"]) | st.text(), JSON)
     | JSON,
 )
-def test_no_json_makes_the_server_fail(tmp_path_factory, path, start, changed):
+def test_any_json_gets_a_response(tmp_path_factory, path, start, changed):
     service = make_service(FakeEngine(), chat=TEMPLATE, root=tmp_path_factory.getbasetemp())
     try:
         body = json.dumps({**start, **changed} if isinstance(changed, dict) else changed).encode()
@@ -246,7 +280,7 @@ def test_no_json_makes_the_server_fail(tmp_path_factory, path, start, changed):
         service.close()
 
 
-def test_other_paths_and_methods(service):
+def test_unknown_paths_and_methods_are_refused(service):
     answer = ask(service, "GET", "/v1/nothing")
     assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
     answer = ask(service, "GET", "/v1/completions")

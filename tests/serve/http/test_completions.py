@@ -1,4 +1,4 @@
-"""Both APIs' answers, whole and streamed, against an engine whose answers are known."""
+"""Responses of completions and chats, whole and streamed, over an engine with known answers."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def chat(service, **body):
 # --- whole answers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_completion(service, engine):
+def test_completion(service, engine):
     answer = complete(service)
     body = answer.json
     assert answer.status == 200
@@ -53,14 +53,14 @@ def test_a_completion(service, engine):
         "choices": [{"index": 0, "text": "sort|ba=", "logprobs": None, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
     }
-    (asked,) = engine.generations
-    assert (asked.prompt, asked.lora, asked.timeout) == (ids("ba="), "sort", None)
+    (request,) = engine.generations
+    assert (request.prompt, request.lora, request.timeout) == (ids("ba="), "sort", None)
     assert engine.encoded == [("ba=", True)]
-    assert asked.params == SamplingParams(max_tokens=16)
-    assert not asked.cancelled
+    assert request.params == SamplingParams(max_tokens=16)
+    assert not request.cancelled
 
 
-def test_a_chat(service, engine):
+def test_chat(service, engine):
     answer = chat(service, max_completion_tokens=4)
     body = answer.json
     assert answer.status == 200
@@ -73,36 +73,36 @@ def test_a_chat(service, engine):
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15},
     }
-    (asked,) = engine.generations
-    # The template's own <s>, once: nothing is added to it.
+    (request,) = engine.generations
+    # The template writes <s>, and the tokenizer adds no second one.
     assert engine.encoded == [("<s>user:hi|a:", False)]
-    assert asked.prompt == ids("<s>user:hi|a:")
-    assert asked.prompt[0] == 0
-    assert asked.params == SamplingParams(max_tokens=4)
+    assert request.prompt == ids("<s>user:hi|a:")
+    assert request.prompt[0] == 0
+    assert request.params == SamplingParams(max_tokens=4)
 
 
-def test_a_chat_may_be_as_long_as_there_is_room(service, engine):
+def test_chat_without_max_tokens_may_fill_the_context(service, engine):
     assert chat(service).status == 200
     assert engine.generations[0].params.max_tokens is None
 
 
 @pytest.mark.parametrize(("model", "lora"), [("base", None), ("alias", None), ("sort", "sort"), ("reverse", "reverse")])
-def test_the_model_is_the_adapter(service, engine, model, lora):
+def test_model_field_selects_the_adapter(service, engine, model, lora):
     assert complete(service, model=model).json["choices"][0]["text"] == f"{lora or 'base'}|ba="
     assert engine.generations[0].lora == lora
 
 
-def test_every_field_of_sampling_reaches_the_engine(service, engine):
+def test_sampling_fields_reach_the_engine(service, engine):
     given = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": -3, "ignore_eos": True}
     more = {"stop": ["x", "yz"], "stop_token_ids": [4, 5], "logprobs": 2}
     assert complete(service, **given, **more, timeout=2.5).status == 200
-    (asked,) = engine.generations
+    (request,) = engine.generations
     lists = {"stop": ("x", "yz"), "stop_token_ids": (4, 5), "logprobs": 2}
-    assert asked.params == SamplingParams(**{**given, **lists})
-    assert asked.timeout == 2.5
+    assert request.params == SamplingParams(**{**given, **lists})
+    assert request.timeout == 2.5
 
 
-def test_values_that_mean_the_default(service, engine):
+def test_fields_with_default_values_are_accepted(service, engine):
     given = {"max_tokens": 5.0, "temperature": 0, "top_p": 1, "top_k": -1, "stop": "x", "n": None, "echo": False}
     more = {"frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": None, "user": "me", "store": True}
     assert complete(service, **given, **more).status == 200
@@ -118,19 +118,19 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-def test_four_kinds_of_prompts(service, engine, kind):
+def test_prompts_may_be_texts_or_tokens(service, engine, kind):
     given, prompts = PROMPTS[kind]
     body = complete(service, prompt=given, n=2).json
     assert [list(one.prompt) for one in engine.generations] == [ids(prompt) for prompt in prompts for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
     assert [choice["text"] for choice in body["choices"]] == [f"sort|{one}" for one in prompts for _ in range(2)]
-    # Each prompt is counted once, and each text tokenized once, however many answers it gets.
+    # A prompt is counted and tokenized once, independent of n.
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
     assert body["usage"]["completion_tokens"] == 2 * sum(len(f"sort|{one}") for one in prompts)
     assert engine.encoded == ([(one, True) for one in prompts] if "text" in kind else [])
 
 
-def test_answers_of_one_prompt_have_seeds_of_their_own(service, engine):
+def test_each_answer_of_a_prompt_has_its_own_seed(service, engine):
     assert complete(service, n=3, seed=2**63 - 2).status == 200
     assert [one.params.seed for one in engine.generations] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert complete(service, n=2).status == 200
@@ -141,8 +141,8 @@ def test_answers_of_one_prompt_have_seeds_of_their_own(service, engine):
 
 
 def test_logprobs_of_completions(service):
-    told = complete(service, logprobs=2, max_tokens=2).json["choices"][0]["logprobs"]
-    assert told == {
+    found = complete(service, logprobs=2, max_tokens=2).json["choices"][0]["logprobs"]
+    assert found == {
         "tokens": ["s", "o"],
         "token_logprobs": [-0.25, -0.25],
         "top_logprobs": [{"a": -1.5, "b": -3.0, "s": -0.25}, {"a": -1.5, "b": -3.0, "o": -0.25}],
@@ -152,20 +152,20 @@ def test_logprobs_of_completions(service):
 
 
 def test_logprobs_of_chats(service, engine):
-    told = chat(service, logprobs=True, top_logprobs=1, max_tokens=1).json["choices"][0]["logprobs"]
+    found = chat(service, logprobs=True, top_logprobs=1, max_tokens=1).json["choices"][0]["logprobs"]
     top = [{"token": "a", "logprob": -1.5, "bytes": [97]}]
-    assert told == {
+    assert found == {
         "content": [{"token": "s", "logprob": -0.25, "bytes": [115], "top_logprobs": top}],
         "refusal": None,
     }
-    told = chat(service, logprobs=True, max_tokens=1).json["choices"][0]["logprobs"]
-    assert told["content"][0]["top_logprobs"] == []
+    found = chat(service, logprobs=True, max_tokens=1).json["choices"][0]["logprobs"]
+    assert found["content"][0]["top_logprobs"] == []
     assert [one.params.logprobs for one in engine.generations] == [1, 0]
     assert chat(service, logprobs=False).json["choices"][0]["logprobs"] is None
 
 
-def test_text_offsets_are_those_of_the_engine(service, engine):
-    """Which knows what becomes of a token among others: the first one here is half a character."""
+def test_text_offsets_come_from_the_engine(service, engine):
+    """The first token here is half a character, so offsets do not follow from single tokens."""
     engine.script = [
         Piece("", (4,), (TokenLogprob(4, -1.0),)),
         Piece("é", (5,), (TokenLogprob(5, -1.0),)),
@@ -173,30 +173,30 @@ def test_text_offsets_are_those_of_the_engine(service, engine):
     ]
     for stream in (False, True):
         answer = complete(service, logprobs=0, stream=stream)
-        told = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-        assert [offset for one in told for offset in one["text_offset"]] == [0, 0, 1]
+        found = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        assert [offset for one in found for offset in one["text_offset"]] == [0, 0, 1]
 
 
-def test_logprobs_in_streams_go_on_where_they_were(service):
+def test_offsets_of_streamed_logprobs_continue(service):
     events = complete(service, logprobs=1, max_tokens=3, stream=True).events
-    told = [event["choices"][0]["logprobs"] for event in events]
-    assert [offset for one in told for offset in one["text_offset"]] == [0, 1, 2]
-    assert [token for one in told for token in one["tokens"]] == ["s", "o", "r"]
+    found = [event["choices"][0]["logprobs"] for event in events]
+    assert [offset for one in found for offset in one["text_offset"]] == [0, 1, 2]
+    assert [token for one in found for token in one["tokens"]] == ["s", "o", "r"]
 
 
-def test_what_has_no_number_has_one_in_json(service, engine):
+def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]
-    told = complete(service, logprobs=1).json["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == [-9999.0]
-    assert told["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+    found = complete(service, logprobs=1).json["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-9999.0]
+    assert found["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_of_completions(service, n):
+def test_stream_of_completions(service, n):
     answer = complete(service, stream=True, n=n)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
@@ -210,7 +210,7 @@ def test_a_stream_of_completions(service, n):
         assert [choice["finish_reason"] for choice in of_one] == [None] * (len(of_one) - 1) + ["stop"]
 
 
-def test_a_stream_of_a_chat(service):
+def test_stream_of_a_chat(service):
     events = chat(service, stream=True, max_tokens=6).events
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     first, *rest = [event["choices"][0] for event in events]
@@ -219,14 +219,14 @@ def test_a_stream_of_a_chat(service):
     assert rest[-1]["finish_reason"] == "length"
 
 
-def test_usage_comes_last_if_it_is_asked_for(service):
+def test_usage_is_the_last_event_on_request(service):
     *events, last = complete(service, stream=True, n=2, stream_options={"include_usage": True}).events
     assert all(event["usage"] is None for event in events)
     assert last["choices"] == []
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
 
 
-def test_pieces_without_text_say_nothing(service, engine):
+def test_pieces_without_text_add_no_text(service, engine):
     engine.script = [Piece("", (3,)), Piece("é", (4, 5)), Piece("", (1,), (), "stop")]
     body = complete(service).json
     assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("é", 4)
@@ -252,7 +252,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status", "kind", "retry"), ERRORS)
-def test_a_request_that_cannot_begin(service, engine, error, status, kind, retry, stream):
+def test_refused_request_gets_status_of_its_error(service, engine, error, status, kind, retry, stream):
     engine.refuse = error
     answer = complete(service, stream=stream)
     assert (answer.status, answer.error["type"], answer.error["code"]) == (status, kind, status)
@@ -262,14 +262,14 @@ def test_a_request_that_cannot_begin(service, engine, error, status, kind, retry
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status", "kind", "retry"), ERRORS[:-1])
-def test_a_request_that_fails_before_its_first_piece(service, engine, error, status, kind, retry, stream):
+def test_request_that_fails_at_first_gets_status_of_its_error(service, engine, error, status, kind, retry, stream):
     engine.script = [error]
     answer = complete(service, stream=stream)
     assert (answer.status, answer.error["type"]) == (status, kind)
 
 
 def script_of_each(engine, *scripts):
-    """Each answer of the next request is one of these, and all that is in it has come when it is looked at first."""
+    """Give each answer of the next request one of these event lists, complete from the start."""
     submit, engine.hold = engine.submit, True
 
     def scripted(*args, **options):
@@ -280,7 +280,7 @@ def script_of_each(engine, *scripts):
     engine.submit = scripted
 
 
-def test_a_request_that_fails_on_its_way(service, engine):
+def test_failure_of_one_answer_cancels_the_others(service, engine):
     failed = LoRAError("the step failed")
     script_of_each(engine, *[[Piece("ab", (3, 4)), failed]] * 2)
     answer = complete(service, n=2)
@@ -288,7 +288,7 @@ def test_a_request_that_fails_on_its_way(service, engine):
     assert all(generation.cancelled for generation in engine.generations)
 
 
-def test_what_came_with_an_error_is_streamed_before_it(service, engine):
+def test_pieces_before_an_error_are_streamed(service, engine):
     failed = LoRAError("the step failed")
     script_of_each(engine, [Piece("a", (3,)), Piece("b", (4,)), failed], [Piece("c", (5,)), Piece("d", (6,))])
     answer = complete(service, n=2, stream=True)
@@ -299,7 +299,7 @@ def test_what_came_with_an_error_is_streamed_before_it(service, engine):
     assert all(generation.cancelled for generation in engine.generations)
 
 
-def test_what_was_submitted_is_taken_back_where_the_rest_is_refused(service, engine):
+def test_refused_answer_cancels_those_submitted_before(service, engine):
     submit, engine.hold = engine.submit, True
 
     def refuse_the_third(*args, **options):
@@ -312,11 +312,11 @@ def test_what_was_submitted_is_taken_back_where_the_rest_is_refused(service, eng
     assert [generation.cancelled for generation in engine.generations] == [True, True]
 
 
-def test_an_unknown_model(service, engine):
-    answer = complete(service, model="nobody")
+def test_unknown_model_is_not_found(service, engine):
+    answer = complete(service, model="unknown")
     assert answer.status == 404
     assert answer.error == {
-        "message": "The model `nobody` does not exist.",
+        "message": "The model `unknown` does not exist.",
         "type": "NotFoundError",
         "param": "model",
         "code": 404,
@@ -324,27 +324,27 @@ def test_an_unknown_model(service, engine):
 
 
 @pytest.mark.parametrize("state", ["warming", "closing"])
-def test_nothing_is_answered_before_and_after(engine, state):
+def test_requests_are_refused_during_warm_up_and_shutdown(engine, state):
     answer = complete(make_service(engine, state=state))
     assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
     assert int(answer.headers["retry-after"]) >= 1
     assert engine.generations == []
 
 
-def test_an_engine_that_has_failed(service, engine):
+def test_failed_engine_is_unavailable(service, engine):
     engine.ready = False
     assert complete(service).status == 503
 
 
-def test_a_chat_without_a_template_is_told_so(engine):
+def test_chat_without_a_template_is_refused(engine):
     answer = chat(make_service(engine))
     assert answer.status == 400
     assert "no chat template" in answer.error["message"]
     assert engine.generations == []
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized(service, engine):
-    """128 positions, of tokens of four characters (</s>) at most."""
+def test_text_too_long_for_the_context_is_not_tokenized(service, engine):
+    """The context has 128 positions, and the longest token four characters (</s>)."""
     long = "a" * (128 * 4 + 1)
     for answer in (complete(service, prompt=["a", long]), chat(service, messages=[{"role": "user", "content": long}])):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
@@ -352,16 +352,16 @@ def test_a_text_that_cannot_fit_is_not_tokenized(service, engine):
     assert [one.cancelled for one in engine.generations] == [True]
 
 
-def test_a_text_that_cannot_be_tokenized(service, engine, monkeypatch):
+def test_untokenizable_text_is_refused(service, engine):
     def encode(text, *, special=True):
         raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
 
-    monkeypatch.setattr(engine, "encode", encode)
+    engine.encode = encode
     for answer in (complete(service), chat(service)):
         assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
 
 
-def test_a_chat_that_the_template_refuses(engine):
+def test_chat_refused_by_its_template_is_refused(engine):
     service = make_service(engine, chat=ChatTemplate("{{ raise_exception('only users may speak') }}"))
     answer = chat(service)
     assert answer.status == 400

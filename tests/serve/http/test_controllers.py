@@ -1,8 +1,7 @@
-"""What drives model servers in a cluster: the requests that AIBrix, production-stack, llm-d and the Gateway API
-inference extension send, in their order, and what they make of the answers.
+"""Requests of cluster controllers and routers: AIBrix, production-stack, llm-d and the Gateway API inference extension.
 
-Each function plays one of them, as its source (named there, of August 2026) has it: path, headers, body, what counts as
-success and which fields are read.
+Each class sends the requests of one of them, after its source in August 2026, which it names: path, headers, body, the
+statuses that count as success, and the fields that it reads.
 """
 
 import json
@@ -47,7 +46,7 @@ def answers(service, name):
 
 
 class Aibrix:
-    """vllm-project/aibrix, pkg/controller/modeladapter/lora_client.go, to the engine itself (port 8000)."""
+    """vllm-project/aibrix, pkg/controller/modeladapter/lora_client.go, sent to the engine (port 8000)."""
 
     headers = {**GO, "authorization": f"Bearer {KEY}"}  # AdditionalConfig["api-key"]
 
@@ -55,7 +54,7 @@ class Aibrix:
         self.service = service
 
     def load(self, name, artifact_url):
-        """Returns (loaded, exists); raises what its reconciler would retry."""
+        """Return (loaded, exists). Raises AssertionError where its reconciler would retry."""
         answer = ask(self.service, "GET", "/v1/models", **self.headers)
         assert answer.status == 200, answer.text
         if name in [model["id"] for model in answer.json["data"]]:
@@ -78,7 +77,7 @@ def test_aibrix(service, engine, root):
     assert engine.loras["hub"].path == "owner/adapter"
     assert aibrix.unload("mine") == 200
     assert not answers(service, "mine")
-    assert aibrix.unload("mine") not in (200, 201)  # which it logs
+    assert aibrix.unload("mine") not in (200, 201)  # only logged by AIBrix
     assert aibrix.load("mine", str(root / "two")) == (True, False)
     for url in ("s3://bucket/adapter", str(root / "none"), "/etc"):
         with pytest.raises(AssertionError, match="error"):
@@ -86,9 +85,9 @@ def test_aibrix(service, engine, root):
 
 
 class AibrixSidecar:
-    """vllm-project/aibrix, python/aibrix/aibrix/openapi/engine/vllm.py: its runtime in the same pod, which downloads.
+    """vllm-project/aibrix, python/aibrix/aibrix/openapi/engine/vllm.py, its runtime in the same pod.
 
-    It retries what is 500 or more, and knows 404 and 409.
+    It downloads adapters itself, retries statuses from 500, and handles 404.
     """
 
     def __init__(self, service):
@@ -106,11 +105,11 @@ class AibrixSidecar:
         return self.post("/v1/unload_lora_adapter", {"lora_name": name, "lora_int_id": None})
 
 
-def test_the_sidecar_of_aibrix(service, engine, root):
+def test_aibrix_sidecar(service, engine, root):
     sidecar = AibrixSidecar(service)
     assert sidecar.load("mine", str(root / "one")) == "success"
     assert answers(service, "mine")
-    assert sidecar.load("mine", str(root / "one")) == "failed"  # not again and again
+    assert sidecar.load("mine", str(root / "one")) == "failed"  # and not retried
     assert sidecar.load("other", str(root / "none")) == "NotFoundError"
     engine.broken["two"] = BROKEN
     assert sidecar.load("other", str(root / "two")) == "retry"
@@ -134,14 +133,14 @@ class ProductionStack:
         answer = ask(self.service, method, path, payload, **self.headers)
         if answer.status == 400:
             body = answer.json
-            assert isinstance(body.get("message", ""), str)  # else Go cannot read it
+            assert isinstance(body.get("message", ""), str)  # the type that Go's decoder expects
             if body.get("type") == "InvalidUserInput" and "has already been loaded" in body.get("message", ""):
                 return answer
         assert answer.status == 200, answer.text
         return answer
 
     def registrations(self, name):
-        """Root and time of the adapter of this name, told from models by its parent."""
+        """Return (root, created) of the adapters of this name. Base models have no parent."""
         models = self.send("GET", "/v1/models").json["data"]
         for model in models:
             assert isinstance(model["created"], int)  # an int64, and strings there
@@ -163,7 +162,7 @@ def test_production_stack(service, root):
     (found,) = stack.registrations("mine")
     assert found[0] == str(root / "one")
     assert stack.registrations("llama") == []  # the base has no parent
-    # Two reconciliations at once: the second is told so, and takes it for done. So too where the folder is gone.
+    # A second, concurrent reconciliation takes "already loaded" for success, even if the folder is gone.
     stack.load("mine", str(root / "one"))
     (root / "one").rmdir()
     stack.load("mine", str(root / "one"))
@@ -177,8 +176,8 @@ def test_production_stack(service, root):
         stack.unload("mine")
 
 
-def test_what_its_router_asks(service, engine):
-    """src/vllm_router/service_discovery.py and stats/engine_stats.py: every model's id, and the queue."""
+def test_router_of_production_stack(service, engine):
+    """src/vllm_router/service_discovery.py and stats/engine_stats.py read the ids of models, and the queue."""
     engine.loras, engine.told = {}, EngineStats(running=3, waiting=2)
     models = ask(service, "GET", "/v1/models", authorization=f"Bearer {KEY}").json["data"]
     assert [model["id"] for model in models if model.get("parent") is None] == ["llama", "meta/Llama"]
@@ -191,8 +190,8 @@ def test_what_its_router_asks(service, engine):
 
 
 class Syncer:
-    """kubernetes-sigs/gateway-api-inference-extension, tools/dynamic-lora-sidecar/sidecar/sidecar.py: a ConfigMap's
-    adapters, brought to the server in the same pod. It was given up in April 2026, and still runs in clusters."""
+    """kubernetes-sigs/gateway-api-inference-extension, tools/dynamic-lora-sidecar/sidecar/sidecar.py, which
+    syncs a ConfigMap's adapters to the server in the same pod. It was archived in April 2026, and still runs."""
 
     headers = {"user_agent": "python-requests/2.32", "accept": "*/*", "authorization": f"Bearer {KEY}"}
 
@@ -208,7 +207,7 @@ class Syncer:
         assert answer.status < 400, answer.text  # raise_for_status
 
     def reconcile(self, exist, absent):
-        """Both are {id: source}."""
+        """Load adapters that should exist, and unload those that should not. Both are {id: source}."""
         for name, source in exist.items():
             if name not in self.registered():
                 payload = {"lora_name": name, "lora_path": source, "base_model_name": self.base_model}
@@ -219,7 +218,7 @@ class Syncer:
 
 
 @pytest.mark.parametrize("base_model", ["", "llama", "meta/Llama", "models/base"])
-def test_the_lora_syncer(service, base_model):
+def test_lora_syncer(service, base_model):
     syncer = Syncer(service, base_model)
     for _ in range(2):
         syncer.reconcile({"first": "one", "second": "owner/adapter"}, {})
@@ -229,8 +228,7 @@ def test_the_lora_syncer(service, base_model):
     assert not answers(service, "first")
 
 
-def test_an_adapter_of_another_model(service, engine):
-    """As the syncer would load it: of a model that is not served here."""
+def test_syncer_cannot_load_an_adapter_of_another_model(service, engine):
     with pytest.raises(AssertionError, match=r"base_model_name must be the model that is served, 'llama'"):
         Syncer(service, "other").reconcile({"mine": "one"}, {})
     assert engine.calls["add"] == 0
@@ -252,12 +250,12 @@ class EndpointPicker:
         self.cache_usage = families["vllm:kv_cache_usage_perc"].samples[-1][2]
         # Of all series the one whose value, a time, is the latest.
         labels = max(families["vllm:lora_requests_info"].samples, key=lambda sample: sample[2])[1]
-        self.active = self._names(labels["running_lora_adapters"])
-        self.waiting = self._names(labels["waiting_lora_adapters"])
+        self.active = self.names_in(labels["running_lora_adapters"])
+        self.waiting = self.names_in(labels["waiting_lora_adapters"])
         self.most = int(labels["max_lora"])
 
     @staticmethod
-    def _names(text):
+    def names_in(text):
         return {name.strip() for name in text.split(",")} - {""}
 
     def score(self, name):
@@ -268,7 +266,7 @@ class EndpointPicker:
         return 0.6 if name in self.waiting else 0.0
 
 
-def test_the_endpoint_picker(service, engine):
+def test_endpoint_picker(service, engine):
     engine.told = EngineStats(running=5, waiting=2, cache_usage=0.25, running_by_lora={"a": 3})
     picker = EndpointPicker(service)
     assert (picker.running, picker.waiting_queue, picker.cache_usage) == (5, 2, 0.25)
@@ -279,7 +277,7 @@ def test_the_endpoint_picker(service, engine):
     assert [picker.score(name) for name in "abde"] == [1.0, 1.0, 0.6, 0.0]
 
 
-def test_the_endpoint_picker_before_any_request(service):
+def test_endpoint_picker_before_any_request(service):
     picker = EndpointPicker(service)
     assert (picker.active, picker.waiting, picker.score("a")) == (set(), set(), 0.8)
 
@@ -300,22 +298,22 @@ def test_the_endpoint_picker_before_any_request(service):
         '# TYPE a histogram\na_bucket{le="1.0"} 2\na_bucket{le="+Inf"} 1\na_sum 1\na_count 1\n',
     ],
 )
-def test_the_reader_is_strict(text):
+def test_metrics_parser_is_strict(text):
     with pytest.raises((AssertionError, KeyError)):
         parse(text)
 
 
-def test_names_that_are_hard_to_read(service, engine):
+def test_special_characters_of_names_reach_the_picker(service, engine):
     names = ["a,b", 'quote"', "back\\slash", "é", "team/mine", "x=1"]
     engine.told = EngineStats(running_by_lora=dict.fromkeys(names, 1))
     picker = EndpointPicker(service)
     assert {"é", "team/mine", 'quote"', "x=1", "back\\slash"} < picker.active
-    assert len(picker.active) == len(names)  # that with a comma counts once, and is found under no other's name
+    assert len(picker.active) == len(names)  # the name with a comma stays one name
     assert picker.score("a") == 0.0
 
 
-def test_the_models_that_llm_d_reads(service, root):
-    """pkg/epp/framework/plugins/datalayer/source/models/datasource.go: `object`, and of each model these."""
+def test_models_as_llm_d_reads_them(service, root):
+    """pkg/epp/framework/plugins/datalayer/source/models/datasource.go reads these fields."""
     Aibrix(service).load("mine", str(root / "one"))
     body = ask(service, "GET", "/v1/models", authorization=f"Bearer {KEY}").json
     assert body["object"] == "list"
@@ -323,12 +321,12 @@ def test_the_models_that_llm_d_reads(service, root):
     assert found == [("llama", "model", None), ("meta/Llama", "model", None), ("mine", "model", "llama")]
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all controllers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("condition", ["warming", "closing"])
-def test_nothing_is_asked_of_a_server_that_is_not_ready(service, engine, root, condition):
-    """It says 503 and when to come again, and changes nothing; a pod is not ready then, and they pass over it."""
+def test_controllers_get_503_during_warm_up_and_shutdown(service, engine, root, condition):
+    """The response has Retry-After, and no adapter changes. The pod is not ready then, so routers skip it."""
     service.state = condition
     for method, path, body in (
         ("GET", "/v1/models", None),
@@ -340,11 +338,11 @@ def test_nothing_is_asked_of_a_server_that_is_not_ready(service, engine, root, c
         assert (answer.status, int(answer.headers["retry-after"]) >= 1) == (503, True)
     assert engine.calls["add"] == engine.calls["remove"] == 0
     assert AibrixSidecar(service).load("mine", str(root / "one")) == "retry"
-    assert EndpointPicker(service).most == 4  # it goes on scraping
+    assert EndpointPicker(service).most == 4  # metrics stay available
 
 
-def test_replacing_while_it_is_listed(service, engine, root):
-    """`load_inplace`, vLLM's own: the name is listed all the time, with its new root."""
+def test_replaced_adapter_stays_listed(service, engine, root):
+    """vLLM's `load_inplace` keeps the name listed, with its new root."""
     stack = ProductionStack(service)
     stack.load("mine", "one")
     body = {"lora_name": "mine", "lora_path": "two", "load_inplace": True}

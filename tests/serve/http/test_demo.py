@@ -1,4 +1,4 @@
-"""`jlora serve` on the demo model in a process: OpenAI's client, curl, the README's lines, against `jlora generate`."""
+"""`jlora serve` on the demo model in a process, with OpenAI's client, curl and the README's lines."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of a server, and its process. Three slots for four adapters: they are swapped."""
+    """The URL, process and log of a server with three slots for four adapters."""
     template = tmp_path_factory.mktemp("chat") / "template.jinja"
     template.write_text("<bos>{{ messages[-1].content }}{% if add_generation_prompt %}={% endif %}")
     server = DemoServer(recipe("--chat-template", str(template)))
@@ -37,7 +37,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected(requests):
-    """What `jlora generate` prints for the same prompts."""
+    """The output of `jlora generate` for the same prompts."""
     adapters = [f"--adapter={name}={ADAPTERS / name}" for name in NAMES]
     prompts = [f"--prompt={'' if name == 'demo' else name}:{prompt}" for name, prompt in requests]
     out = io.StringIO()
@@ -52,8 +52,8 @@ def expected(requests):
     return answers
 
 
-def test_four_adapters_and_the_base_mixed(server, requests, expected):
-    """All at once, half of them streaming: each answer is that of `jlora generate`."""
+def test_mixed_requests_answer_as_generate_does(server, requests, expected):
+    """Concurrent requests, half of them streaming, get the answers of `jlora generate`."""
     client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", timeout=120)
     assert [model.id for model in client.models.list()] == ["demo", *NAMES]
 
@@ -73,7 +73,7 @@ def test_four_adapters_and_the_base_mixed(server, requests, expected):
     assert stats["failed_steps"] == 0
 
 
-def test_what_the_readme_shows(server, capsys):
+def test_lines_of_the_readme_run(server, capsys):
     text = (ROOT / "README.md").read_text().replace("http://127.0.0.1:8000", server[0])
     (block,) = re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
@@ -84,7 +84,7 @@ def test_what_the_readme_shows(server, capsys):
     assert json.loads(printed)["choices"][0]["text"] == "aelnpt"
 
 
-def test_adapters_come_and_go(server):
+def test_adapters_are_loaded_replaced_and_unloaded(server):
     client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
 
     def post(path, **body):
@@ -106,7 +106,7 @@ def test_adapters_come_and_go(server):
         ask("mine")
     until(lambda: 'adapter_name="mine"' not in httpx.get(f"{server[0]}/metrics").text)
     assert post("load_lora_adapter", lora_name="mine", lora_path="../model")[0] == 400
-    assert post("load_lora_adapter", lora_name="mine", lora_path="nothing")[0] == 404
+    assert post("load_lora_adapter", lora_name="mine", lora_path="missing")[0] == 404
     status, text = post("load_lora_adapter", lora_name="mine", lora_path=".")
     assert (status, "adapter_config.json" in text) == (500, True)
     assert ask("sort") == "aelnpt"
@@ -127,21 +127,21 @@ def test_logprobs_seeds_and_stops(server):
         client.completions.create(model="sort", prompt="a" * 100)
 
 
-def test_chats(server):
-    """The template writes what a completion's prompt is: the special token at its start, and once."""
+def test_chats_answer_as_completions_do(server):
+    """The template writes the prompt of the completion, with its special token once."""
     client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
     right = {"demo": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
     for name, text in right.items():
-        asked = {"model": name, "messages": [{"role": "user", "content": "planet"}], "temperature": 0}
-        answer = client.chat.completions.create(**asked)
+        options = {"model": name, "messages": [{"role": "user", "content": "planet"}], "temperature": 0}
+        answer = client.chat.completions.create(**options)
         assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, 8)
-        parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+        parts = [part.choices[0] for part in client.chat.completions.create(**options, stream=True)]
         assert "".join(part.delta.content or "" for part in parts) == text
         assert parts[-1].finish_reason == "stop"
 
 
-def test_clients_that_leave_do_not_hold_rows(server):
-    """More of them than there are rows; then everybody is served."""
+def test_disconnected_clients_release_their_rows(server):
+    """There are more clients than rows."""
     for _ in range(40):
         with contextlib.suppress(httpx.TimeoutException):
             body = {"model": "sort", "prompt": "a", "ignore_eos": True, "max_tokens": 60}
@@ -152,14 +152,14 @@ def test_clients_that_leave_do_not_hold_rows(server):
 
 
 def test_sigterm_drains(server):
-    """The last of this file: requests under way are answered, and the status is 0."""
+    """Requests under way are answered, and the status is 0. This test ends the server of the module."""
     address, process, log = server
     body = {"model": "sort", "prompt": "planet=", "temperature": 0, "ignore_eos": True, "max_tokens": 55}
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=60) for _ in range(8)]
+        pending = [pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=60) for _ in range(8)]
         until(lambda: httpx.get(f"{address}/status.json").json()["running"] > 0)
         process.send_signal(signal.SIGTERM)
-        answers = [one.result() for one in asked]
+        answers = [one.result() for one in pending]
     assert process.wait(30) == 0
     served = [answer for answer in answers if answer.status_code == 200]
     assert served

@@ -1,17 +1,13 @@
-"""docs/serve.md against the server: every endpoint, flag, field and metric that the page names is there, and those that
-are there are named."""
+"""docs/serve.md agrees with the server: its endpoints, flags, fields, metrics and figures."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from jlora.cli.commands import _parser
 from jlora.serve.engine.request import MAX_LOGPROBS
-from jlora.serve.http import prometheus, status, template
-from jlora.serve.http.app import build_app
 from jlora.serve.http.body import Limits
-from tests.serve.client import ask, make_service, post
+from tests.serve.client import ask, endpoints, make_service, post, serve_flags
 from tests.serve.exposition import parse
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serve.md").read_text("utf-8")
@@ -23,44 +19,41 @@ def section(title):
 
 
 def first_cells(text):
-    """What stands in code in the first column of its tables."""
+    """Return the code in the first column of each row of the tables."""
     return [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_endpoints():
+def test_documented_endpoints_are_all_endpoints():
     named = set()
     for cells in first_cells(section("Endpoints")):
         method = cells[0].split()[0]
         paths = [cell.removeprefix(f"{method} ") for cell in cells if re.match(rf"({method} )?/", cell)]
         named |= {(method, path.replace("NAME", "{name:path}")) for path in paths}
-    routes = build_app(make_service())._router.routes
-    assert named == {(method, route.path) for route in routes for method in route.methods if method != "HEAD"}
+    assert named == endpoints(make_service())
 
 
-def test_flags(capsys):
-    with pytest.raises(SystemExit):
-        _parser().parse_args(["serve", "--help"])
-    there = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", capsys.readouterr().out))
-    assert len(there) > 20
+def test_documented_flags_exist():
+    flags = serve_flags()
+    assert len(flags) > 20
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
-    assert named <= there
+    assert named <= flags.keys() | {"--help"}
 
 
 def metrics_named():
     names = []
     for cells in first_cells(section("For operators")):
-        prefix = cells[0].split(":")[0]  # which the rest of a cell leaves out
+        prefix = cells[0].split(":")[0]  # later names of a cell may leave it out
         names += [name if ":" in name else f"{prefix}:{name}" for name in cells]
     return {re.sub(r"\{.*", "", name) for name in names}
 
 
-def test_metrics():
+def test_documented_metrics_are_all_metrics():
     assert metrics_named() == parse(ask(make_service(), "GET", "/metrics").text).keys()
 
 
 @pytest.mark.parametrize("name", [name for cells in first_cells(section("Request fields")) for name in cells])
-def test_fields_are_known(name):
-    """Each is read by one of the two endpoints: what cannot be a value of it is refused as that."""
+def test_documented_fields_are_read(name):
+    """One of the two endpoints reads each field, and refuses a wrong value of it."""
     outer, _, inner = name.partition(".")
     value = {inner: {"no": "value"}} if inner else {"no": {"value": []}}
     body = {"model": "base", "stream": True} if inner else {"model": "base"}
@@ -81,23 +74,24 @@ def test_fields_are_known(name):
 
 @pytest.mark.parametrize("name", re.findall(r"`(\w+)`", IGNORED.rsplit("\n\n", 1)[-1]))
 @pytest.mark.parametrize("value", ["x", {"a": "b"}, True])
-def test_fields_that_change_no_answer(name, value):
+def test_ignored_fields_change_no_answer(name, value):
     body = {"model": "base", "prompt": "a", "max_tokens": 3}
     plain = post(make_service(), "/v1/completions", body).json
     answer = post(make_service(), "/v1/completions", {**body, name: value})
     assert (answer.status, answer.json["choices"]) == (200, plain["choices"])
 
 
-def test_figures():
-    limits, args = Limits(), _parser().parse_args(["serve", "MODEL"])
+def test_documented_figures_are_the_servers():
+    """Limits that are no option are literals here. `test_template.py` and `test_operators.py` check them."""
+    limits, flags = Limits(), serve_flags()
     for sentence in (
         f"the body is slow to come ({limits.body_seconds:g} s), or longer than {limits.body_bytes // 2**20} MiB",
         f"prompts times answers: {limits.sequences} at most",
         f"up to {MAX_LOGPROBS}, in each API's own form",
-        f"for at most {template._MAX_SECONDS:g} seconds and {template._MAX_TEXT // 2**20} Mi characters",
-        f"`--max-loras` is {args.max_loras} by default",
-        f"`--gpu-memory-utilization` ({args.gpu_memory_utilization})",
-        f"The server listens on {args.host} unless",
-        f"at most {prometheus._MOST:,} in all. `/status.json` shows {status._MOST}",
+        "for at most 2 seconds and 4 Mi characters",
+        f"`--max-loras` is {flags['--max-loras']} by default",
+        f"`--gpu-memory-utilization` ({flags['--gpu-memory-utilization']})",
+        f"The server listens on {flags['--host']} unless",
+        "at most 1,000 in all. `/status.json` shows 200",
     ):
         assert sentence in " ".join(TEXT.split()), sentence

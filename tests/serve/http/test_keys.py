@@ -1,4 +1,4 @@
-"""Keys: who may do what, and that who may not changes nothing."""
+"""Keys of users and administrators. Refused calls have no effect."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def admitted(found):
     return {path: status != 401 for path, status in found.items()}
 
 
-# keys for users, keys for administrators, the key that is sent -> may it ask, may it change
+# keys of users, keys of administrators, key of the request -> may use models, may change adapters
 CASES = [
     ((), (), None, True, True),
     ((), (), "anything", True, True),
@@ -55,14 +55,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("users", "admins", "key", "asks", "changes"), CASES)
-def test_who_may_do_what(engine, tmp_path, users, admins, key, asks, changes):
+@pytest.mark.parametrize(("users", "admins", "key", "uses", "changes"), CASES)
+def test_keys_permit_use_and_changes(engine, tmp_path, users, admins, key, uses, changes):
     service = served(engine, tmp_path, Keys(users, admins))
     before = dict(engine.loras)
-    assert set(admitted(statuses(service, USERS, key)).values()) == {asks}
+    assert set(admitted(statuses(service, USERS, key)).values()) == {uses}
     assert set(admitted(statuses(service, ADMINS, key)).values()) == {changes}
     assert set(statuses(service, OPEN, key).values()) == {200}
-    if not asks:
+    if not uses:
         assert engine.generations == []
     if not changes:
         assert engine.loras == before
@@ -71,7 +71,7 @@ def test_who_may_do_what(engine, tmp_path, users, admins, key, asks, changes):
         assert engine.calls == {"add": 1, "remove": 1, "pin": 1, "unpin": 1}
 
 
-def test_the_answer(engine, tmp_path):
+def test_missing_key_is_unauthorized(engine, tmp_path):
     answer = post(served(engine, tmp_path, Keys(("u",))), "/v1/completions", COMPLETION)
     assert (answer.status, answer.error["type"], answer.error["code"]) == (401, "AuthenticationError", 401)
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -80,27 +80,27 @@ def test_the_answer(engine, tmp_path):
 @pytest.mark.parametrize(
     "header", ["", "u", "Basic u", "Bearer", "Bearer ", "Bearer u x", "Bearer U", "bearer  u ", "Bearer \xff", "\xff"]
 )
-def test_headers(header):
+def test_only_bearer_tokens_are_accepted(header):
     assert Keys(("u",)).admit(header, admin=False) == (header == "bearer  u ")
 
 
-def test_keys_of_other_letters(engine, tmp_path):
-    """As clients send them, in UTF-8."""
+def test_keys_may_have_non_ascii_characters(engine, tmp_path):
+    """Clients send them in UTF-8."""
     service = served(engine, tmp_path, Keys(("clé à part",)))
     assert post(service, "/v1/completions", COMPLETION, authorization="Bearer clé à part".encode()).status == 200
     assert post(service, "/v1/completions", COMPLETION, authorization=b"Bearer cl\xe9 \xe0 part").status == 401
 
 
-def test_a_refused_call_is_not_read(engine, tmp_path):
-    """Neither its JSON, nor whether the model exists."""
+def test_refused_call_is_not_read(engine, tmp_path):
+    """Malformed JSON and unknown models get the same status."""
     service = served(engine, tmp_path, Keys(("u",)))
-    for body in (b"{", {"model": "nobody", "prompt": "a"}):
+    for body in (b"{", {"model": "unknown", "prompt": "a"}):
         answer = post(service, "/v1/completions", body)
         assert answer.status == 401
         assert answer.headers["connection"] == "close"
 
 
-def test_a_key_is_asked_for_before_the_server_is_ready(engine):
+def test_key_is_required_during_warm_up(engine):
     service = make_service(engine, keys=Keys(("u",)), state="warming")
     assert post(service, "/v1/completions", COMPLETION).status == 401
     assert post(service, "/v1/completions", COMPLETION, authorization="Bearer u").status == 503

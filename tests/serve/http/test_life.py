@@ -1,4 +1,4 @@
-"""Warm-up, drain and end of a server, by signals to a process of its own."""
+"""Warm-up, drain and end of a server process, by signals."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ WAIT = {"model": "base", "prompt": "wait"}
 
 
 class Server:
-    """A running `life_process`; its lines and exit status."""
+    """A running `life_process`."""
 
     def __init__(self, how, drain="20", *more):
         command = [sys.executable, "-m", "tests.serve.life_process", how, drain, *more]
@@ -40,7 +40,7 @@ class Server:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
 
     def end(self):
-        """What came to stdout and stderr, and the status."""
+        """Wait for the end. Returns stdout, stderr and the exit status."""
         out, err = self.process.communicate(timeout=30)
         return out, err, self.process.returncode
 
@@ -59,8 +59,8 @@ def start():
         server.process.communicate()
 
 
-def ask_and_wait(server):
-    """A request that is not answered yet; its answers, when they come, are in the list that is returned."""
+def waiting_request(server):
+    """Start a request that waits. Returns the list that gets its response or error, and the thread of the client."""
     answers = []
 
     def ask():
@@ -76,12 +76,12 @@ def ask_and_wait(server):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_drains(start, number):
+def test_signal_drains(start, number):
     server = start("ready", "20", "answers")
     until(lambda: server.health() == (200, "serving"))
     assert server.process.stdout.readline() == "ready\n"
-    answers, thread = ask_and_wait(server)
-    # One more connection that is open already, as a router keeps them.
+    answers, thread = waiting_request(server)
+    # One more open connection, as a router keeps it.
     with httpx.Client(base_url=server.url, timeout=10) as client:
         assert client.get("/health").status_code == 200
         server.process.send_signal(number)
@@ -98,10 +98,10 @@ def test_a_signal_drains(start, number):
 
 
 @pytest.mark.slow
-def test_the_second_signal_ends_it_at_once(start):
+def test_second_signal_ends_the_process(start):
     server = start("ready", "20")
     until(lambda: server.health() == (200, "serving"))
-    answers, thread = ask_and_wait(server)
+    answers, thread = waiting_request(server)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: server.health() == (503, "closing"))
     server.process.send_signal(signal.SIGINT)
@@ -113,10 +113,10 @@ def test_the_second_signal_ends_it_at_once(start):
 
 
 @pytest.mark.slow
-def test_after_the_time_to_drain_requests_are_cut_off(start):
+def test_requests_are_cut_off_after_the_drain_timeout(start):
     server = start("ready", "0.5")
     until(lambda: server.health() == (200, "serving"))
-    answers, thread = ask_and_wait(server)
+    answers, thread = waiting_request(server)
     server.process.send_signal(signal.SIGTERM)
     _, err, status = server.end()
     thread.join()
@@ -126,7 +126,7 @@ def test_after_the_time_to_drain_requests_are_cut_off(start):
 
 
 @pytest.mark.slow
-def test_with_nothing_to_drain_the_status_is_0(start):
+def test_idle_server_ends_with_status_0(start):
     server = start("ready")
     until(lambda: server.health() == (200, "serving"))
     assert server.post(model="sort", prompt="a").json()["choices"][0]["text"] == "sort|a"
@@ -137,7 +137,7 @@ def test_with_nothing_to_drain_the_status_is_0(start):
 
 
 @pytest.mark.slow
-def test_a_load_that_hangs_keeps_nobody(start):
+def test_hanging_load_does_not_delay_the_end(start):
     server = start("ready")
     until(lambda: server.health() == (200, "serving"))
     body = {"lora_name": "hangs", "lora_path": "."}
@@ -152,7 +152,7 @@ def test_a_load_that_hangs_keeps_nobody(start):
 
 
 @pytest.mark.slow
-def test_while_it_warms_up(start):
+def test_warm_up_reports_progress_and_refuses_requests(start):
     server = start("slow")
     until(lambda: server.health() == (503, "warming"))
     answer = httpx.get(f"{server.url}/health").json()
@@ -165,7 +165,7 @@ def test_while_it_warms_up(start):
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_fails(start):
+def test_failed_warm_up_ends_with_status_1(start):
     server = start("fails")
     out, err, status = server.end()
     assert (out, status) == ("", 1)

@@ -1,4 +1,4 @@
-"""Events of several threads reach the event loop, in order, with few wake-ups."""
+"""`LoopBridge` delivers events of several threads to the event loop, in order and with few wake-ups."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from jlora.serve.engine.request import Piece
 from jlora.serve.http.loop_bridge import LoopBridge
 
 
-def test_every_event_arrives_in_order():
+def test_events_of_each_thread_arrive_in_order():
     threads, each = 4, 5000
 
     async def listen():
@@ -45,7 +45,7 @@ def test_every_event_arrives_in_order():
     assert wakes < threads * each / 2
 
 
-def test_nobody_listens_any_more():
+def test_events_after_the_loop_is_closed_are_dropped():
     loop = asyncio.new_event_loop()
     bridge = LoopBridge(loop)
     loop.close()

@@ -1,4 +1,4 @@
-"""What operators see: health, metrics that Prometheus' own parser reads, the page, and the log."""
+"""Health, metrics (read by Prometheus' own parser), the status page and the log."""
 
 import json
 import re
@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jlora.config import LoRARequest
 from jlora.serve.engine.request import EngineStats
-from jlora.serve.http import prometheus, status
 from tests.serve.client import ask, make_service, post
 from tests.serve.fake_engine import FakeEngine
 
@@ -52,7 +51,7 @@ def scrape(service):
     }
 
 
-def test_health():
+def test_health_reports_the_state():
     service = make_service(state="warming")
     service.progress = (3, 11)
     answer = ask(service, "GET", "/health")
@@ -66,11 +65,11 @@ def test_health():
     assert ask(service, "GET", "/health").json["status"] == "closing"
 
 
-def test_version():
+def test_version_is_reported():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(make_service(), "GET", "/version").json["version"])
 
 
-def test_metrics(engine):
+def test_metrics_show_the_statistics(engine):
     engine.pinned = {"reverse"}
     before = time.time()
     found = scrape(make_service(engine))
@@ -83,7 +82,7 @@ def test_metrics(engine):
         ("vllm:generation_tokens_total", base): 90,
         ("vllm:request_success_total", ("finished_reason", "stop"), base): 4,
         ("vllm:request_success_total", ("finished_reason", "error"), base): 2,
-        # Sums from below, of the counts of each interval.
+        # Buckets are cumulative.
         ("vllm:time_to_first_token_seconds_bucket", ("le", "0.1"), base): 3,
         ("vllm:time_to_first_token_seconds_bucket", ("le", "1.0"), base): 5,
         ("vllm:time_to_first_token_seconds_bucket", ("le", "+Inf"), base): 6,
@@ -97,7 +96,7 @@ def test_metrics(engine):
         ("jlora:slot_write_seconds_sum", base): 0.002,
         ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
         ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
-        # What routers read: sequences times positions, and nothing is shared.
+        # For routers: one block per sequence, without prefix sharing.
         (
             "vllm:cache_config_info",
             ("block_size", "128"),
@@ -118,7 +117,7 @@ def test_metrics(engine):
     (info,) = [(dict(key[1:]), value) for key, value in found.items() if key[0] == "vllm:lora_requests_info"]
     labels = {"max_lora": "4", "running_lora_adapters": "sort", "waiting_lora_adapters": r"a\x2cb,reverse"}
     assert info[0] == labels
-    assert before <= info[1] <= time.time()  # the newest series is the one that counts
+    assert before <= info[1] <= time.time()  # routers use the newest series
 
 
 def resident(found):
@@ -126,7 +125,7 @@ def resident(found):
     return {key["adapter_name"]: (key["level"], key["pinned"], key["rank"]) for key in keys}
 
 
-def test_residency_is_what_is_in_memory():
+def test_only_adapters_in_memory_have_series_of_residency():
     engine = FakeEngine(["a", "b", "c", "d", "evicted"])
     engine.pinned = {"b"}
     found = resident(scrape(make_service(engine)))
@@ -138,7 +137,7 @@ def test_residency_is_what_is_in_memory():
     }
 
 
-def test_thousands_of_adapters_have_no_thousands_of_series(monkeypatch):
+def test_number_of_series_is_bounded():
     engine = FakeEngine([])
     service = make_service(engine)
     for i in range(3000):
@@ -150,21 +149,21 @@ def test_thousands_of_adapters_have_no_thousands_of_series(monkeypatch):
     service.manager.list_adapters = lambda: cache
     engine.told = replace(STATS, by_lora={name: 1 for name in cache})
     found = scrape(service)
-    assert len(found) < prometheus._MOST + 200
-    # Those in slots come first, though they were used least recently here.
+    assert len(found) < 1200
+    # Adapters in slots come first, although these were used least recently.
     assert {f"tenant-{i}" for i in range(4)} < resident(found).keys()
-    assert len(resident(found)) == prometheus._MOST
+    assert len(resident(found)) == 1000
     assert found["jlora:adapters_registered",] == 3000
     answer = ask(service, "GET", "/status.json").json
-    assert (len(answer["adapters"]), answer["registered"]) == (status._MOST, 3000)
+    assert (len(answer["adapters"]), answer["registered"]) == (200, 3000)
 
 
 HOSTILE = ['quote"} 1', "back\\slash", "line\nvllm:forged 1", "\x1b[31mred", "<script>alert(1)</script>", "\u202eevil"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names(engine, name, caplog):
-    """They come in by the library, or as the name of a model that there is not."""
+def test_hostile_names_are_escaped(engine, name, caplog):
+    """Names of adapters that were added in Python, and of unknown models."""
     engine.loras = {name: LoRARequest(name, "x")}
     engine.told = replace(STATS, running_by_lora={name: 1}, by_lora={name: 1})
     service = make_service(engine)
@@ -173,7 +172,7 @@ def test_hostile_names(engine, name, caplog):
     (shown,) = resident(found)
     assert shown.isprintable()
     listed = ask(service, "GET", "/status.json")
-    assert [adapter["name"] for adapter in listed.json["adapters"]] == [name]  # the page sets it as text
+    assert [adapter["name"] for adapter in listed.json["adapters"]] == [name]  # the page inserts it as text
     with caplog.at_level("INFO", "jlora.serve"):
         assert post(service, "/v1/completions", {"model": name, "prompt": "a"}).status == 200
         assert post(service, "/v1/completions", {"model": name + "?", "prompt": "a"}).status == 404
@@ -183,7 +182,7 @@ def test_hostile_names(engine, name, caplog):
     assert [json.loads(message.removeprefix("request "))["model"] for message in messages] == [name, name + "?"]
 
 
-def test_one_line_a_request(caplog):
+def test_each_request_writes_one_log_line(caplog):
     service = make_service()
     with caplog.at_level("INFO", "jlora.serve"):
         post(service, "/v1/completions", {"model": "sort", "prompt": "ab", "n": 2, "max_tokens": 3})
@@ -202,7 +201,7 @@ def test_one_line_a_request(caplog):
     assert all(line["method"] == "POST" and line["seconds"] >= 0 for line in lines)
 
 
-def test_no_request_makes_a_line_long(caplog):
+def test_log_lines_have_a_limit(caplog):
     service = make_service()
     with caplog.at_level("INFO", "jlora.serve"):
         ask(service, "X" * 50_000, "/" + "y" * 50_000)
@@ -211,22 +210,22 @@ def test_no_request_makes_a_line_long(caplog):
     assert (line["method"], line["path"], line["status"]) == ("X" * 300, "/" + "y" * 299, 404)
 
 
-def test_the_page(engine):
+def test_page_is_self_contained_under_a_strict_policy(engine):
     service = make_service(engine)
     for path in ("/", "/status"):
         answer = ask(service, "GET", path)
         assert answer.status == 200
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    # It needs nothing from elsewhere, and may not: only its own script and style run.
+    # The page loads no other resource, and its policy permits only its own script and style.
     assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", answer.text)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
     assert "unsafe" not in policy
-    # Names are set as text alone.
+    # Names are inserted as text only.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", answer.text)
 
 
-def test_what_the_page_shows(engine):
+def test_status_json_has_the_fields_of_the_page(engine):
     body = ask(make_service(engine), "GET", "/status.json").json
     assert (body["model"], body["state"], body["running"], body["waiting"]) == ("base", "serving", 3, 2)
     assert body["slots"] == ["sort", "reverse", None, None]

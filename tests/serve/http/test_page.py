@@ -1,6 +1,6 @@
-"""The status page in a real browser: its script runs under its own policy, and names are text whatever is in them.
+"""The status page in a browser: its script runs under its policy, and names are shown as text.
 
-CHROMIUM names the program; Debian's package is called chromium.
+The environment variable CHROMIUM names the program; its default is Debian's `chromium`.
 """
 
 import html
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 
 
 def shown(url, folder):
-    """The document as the browser has it after a few seconds of its clock, and what it says of errors."""
+    """Return the document after five seconds of the browser's clock, and the lines of its console."""
     command = [
         *(
             os.environ.get("CHROMIUM", "chromium"),
@@ -43,7 +43,7 @@ def cells(document, part):
     ]
 
 
-def test_what_a_browser_shows(tmp_path):
+def test_page_shows_the_status(tmp_path):
     engine = FakeEngine([])
     engine.loras = {name: LoRARequest(name, "x") for name in ["sort", *NAMES]}
     engine.told = STATS
@@ -65,8 +65,7 @@ def test_what_a_browser_shows(tmp_path):
     assert cells(document, "latency")[:3] == ["first token", "0.1", "\u2013"]
 
 
-def test_a_server_that_is_gone(tmp_path):
-    """The policy of the page lets it ask nobody else; here the answer is an error, and it says so."""
+def test_page_shows_an_error_status(tmp_path):
     service = make_service()
     service.engine.stats = lambda: 1 / 0
     with on_socket(service) as (host, port):

@@ -1,6 +1,5 @@
-"""What needs a socket: clients that leave, are slow, or send too much; and the openai client's own view."""
+"""Tests over a socket: clients that disconnect, are slow or send too much, and the openai client."""
 
-import contextlib
 import json
 import socket
 import struct
@@ -43,7 +42,7 @@ def connect(address):
     return socket.create_connection(address, timeout=10)
 
 
-def test_pieces_come_as_the_engine_makes_them(served, engine):
+def test_pieces_are_streamed_as_they_are_made(served, engine):
     engine.hold = True
     url = f"http://{served[0]}:{served[1]}{PATH}"
 
@@ -69,7 +68,7 @@ def test_pieces_come_as_the_engine_makes_them(served, engine):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("began", [False, True])
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves(served, engine, stream, began, how):
+def test_disconnect_cancels_the_requests(served, engine, stream, began, how):
     engine.hold = True
     connection = connect(served)
     connection.sendall(raw_post(PATH, content(stream=stream, n=2)))
@@ -86,62 +85,62 @@ def test_a_client_that_leaves(served, engine, stream, began, how):
     until(lambda: all(generation.cancelled for generation in engine.generations))
 
 
-@pytest.mark.parametrize("hundreds", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_hundreds_of_clients_that_leave(served, engine, hundreds):
+def test_hundred_disconnects_leave_no_threads(served, engine):
     engine.hold = True
     request = raw_post(PATH, content(stream=True))
     before = threading.active_count()
-    for _ in range(hundreds):
-        connections = [connect(served) for _ in range(100)]
-        for connection in connections:
-            connection.sendall(request)
-        for connection in connections:
-            connection.close()
-    until(lambda: all(generation.cancelled for generation in engine.generations), 60)
+    connections = [connect(served) for _ in range(100)]
+    for connection in connections:
+        connection.sendall(request)
+    for connection in connections:
+        connection.close()
+    until(lambda: all(generation.cancelled for generation in engine.generations))
     engine.hold = False
     assert httpx.post(f"http://{served[0]}:{served[1]}{PATH}", json=BODY, timeout=30).status_code == 200
-    assert threading.active_count() <= before + 4  # of the pool
+    assert threading.active_count() <= before + 4  # threads of the pool
 
 
-def test_a_client_that_reads_nothing(served, engine):
-    """Its connection is cut, its generation ends, and nothing is kept for it for ever."""
+def test_client_that_does_not_read_is_cut_off(served, engine):
+    """The connection is cut, and the generation is cancelled."""
     engine.hold = True
     connection = connect(served)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sendall(raw_post(PATH, content(stream=True)))
     until(lambda: engine.generations and engine.generations[0].callback)
-    generation, end = engine.generations[0], time.monotonic() + 20
-    while not generation.cancelled:
-        assert time.monotonic() < end
+    generation = engine.generations[0]
+
+    def cut_off():
         generation.put(Piece("x" * 100_000, (3,)))
         time.sleep(0.02)
+        return generation.cancelled
+
+    until(cut_off)
     connection.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx"])
-def test_headers_that_do_not_come(served, sent):
+def test_incomplete_headers_are_cut_off(served, sent):
     with connect(served) as connection:
         started = time.monotonic()
         connection.sendall(sent)
         assert read_all(connection) == b""
-        assert 0.3 < time.monotonic() - started < 5
+        assert time.monotonic() - started > 0.3  # header_seconds is 0.5
 
 
-def test_headers_that_come_drop_by_drop(served):
+def test_slow_headers_are_cut_off(served):
+    """At one byte in 50 ms all headers would take 7 seconds, and `header_seconds` is 0.5."""
     with connect(served) as connection:
-        started = time.monotonic()
-        cut = False
-        with contextlib.suppress(OSError):
+
+        def send():
             for letter in raw_post(PATH, content()):
-                cut = True
                 connection.sendall(bytes([letter]))
                 time.sleep(0.05)
-                cut = False
-        assert cut
-        assert time.monotonic() - started < 5
+
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send()
 
 
-def test_a_body_that_does_not_come(served, engine):
+def test_incomplete_body_times_out(served, engine):
     with connect(served) as connection:
         connection.sendall(raw_post(PATH, content()[:5], length=len(content())))
         answer = read_all(connection)
@@ -151,7 +150,7 @@ def test_a_body_that_does_not_come(served, engine):
 
 
 @pytest.mark.parametrize("path", [PATH, "/nothing", "/health"])
-def test_a_body_of_a_gigabyte_is_not_read(served, path):
+def test_declared_gigabyte_is_refused(served, path):
     with connect(served) as connection:
         connection.sendall(raw_post(path, b"", length=2**30))
         answer = read_all(connection)
@@ -160,8 +159,7 @@ def test_a_body_of_a_gigabyte_is_not_read(served, path):
     assert b"connection: close" in answer.lower()
 
 
-def test_a_body_in_chunks_is_refused_where_it_becomes_too_long(served, engine):
-    """Though it has not ended, and whatever else is to come."""
+def test_chunked_body_is_refused_at_the_limit(served, engine):
     head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     with connect(served) as connection:
         connection.sendall(head + 3 * (b"1000\r\n" + b" " * 4096 + b"\r\n"))
@@ -180,23 +178,23 @@ def test_lines_and_headers_have_limits(served):
         with connect(served) as connection:
             try:
                 connection.sendall(request)
-            except OSError:  # cut off while it was sending
+            except OSError:  # cut off while sending
                 continue
             assert connection.recv(4096)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"")
     assert httpx.get(f"http://{served[0]}:{served[1]}/health").status_code == 200
 
 
-def test_many_requests_on_one_connection(served):
+def test_connection_serves_many_requests(served):
     with httpx.Client(base_url=f"http://{served[0]}:{served[1]}", timeout=10) as client:
         for _ in range(20):
             assert client.post(PATH, json=BODY).status_code == 200
             assert client.post(PATH, json={}).status_code == 400
             assert client.get("/health").status_code == 200
-        time.sleep(0.8)  # longer than headers may take: the clock runs from their first byte alone
+        time.sleep(0.8)  # longer than header_seconds, which starts with the first byte
         assert client.get("/health").status_code == 200
 
 
-def test_the_openai_client(served, engine):
+def test_openai_client(served, engine):
     client = openai.OpenAI(base_url=f"http://{served[0]}:{served[1]}/v1", api_key="none", max_retries=0)
     with client:
         assert [model.id for model in client.models.list()] == ["base", "alias", "sort", "reverse"]
@@ -217,7 +215,7 @@ def test_the_openai_client(served, engine):
         assert "".join(part.choices[0].delta.content or "" for part in parts) == "sort|base|hi"
         assert last.usage.total_tokens == 19
         with pytest.raises(openai.NotFoundError, match="does not exist"):
-            client.completions.create(model="nobody", prompt="a")
+            client.completions.create(model="unknown", prompt="a")
         with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
             client.completions.create(model="sort", prompt="a", frequency_penalty=1)
         with pytest.raises(openai.BadRequestError, match="tools"):

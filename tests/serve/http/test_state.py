@@ -1,14 +1,10 @@
-"""`--lora-state`: what a server has answered with 200 is there after it was killed."""
+"""`--lora-state`: every change answered with 200 survives the end of the process."""
 
 import json
 import logging
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,10 +14,8 @@ from jlora.errors import LoRAError
 from jlora.serve.http.state import State
 from tests.manager.tiny import as_new, make_world, request
 from tests.serve.client import make_service, post
+from tests.serve.demo_process import ADAPTERS, DemoServer
 from tests.serve.fake_engine import FakeEngine
-
-ROOT = Path(__file__).parents[3]
-ADAPTERS = ROOT / "jlora/demo/adapters"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +30,7 @@ def world(one_world):
 
 @pytest.fixture
 def begin():
-    """Makes states, whose folders are free again after the test."""
+    """Returns a function that restores a state. The folders are unlocked after the test."""
     begun = []
 
     def make(folder, world):
@@ -50,7 +44,7 @@ def begin():
 
 
 def end(state):
-    """As if its process had ended, at once."""
+    """Release the locks of the folder, which only the end of a process does."""
     while state._locks:
         os.close(state._locks.pop())
 
@@ -59,20 +53,19 @@ def names(folder):
     return [one["name"] for one in json.loads((folder / "adapters.json").read_text())["saved"]["adapters"]]
 
 
-def test_a_change_is_on_the_disk_when_the_call_returns(world, tmp_path, begin):
+def test_change_is_saved_before_the_call_returns(world, tmp_path, begin):
     state, known = begin(tmp_path / "state", world)
     assert known == frozenset()
     for name in "ab":
         world.manager.add_adapter(request(tmp_path, name))
         state.changed()
     assert names(tmp_path / "state") == ["a", "b"]
-    world.manager.add_adapter(request(tmp_path, "a"))  # a use
+    world.manager.add_adapter(request(tmp_path, "a"))  # moves it to the end of the order of use
     state.close()
     assert names(tmp_path / "state") == ["b", "a"]
 
 
-def test_what_is_being_unloaded_does_not_come_back(world, tmp_path, begin):
-    """Nor where it is saved again before it is gone."""
+def test_adapter_being_unloaded_is_not_restored(world, tmp_path, begin):
     state, _ = begin(tmp_path / "state", world)
     state.unloading = lambda: {"b"}
     for name in "ab":
@@ -87,37 +80,30 @@ def test_what_is_being_unloaded_does_not_come_back(world, tmp_path, begin):
     assert list(world.manager.list_adapters()) == ["a"]
 
 
-def test_one_server_has_a_folder(world, tmp_path, begin):
+@pytest.mark.parametrize("lock_file", ["kept", "deleted"])
+def test_folder_belongs_to_one_server(world, tmp_path, begin, lock_file):
     state, _ = begin(tmp_path, world)
+    if lock_file == "deleted":
+        (tmp_path / "server.lock").unlink()
     with pytest.raises(LoRAError, match="another server keeps its adapters there"):
         State(tmp_path)
     end(state)
     begin(tmp_path, world)
 
 
-def test_a_second_server_is_refused_though_the_lock_file_is_gone(world, tmp_path, begin):
-    state, _ = begin(tmp_path, world)
-    (tmp_path / "server.lock").unlink()
-    with pytest.raises(LoRAError, match="another server keeps its adapters there"):
-        State(tmp_path)
-    end(state)
-    begin(tmp_path, world)
-
-
-def test_a_folder_that_cannot_be(tmp_path):
+def test_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(LoRAError, match=r"--lora-state .*file"):
         State(tmp_path / "file")
 
 
-def test_damaged_names_are_refused(world, tmp_path, begin):
-    """The server does not start as if there had been nothing."""
+def test_damaged_state_is_refused(world, tmp_path, begin):
     (tmp_path / "adapters.json").write_text("{")
     with pytest.raises(jlora.AdapterFormatError, match=r"adapters\.json"):
         begin(tmp_path, world)
 
 
-def test_another_model_is_refused(world, tmp_path, begin):
+def test_state_of_another_model_is_refused(world, tmp_path, begin):
     state, _ = begin(tmp_path / "state", make_world(seed=1))
     state.changed()
     end(state)
@@ -125,7 +111,7 @@ def test_another_model_is_refused(world, tmp_path, begin):
         begin(tmp_path / "state", world)
 
 
-def test_a_last_save_that_fails_is_logged(world, tmp_path, begin, caplog):
+def test_failed_last_save_is_logged(world, tmp_path, begin, caplog):
     state, _ = begin(tmp_path / "state", world)
     (tmp_path / "state" / "weights").write_text("in the way")
     with caplog.at_level(logging.ERROR, "jlora"):
@@ -143,7 +129,7 @@ class Full:
 
 
 @pytest.mark.parametrize("verb", ["load", "unload", "pin", "unpin"])
-def test_what_is_not_saved_is_not_acknowledged(tmp_path, verb):
+def test_unsaved_change_is_not_acknowledged(tmp_path, verb):
     service = make_service(FakeEngine(), root=tmp_path)
     service.adapters.state = Full()
     (tmp_path / "new").mkdir()
@@ -154,7 +140,7 @@ def test_what_is_not_saved_is_not_acknowledged(tmp_path, verb):
 
 
 class Disk:
-    """A manager that is saved to a disk, and what is there."""
+    """A manager whose disk may be full. `names` are the adapters on disk."""
 
     def __init__(self, engine):
         self.engine, self.full, self.names = engine, False, set(engine.loras)
@@ -166,8 +152,8 @@ class Disk:
 
 
 @pytest.mark.parametrize(("verb", "status"), [("load", 400), ("unload", 404)])
-def test_what_was_not_saved_is_saved_before_it_is_acknowledged(tmp_path, verb, status):
-    """Who tries again while the disk is full fails again. Later there is nothing to do, and that is on the disk."""
+def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, status):
+    """Retries fail while the disk is full. A later retry saves the change, and gets the status of a repeated call."""
     engine = FakeEngine()
     disk, state = Disk(engine), State(tmp_path / "state")
     state.restore(disk)
@@ -188,50 +174,35 @@ def test_what_was_not_saved_is_saved_before_it_is_acknowledged(tmp_path, verb, s
 # --- a server that is killed ------------------------------------------------------------------------------------------
 
 
-class Server:
-    """`jlora serve` on the demo model."""
+def server_with(state, root, *more):
+    """Start `jlora serve` on the demo model with two slots."""
+    return DemoServer([
+        "serve", "jlora/demo/model", "--served-model-name", "demo", "--port", "0", "--dtype", "float32",
+        "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "32", "--max-num-seqs", "2",
+        "--max-model-len", "64", "--lora-root", str(root), "--lora-state", str(state), *more,
+    ])  # fmt: skip
 
-    def __init__(self, state, root, *more):
-        command = [
-            sys.executable, "-m", "jlora", "serve", "jlora/demo/model", "--served-model-name", "demo", "--port", "0",
-            "--dtype", "float32", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "32",
-            "--max-num-seqs", "2", "--max-model-len", "64", "--lora-root", str(root), "--lora-state", str(state), *more,
-        ]  # fmt: skip
-        self.log = []
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
-        self._reader.start()
-        first = self.process.stdout.readline()
-        found = re.fullmatch(r"jlora serves demo at (http://\S+)\n", first)
-        assert found, (first, self.log)
-        self.url = found[1]
 
-    def post(self, path, **body):
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=60)
+def end_with(server, number):
+    """Send a signal, and return the exit status."""
+    server.process.send_signal(number)
+    status = server.process.wait(60)
+    server.stop()
+    return status
 
-    def load(self, name, path, **more):
-        answer = self.post("load_lora_adapter", lora_name=name, lora_path=path, **more)
-        assert answer.status_code == 200, answer.text
 
-    def answer(self, name, prompt="planet="):
-        found = self.post("completions", model=name, prompt=prompt, temperature=0, max_tokens=8)
-        return found.json()["choices"][0]["text"] if found.status_code == 200 else found.status_code
+def load(server, name, path, **more):
+    answer = server.post("load_lora_adapter", lora_name=name, lora_path=path, **more)
+    assert answer.status_code == 200, answer.text
 
-    def names(self):
-        return {one["id"] for one in httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"]} - {"demo"}
 
-    def end(self, number):
-        self.process.send_signal(number)
-        status = self.process.wait(60)
-        self._reader.join()
-        self.process.stdout.close()
-        self.process.stderr.close()
-        return status
+def names_of(server):
+    return {one["id"] for one in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]} - {"demo"}
 
 
 @pytest.mark.slow
-def test_nothing_that_was_acknowledged_is_lost(tmp_path):
-    """Killed right after each answer. Adapters whose folders are gone are an error when they are used."""
+def test_acknowledged_changes_survive_sigkill(tmp_path):
+    """The server is killed right after a response. A missing folder is an error when its adapter is used."""
     root, state = tmp_path / "root", tmp_path / "state"
     root.mkdir()
     for name in ("sort", "reverse", "shift", "swap"):
@@ -240,29 +211,29 @@ def test_nothing_that_was_acknowledged_is_lost(tmp_path):
             (root / name / file).write_bytes((ADAPTERS / name / file).read_bytes())
     flags = ("--lora-modules", f"one={root / 'sort'}", f"two={root / 'reverse'}")
     cache = ("--compilation-cache-dir", str(tmp_path / "cache"))
-    server = Server(state, root, *flags, *cache)
-    want = server.answer("one"), server.answer("two")
+    server = server_with(state, root, *flags, *cache)
+    want = server.text("one"), server.text("two")
     assert server.post("unload_lora_adapter", lora_name="two").status_code == 200
-    server.load("one", "reverse", load_inplace=True)
-    server.load("three", "sort")
+    load(server, "one", "reverse", load_inplace=True)
+    load(server, "three", "sort")
     assert server.post("pin_lora_adapter", lora_name="three").status_code == 200
-    server.end(signal.SIGKILL)
+    end_with(server, signal.SIGKILL)
 
-    server = Server(state, root, *flags, *cache)
-    assert server.names() == {"one", "three"}  # two was unloaded, whatever the flag says
-    assert server.answer("two") == 404
+    server = server_with(state, root, *flags, *cache)
+    assert names_of(server) == {"one", "three"}  # the state takes precedence over --lora-modules
+    assert server.ask("two").status_code == 404
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r'lora_adapter_loaded\{[^}]*adapter_name="three"[^}]*pinned="true"', metrics), metrics
-    assert (server.answer("three"), server.answer("one")) == want
-    server.load("four", "swap")
-    four = server.answer("four")
-    assert server.end(signal.SIGTERM) == 0
+    assert (server.text("three"), server.text("one")) == want
+    load(server, "four", "swap")
+    four = server.text("four")
+    assert end_with(server, signal.SIGTERM) == 0
 
     root.rename(tmp_path / "elsewhere")
     root.mkdir()
-    server = Server(state, root, *cache)
-    assert server.names() == {"one", "three", "four"}
-    assert server.answer("four") == 404
+    server = server_with(state, root, *cache)
+    assert names_of(server) == {"one", "three", "four"}
+    assert server.ask("four").status_code == 404
     (tmp_path / "elsewhere").rename(root)
-    assert (server.answer("three"), server.answer("one"), server.answer("four")) == (*want, four)
-    assert server.end(signal.SIGTERM) == 0
+    assert (server.text("three"), server.text("one"), server.text("four")) == (*want, four)
+    assert end_with(server, signal.SIGTERM) == 0

@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, what they may do, and tokens as log probabilities write them."""
+"""Chat templates, their sources and their limits, and texts of tokens for log probabilities."""
 
 import json
 
@@ -20,14 +20,14 @@ def render(source, messages=HI, tokens={}, **variables):  # noqa: B006 - read on
     return ChatTemplate(source, tokens, max_text=100_000).render(messages, variables)
 
 
-def test_blocks_leave_no_lines():
-    """As transformers renders it: the line end after a block is dropped, and the spaces before one."""
+def test_blocks_leave_no_empty_lines():
+    """As in transformers, a block drops the line end after it and the spaces before it."""
     text = render(CHATML, [{"role": "system", "content": "s"}, *HI], add_generation_prompt=True)
     expected = "    <|im_start|>system\ns<|im_end|>\n\n    <|im_start|>user\nhi<|im_end|>\n\n<|im_start|>assistant\n"
     assert text == expected
 
 
-def test_what_templates_use():
+def test_features_that_templates_use():
     assert render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", tokens={"bos_token": "B"}) == "Bhi"
     assert render("{% for m in messages %}{% break %}x{% endfor %}") == ""
     assert render("{% generation %}{{ messages[0]['content'] | trim }}{% endgeneration %}") == "hi"
@@ -40,7 +40,7 @@ def test_what_templates_use():
     )
 
 
-def test_a_request_cannot_stand_in_for_messages_and_tokens():
+def test_request_cannot_set_messages_or_tokens():
     for name in ("bos_token", "messages", "tools"):
         with pytest.raises(LoRAUsageError, match=f"{name} of its own"):
             ChatTemplate("x", {"bos_token": "B"}).render(HI, {"thinking": True, name: "X"})
@@ -52,7 +52,7 @@ def test_a_request_cannot_stand_in_for_messages_and_tokens():
         "{{ raise_exception('not like this') }}",
         "{{ messages[7].content.x }}",
         "{{ 1 / 0 }}",
-        "{{ nothing.x }}",
+        "{{ undefined.x }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__()[0] }}",
         "{{ messages.__init__.__globals__['os'] }}",
@@ -69,24 +69,29 @@ def test_a_request_cannot_stand_in_for_messages_and_tokens():
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_what_is_refused(source):
+def test_hostile_templates_are_refused(source):
     with pytest.raises(LoRAUsageError, match="chat template"):
         render(source)
 
 
-def test_a_template_that_never_ends(monkeypatch):
-    monkeypatch.setattr("jlora.serve.http.template._MAX_SECONDS", 0.2)
+def test_endless_template_is_stopped_after_two_seconds():
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
-    with pytest.raises(LoRAUsageError, match=r"longer than 0\.2 seconds"):
+    with pytest.raises(LoRAUsageError, match=r"longer than 2 seconds"):
         render(loop + "{% endfor %}{% endfor %}")
 
 
-def test_no_template():
+def test_invalid_template_is_refused():
     with pytest.raises(LoRAError, match="Jinja2"):
         ChatTemplate("{% for %}")
 
 
-# --- where it comes from ----------------------------------------------------------------------------------------------
+def test_default_limit_of_text_is_4_mi_characters():
+    assert len(ChatTemplate("{{ 'a' * 4194304 }}").render(HI, {})) == 2**22
+    with pytest.raises(LoRAUsageError, match="4194304"):
+        ChatTemplate("{{ 'a' * 4194304 }}b").render(HI, {})
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def write(folder, **files):
@@ -96,12 +101,12 @@ def write(folder, **files):
     return folder
 
 
-def test_the_model_has_none(tmp_path):
+def test_model_without_a_template(tmp_path):
     assert load_template(tmp_path) is None
     assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
 
 
-def test_of_the_tokenizers_configuration(tmp_path):
+def test_template_of_the_tokenizer_config(tmp_path):
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     found = load_template(write(tmp_path, tokenizer_config__json=config))
     assert found is not None
@@ -112,7 +117,7 @@ def test_of_the_tokenizers_configuration(tmp_path):
     assert found.render(HI, {}) == "<b></s>"
 
 
-def test_of_a_list(tmp_path):
+def test_default_template_of_a_list(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     found = load_template(write(tmp_path, tokenizer_config__json={"chat_template": named}))
     assert found is not None
@@ -121,7 +126,7 @@ def test_of_a_list(tmp_path):
         load_template(write(tmp_path, tokenizer_config__json={"chat_template": named[:1]}))
 
 
-def test_a_file_of_its_own_comes_first_and_that_of_the_operator_before_it(tmp_path):
+def test_template_file_comes_before_the_config_and_the_operators_before_both(tmp_path):
     write(
         tmp_path,
         tokenizer_config__json={"chat_template": "one", "bos_token": "B"},
@@ -136,14 +141,14 @@ def test_a_file_of_its_own_comes_first_and_that_of_the_operator_before_it(tmp_pa
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": "{% for %}"}'])
-def test_malformed(tmp_path, config):
+def test_malformed_template_config_is_refused(tmp_path, config):
     with pytest.raises(LoRAError):
         load_template(write(tmp_path, tokenizer_config__json=config))
 
 
-def test_no_file(tmp_path):
+def test_missing_template_file_is_an_error(tmp_path):
     with pytest.raises(LoRAError, match="cannot be read"):
-        load_template(tmp_path, tmp_path / "nothing")
+        load_template(tmp_path, tmp_path / "missing")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -158,8 +163,8 @@ def byte_level():
     return tokenizer
 
 
-def test_bytes_of_byte_level_tokens():
-    """Put together they are the text, though none of them is a character."""
+def test_token_bytes_of_byte_level_tokens():
+    """The bytes of tokens join to the text, although a token may be part of a character."""
     tokenizer = byte_level()
     texts = TokenTexts(tokenizer)
     text = "a é 😀\n"
@@ -171,7 +176,7 @@ def test_bytes_of_byte_level_tokens():
     assert texts.key(tokenizer.token_to_id("<eos>")) == "<eos>"
 
 
-def test_spaces_and_bytes_of_sentencepiece_tokens():
+def test_token_bytes_of_sentencepiece_tokens():
     vocabulary = {"▁hello": 0, "hello": 1, "<0xC3>": 2, "<0xA9>": 3, "▁": 4, "�": 5}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.decoder = decoders.Sequence([

@@ -51,7 +51,7 @@ from jax.experimental.compilation_cache import compilation_cache
 # `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
-    *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "messages")),
+    *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
     *("jlora.layers", "jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )

@@ -10,10 +10,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged, tensor_data
-from jlora.adapters.files import StableFile
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
+from tests.adapters.reading import before_each_read, reading
 
 MLP = "model.layers.0.mlp"
 EXPERTS = f"{MLP}.experts"
@@ -371,18 +371,12 @@ def test_the_header_says_what_the_adapter_will_be(load_of):
         assert (said.a_dtype, said.b_dtype) == (module.a.dtype, module.b.dtype)
 
 
-def test_no_byte_is_read_twice(folder_of, monkeypatch):
-    """Of the configuration first, and then of the weights: length, header, tensors."""
-    reads, original = [], StableFile.read_into
-
-    def read_into(self, offset, buffer):
-        reads.append((offset, len(buffer)))
-        original(self, offset, buffer)
-
-    monkeypatch.setattr(StableFile, "read_into", read_into)
-    monkeypatch.setattr(tensor_data, "_PIECE", 64)
+def test_no_byte_is_read_twice(folder_of):
+    """Read the configuration, then the weights: length, header, tensors."""
+    reads = []
     folder = folder_of(fused_file(), **parameters(*FUSED), target_modules=None, r=R)
-    Adapter.from_pretrained(folder)
+    with reading(64), before_each_read(lambda *read: reads.append(read)):
+        Adapter.from_pretrained(folder)
     ends = list(itertools.accumulate(size for _, size in reads[1:]))
     assert [offset for offset, _ in reads[1:]] == [0, *ends[:-1]]
     assert ends[-1] == (folder / "adapter_model.safetensors").stat().st_size
@@ -580,11 +574,14 @@ def test_not_targeted(load_of, found, fields):
     refused(load_of, found, AdapterMismatchError, "does not target", **fields)
 
 
-def test_all_of_it_is_said_before_a_tensor_is_read(load_of, monkeypatch):
-    monkeypatch.setattr("jlora.adapters.checkpoint.read_tensors", lambda *a, **k: pytest.fail("read"))
-    refused(load_of, changed(EXPERTS, lambda a, b: (a[:-R], b)), AdapterFormatError, "expected", **parameters(*FUSED))
+def test_shapes_are_checked_before_a_tensor_is_read(load_of):
+    """The tensors hold NaN, which a read would refuse first."""
+    bad = changed(EXPERTS, lambda a, b: (a[:-R] * np.nan, b * np.nan))
+    refused(load_of, bad, AdapterFormatError, "expected", **parameters(*FUSED))
+    bad = changed(EXPERTS, lambda a, b: (a * np.nan, b))
+    refused(load_of, bad, AdapterFormatError, "NaN", **parameters(*FUSED))
     with pytest.raises(ZeroDivisionError):
-        load_of(fused_file(), **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
+        load_of(bad, **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
 
 
 # ---- in and out exchanged, where the file cannot tell

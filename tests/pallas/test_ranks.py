@@ -161,11 +161,21 @@ def test_gradients_of_expand(poisoned, backend):
         np.testing.assert_array_equal(got, want)
 
 
-def test_an_empty_tile_adds_nothing_to_a_gradient():
-    """Tiles without rows carry group 0, whose sum they are no part of, whatever they hold."""
+@pytest.mark.parametrize("backend", [XLA, TRITON])
+def test_groups_without_rows_have_zero_gradients(backend):
+    """Includes group 0, which tiles without rows refer to."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 5), (4, 6), (3, 1, 2, 6), (3, 2, 5)
+    base, x, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     plan = api.make_plan(jnp.array([1, 1, 1, 7]), num_groups=3, tile_m=2)
-    used = int(plan.tiles_used[0])
-    assert plan.num_tiles > used == 2
-    ones = jnp.ones((plan.num_tiles, 2))
-    got = gradients._sum_by_group(lambda tile: tile.sum(keepdims=True), (3, 1), plan, ones)
-    np.testing.assert_array_equal(np.asarray(got)[:, 0], [0, 2 * used, 0])
+    assert plan.num_tiles > int(plan.tiles_used[0])
+    ranks, run = jnp.full((3, 1), 2), run_of(backend, "add_lora")
+
+    def total(a, b):
+        if backend == "xla":
+            return run(base, x, a, b, plan, slice_sizes=(5,), ranks=ranks).sum()
+        return gradients.add_lora(run, (5,), base, x, a, b, plan, ranks).sum()
+
+    for gradient in jax.jit(jax.grad(total, (0, 1)))(a, b):
+        assert not np.asarray(gradient)[[0, 2]].any()
+        assert np.asarray(gradient)[1].all()

@@ -83,16 +83,15 @@ EXPERTS = [
 ]
 
 
-def experts_facts(monkeypatch, chip, model, tokens, rank):
-    for module in ("api", "moe", "tiles"):
-        monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
+def experts_facts(chip, model, tokens, rank):
     layers = experts_layers(chip, model, rank)
     return {"chip": chip, "layers": layers} | compile_experts(chip, model, tokens, rank, layers=layers)
 
 
 @pytest.mark.parametrize(("chip", "model", "tokens", "rank"), EXPERTS)
-def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
-    facts = experts_facts(monkeypatch, chip, model, tokens, rank)
+def test_compiles_experts_by_default(chip, model, tokens, rank, default_device):
+    default_device("TPU", "tpu")
+    facts = experts_facts(chip, model, tokens, rank)
     assert good(facts), facts
     # Beside the arguments lies what is of the rows' size: with few rows, less than any slots' factors have.
     rows_bytes = 2 * tokens * model.top_k * (3 * model.intermediate + model.hidden)
@@ -104,5 +103,6 @@ def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
     strict=True,
     reason="K = 2880 is no multiple of 128 and E = 128 is: XLA lays the experts out innermost and copies them",
 )
-def test_as_many_experts_as_lanes_are_copied_where_no_column_is_of_so_many(monkeypatch):
-    assert good(experts_facts(monkeypatch, "v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))
+def test_as_many_experts_as_lanes_are_not_copied(default_device):
+    default_device("TPU", "tpu")
+    assert good(experts_facts("v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(monkeypatch, name: str, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    # What a user's JAX is set to; optax needs it.
+    # The defaults of JAX, which optax needs.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
@@ -75,7 +75,7 @@ def test_serve_multihost():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
-def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
+def test_train_demo_writes_the_shipped_files(monkeypatch, tmp_path, arguments):
     run(monkeypatch, "train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
     shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if arguments else "")
     assert (tmp_path / "prompts.json").read_text() == (shipped / "prompts.json").read_text()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import jax
 
+from tests.compiled import compiled_programs
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -15,12 +17,12 @@ def test_python_blocks_run(monkeypatch):
     namespace, compiled = {}, []
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
-        compiled.append(namespace["forward"]._cache_size())
+        compiled.append(compiled_programs(namespace["forward"]))
     # Once in the first block; `verify` in the second looks at copies of the model; then for the model on a mesh alone.
     *one_device, on_mesh = compiled
     assert one_device[0] == 1
     assert len(set(one_device[1:])) == 1
     assert on_mesh == one_device[-1] + 1
     assert namespace["mesh"].size == 4
-    assert namespace["step"]._cache_size() == 1
+    assert compiled_programs(namespace["step"]) == 1
     assert isinstance(namespace["logits"], jax.Array)

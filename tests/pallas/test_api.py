@@ -16,6 +16,7 @@ from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.plan import make_plan
 from jlora.pallas.triton import lora as triton
 from tests import oracle
+from tests.compiled import compiled_programs
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
@@ -201,7 +202,6 @@ def test_one_compilation_serves_every_mix(backend):
     add = _backend_run(backend)
 
     @jax.jit
-    @chex.assert_max_traces(n=1)
     def run(base, x, a, b, ids, ranks):
         return add(base, x, a, b, make_plan(ids, num_groups=groups, tile_m=4), ranks=ranks)
 
@@ -211,3 +211,4 @@ def test_one_compilation_serves_every_mix(backend):
     for ids in mixes:
         got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), ranks)
         close(got, oracle.add_lora(base, x, ids.astype(int), a, b, [24, 8]), 1e-5)
+    assert compiled_programs(run) == 1

@@ -1,4 +1,4 @@
-"""Which GPU a program is for: the one lowered for, the default device, else an H200."""
+"""A program is for the GPU that it is lowered for, else the default device, else an H200."""
 
 import jax
 import pytest

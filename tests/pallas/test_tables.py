@@ -1,4 +1,4 @@
-"""Tuned tables: which is taken for a kind of GPU, and what a malformed one says."""
+"""Tuned tables: the table of a kind of GPU, and the errors of malformed ones."""
 
 import json
 from dataclasses import asdict, replace
@@ -32,7 +32,7 @@ def write(path, *entries):
     path.write_text(json.dumps(list(entries)))
 
 
-def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(tuned_folder):
+def test_a_user_table_precedes_the_packaged_one_and_the_rule(tuned_folder):
     assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM)
     write(tuned_folder / "nvidia_h200.json", entry())
     assert gpu_tiles(PROBLEM, H200) == MINE
@@ -52,7 +52,7 @@ def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(t
         ({"rows": 32}, 0), ({"rows": 65}, 0), ({"k": 321}, 0), ({"n": 320}, 0), ({"dtype": "float16"}, 0),
     ],
 )  # fmt: skip
-def test_products_are_made_with_their_lora_where_a_table_says_so(tuned_folder, change, found):
+def test_linear_lora_uses_the_tiles_of_the_table(tuned_folder, change, found):
     """The entry of this rank, or of the next larger one; rows are rounded up; no rule stands in for a table."""
     wide = replace(TOGETHER, product_split_k=2, lora=replace(MINE, block_r=16))
     write(tuned_folder / "nvidia_h200.json", product(rank=64, product_split_k=2, block_r=16), entry(), product())

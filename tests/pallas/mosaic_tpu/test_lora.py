@@ -38,7 +38,7 @@ def problem(seed, rows, k, slices, rank, groups, dtype="float32", ranks=True):
 
 @lru_cache
 def compiled(slices, groups, tiling):
-    """`tiling` only tells apart what `force_tiles` has changed. Unoptimised, since compiling is what takes the time."""
+    """Return the jitted kernel, unoptimised to compile faster. `tiling` separates cache entries of `force_tiles`."""
 
     def call(base, x, a, b, ids, ranks):
         plan = make_plan(ids, num_groups=groups)
@@ -134,7 +134,7 @@ def test_without_ranks_all_are_used(rng):
     check(*arrays, rng.integers(0, 5, 12), (24, 8), None)
 
 
-def test_ranks_bound_the_work_whatever_lies_beyond(rng):
+def test_values_past_the_ranks_do_not_matter(rng):
     base, x, a, b, ranks = problem(5, 20, 40, (24, 8), 32, 6)
     past = np.arange(32)[:, None] >= np.repeat(ranks, (24, 8), axis=1)[:, None, :]
     dirty_b = jnp.where(past, 7.0, b)
@@ -217,7 +217,7 @@ def test_shrink_and_expand_apart(rng):
 
 
 def listing(s, ids):
-    """What `visits` says. Of integers, so it is the same however it is compiled."""
+    """Return the lists of `visits`. They are integers, so optimisation does not change them."""
     fast = {"compiler_options": {"xla_backend_optimization_level": 0}}
     return [np.asarray(one) for one in jax.jit(partial(visits, s), **fast)(ids.astype(np.int32))]
 

@@ -1,6 +1,6 @@
-"""Base product and LoRA made together: the kernels in interpret mode against the NumPy oracle, and what is chosen when.
+"""Base product and LoRA in one kernel: interpret mode against the NumPy oracle, and the choice of the kernel.
 
-The oracle is given clean factors; whatever may not be read holds NaN.
+The oracle's factors are clean. The kernel's hold NaN wherever it must not read.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tests.pallas.running import interpret_of
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_lora import TILES as LORA
 
-# What XLA's optimisations make of kernels that are interpreted, nobody runs.
+# Users never run interpreted kernels, so XLA's optimisations are left out.
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
 TILES = ProductTiles(
@@ -75,7 +75,7 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, parts of the product, parts of
     (17, 40, (24,), 100, 3, 16, 1, 1),
     (20, 40, (24, 8, 30), 24, 3, 16, 3, 1),  # blocks of ranks that begin within a slice
     (128, 150, (40, 9), 20, 5, 16, 5, 2),  # as many rows as there may be, and more than four parts
-    (33, 32, (16, 16), 8, 2, 5, 2, 1),  # nothing left over anywhere
+    (33, 32, (16, 16), 8, 2, 5, 2, 1),  # no remainders
 ]
 
 
@@ -176,7 +176,7 @@ def test_a_row_does_not_depend_on_its_batch(parts):
     assert ids[10] < 5 == ids[11]
 
 
-def test_which_program_computes_what_changes_nothing():
+def test_the_number_of_programs_does_not_change_the_result():
     x, w, a, b, ids, ranks = of_weights(8, 30, 64, (40, 8), 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
     want = linear_lora(x, w, a, b, plan, (40, 8), ranks)
@@ -210,7 +210,7 @@ SIZES = (24, 9)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_ranks", thinned([True, False], 0))
-def test_the_function_takes_the_kernels_that_a_table_has(tuned_folder, interpreted, dtype, with_ranks):
+def test_linear_lora_runs_the_kernel_of_the_table(tuned_folder, interpreted, dtype, with_ranks):
     x, w, a, b, ids, ranks = of_weights(9, 19, 40, SIZES, 8, 4, dtype=dtype)
     ranks = ranks if with_ranks else None
     write(tuned_folder, (32, 40, 33, 16), dtype=dtype)
@@ -249,7 +249,7 @@ def test_other_cases_equal_add_lora_of_the_product_bit_for_bit(default_device, t
         return api.add_lora(x @ w, x, a, b, plan, slice_sizes=SIZES, ranks=ranks, backend=backend)
 
     operands = x, w, a, b, ids, ranks
-    with jax.numpy_dtype_promotion("standard"):  # which slots of another dtype ask for
+    with jax.numpy_dtype_promotion("standard"):  # needed by slots of another dtype
         got = jax.jit(partial(ops_linear_lora, sizes=SIZES, backend=backend))(*operands)
         want = jax.jit(apart)(*operands)
     np.testing.assert_array_equal(np.asarray(got, np.float64), np.asarray(want, np.float64))
@@ -285,7 +285,7 @@ def test_a_plan_of_experts_is_served_apart(tuned_folder, interpreted):
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls", "interpreted")
-def test_what_does_not_fit_is_refused(tuned_folder, change, message):
+def test_wrong_shapes_are_refused(tuned_folder, change, message):
     write(tuned_folder, (32, 40, 33, 16))
     shapes = {"x": (19, 40), "w": (40, 33), "a": (4, 2, 8, 40), "b": (4, 8, 33), "ranks": (4, 2)} | change
     x, w, a, b = (jnp.zeros(shapes[name], "bfloat16") for name in "xwab")
@@ -394,7 +394,7 @@ def batches(operands, which, copies=3):
 @pytest.mark.parametrize("which", MAPPED)
 @pytest.mark.usefixtures("interpreted")
 def test_vmap_takes_the_product_apart(half, which):
-    """One product then has the rows of all that is mapped over, which is what XLA is best at."""
+    """One XLA product of all mapped rows is faster."""
     operands, ids, ranks, _ = half
     operands, axes = batches((*operands, ids, ranks), MAPPED[which])
     got = jax.jit(jax.vmap(partial(ops_linear_lora, sizes=SIZES), in_axes=axes))(*operands)

@@ -1,6 +1,5 @@
 """A process reads the experts that it owns, and skips the bytes of others where the format allows it."""
 
-import contextlib
 import gc
 import itertools
 import json
@@ -17,7 +16,7 @@ from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.resolve import resolve
 from jlora.errors import AdapterFormatError
-from tests.adapters.reading import before_each_read, reading
+from tests.adapters.reading import before_each_read, hook_reads, reading
 from tests.adapters.test_expert_formats import EXPERTS, FUSED, factors, flat, parameters, tensors, three_axes
 from tests.matrix import thinned
 
@@ -95,9 +94,8 @@ def wanted(file: Path, kind, own) -> np.ndarray:
     return found
 
 
-@contextlib.contextmanager
-def counted(file: Path):
-    """Yield the number of reads of each byte inside the block: uint8 [size], 0 for the header."""
+def counted(patch: pytest.MonkeyPatch, file: Path):
+    """Return the number of reads of each byte until `patch` is undone: uint8 [size], 0 for the header."""
     begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     found = np.zeros(file.stat().st_size, np.uint8)
 
@@ -105,8 +103,8 @@ def counted(file: Path):
         if offset >= begin:
             found[offset : offset + size] += 1
 
-    with before_each_read(count):
-        yield found
+    hook_reads(patch, count)
+    return found
 
 
 @pytest.fixture
@@ -146,7 +144,8 @@ def assert_own(folder_of, kind, own, stored, dtype):
     whole = Adapter.from_pretrained(folder, dtype=dtype)
     file = folder / "adapter_model.safetensors"
     expected = wanted(file, kind, own)
-    with counted(file) as times:
+    with pytest.MonkeyPatch.context() as patch:
+        times = counted(patch, file)
         part = read(folder, own, dtype=dtype)
     np.testing.assert_array_equal(times, expected)
     assert list(part.modules) == list(whole.modules)
@@ -174,7 +173,8 @@ def test_a_read_without_shares_reads_every_byte_once(folder_of, kind):
     """The return value of a user's `check` is ignored."""
     found, fields = file_of(kind)
     folder = folder_of(found, r=R, **fields)
-    with counted(folder / "adapter_model.safetensors") as times:
+    with pytest.MonkeyPatch.context() as patch:
+        times = counted(patch, folder / "adapter_model.safetensors")
         whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
         with open_adapter(resolve(folder)) as opened:
             again = opened.read({})

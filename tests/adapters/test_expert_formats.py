@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
-from tests.adapters.reading import before_each_read, reading
 
 MLP = "model.layers.0.mlp"
 EXPERTS = f"{MLP}.experts"
@@ -369,18 +368,6 @@ def test_the_header_determines_the_shapes_of_the_adapter(load_of):
         ):
             assert getattr(said, fact) == getattr(module, fact), (name, fact)
         assert (said.a_dtype, said.b_dtype) == (module.a.dtype, module.b.dtype)
-
-
-def test_no_byte_is_read_twice(folder_of):
-    """Read the configuration, then the weights: length, header, tensors."""
-    reads = []
-    folder = folder_of(fused_file(), **parameters(*FUSED), target_modules=None, r=R)
-    with reading(64), before_each_read(lambda *read: reads.append(read)):
-        Adapter.from_pretrained(folder)
-    ends = list(itertools.accumulate(size for _, size in reads[1:]))
-    assert [offset for offset, _ in reads[1:]] == [0, *ends[:-1]]
-    assert ends[-1] == (folder / "adapter_model.safetensors").stat().st_size
-    assert len(ends) > 5
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# As the user set them; `-m device` goes back to these.
+# As set by the user. `-m device` restores them.
 GIVEN = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")}
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
@@ -25,11 +25,11 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib") < "0.11":
-    # Another third of it; later versions do not know the flag, and stop at what they do not know.
+    # Saves another third of the time. Later versions lack the flag and stop at unknown flags.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # What several tests compile is compiled once a run, for all workers and for the processes that tests start.
+    # Programs are compiled once a run, for all workers and for the processes that tests start.
     _compiled = tempfile.mkdtemp(prefix="jlora-tests-")
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
@@ -46,8 +46,8 @@ from jax.experimental.compilation_cache import compilation_cache
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
 # jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; and not
-# jlora._typing, whose two functions are asked about any object, tens of thousands of times where models are walked.
-# Tests that hand over what is wrong, to see it refused, or what is taken beyond what is promised, use
+# jlora._typing, whose two functions are called for tens of thousands of objects while models are traversed.
+# Tests that pass wrong arguments, or arguments accepted beyond the annotations, use
 # `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
@@ -64,7 +64,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def on_device(config: pytest.Config) -> bool:
-    """Whether the tests run on an accelerator: `-m device`, or an expression that selects this mark."""
+    """Return True if the tests run on an accelerator: `-m device`, or an expression that selects this mark."""
     return re.search(r"(?<!not )\bdevice\b", config.getoption("markexpr")) is not None
 
 
@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On an accelerator, deselect the tests of other platforms and those that need more devices; see `pyproject.toml`.
 
-    The slow part of a matrix is left out, unless the expression names it.
+    The slow part of a matrix is deselected too, unless the expression names it.
     """
     if not on_device(config):
         return
@@ -113,9 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave modules out that the mark expression deselects whole, and so what they import.
+    """Ignore modules that the mark expression deselects entirely, so that their imports are not needed.
 
-    Where parity is left out, that is PyTorch and transformers; on an accelerator, what its machine may lack.
+    Without parity these imports are PyTorch and transformers.
     """
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
@@ -127,7 +127,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the many collections that tests ask for need not look at it."""
+    """Exclude imported objects from the many garbage collections of the tests."""
     gc.collect()
     gc.freeze()
 
@@ -137,10 +137,10 @@ MAX_MAPPINGS = 32_000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_left_stays() -> Iterator[None]:
-    """After a module, what JAX keeps of it is set aside: the collections of the others' tests need not look at it.
+def freeze_objects_after_a_module() -> Iterator[None]:
+    """Exclude objects that JAX keeps from later garbage collections, after each module.
 
-    Compiled programs are let go of where they have become too many: each has memory mappings of its own.
+    Compiled programs are dropped if they are too many, because each has its own memory mappings.
     """
     yield
     mappings = Path("/proc/self/maps")
@@ -157,8 +157,8 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(autouse=True)
-def trace_counts_of_its_own() -> None:
-    """`chex.assert_max_traces` knows a function by its source and its callers: a test's parameters would add up."""
+def clear_trace_counts() -> None:
+    """Clear the counts of `chex.assert_max_traces`, which would add up over the parameters of a test."""
     if (chex := sys.modules.get("chex")) is not None:
         chex.clear_trace_counter()
 
@@ -172,19 +172,19 @@ def _optimisations_left_out(most: bool) -> Iterator[None]:
 
 @pytest.fixture
 def as_users_compile() -> Iterator[None]:
-    """With all of XLA's optimisations, in `make test` too."""
+    """Compile with all of XLA's optimisations, in `make test` too."""
     yield from _optimisations_left_out(False)
 
 
 @pytest.fixture
 def quickly_compiled(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Without most of XLA's optimisations, in `make test-slow` too: where they change nothing that is looked at."""
+    """Compile without most of XLA's optimisations, in `make test-slow` too, if they do not affect the test."""
     yield from _optimisations_left_out(not on_device(pytestconfig))
 
 
 @pytest.fixture
 def without_cache() -> Iterator[None]:
-    """What is compiled for a TPU that is not there cannot be read back."""
+    """Disable the compilation cache, because programs for an absent TPU cannot be read back."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -194,7 +194,7 @@ def without_cache() -> Iterator[None]:
 
 @pytest.fixture
 def unchecked_calls() -> Iterator[None]:
-    """Lets a wrong call through to the checks that users have, who run without those of annotations."""
+    """Disable the checks of annotations, so that wrong calls reach jlora's own checks, as for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""The reference: what multi-LoRA means, as plain float64 NumPy loops. Imports nothing of jlora."""
+"""The reference: multi-LoRA as plain float64 NumPy loops, independent of jlora."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Annotations are checked while tests run, shapes included, and what JAX does to a plan is none of their business."""
+"""Annotations are checked while tests run, shapes included, except for plans that JAX transforms."""
 
 import chex
 import jax

@@ -1,6 +1,6 @@
-"""Bad input to a manager that is serving: the right error, which names what is at fault, and nothing else changes.
+"""Bad input to a serving manager raises an error that names the cause, and changes no state.
 
-"Nothing" is the slots' bytes, the books (slot names, host cache, counts), the batch that is open, and afterwards every
+The state is the bytes of the slots, the slot names, the host cache, the counts, the open batch, and afterwards every
 logit of every adapter, bitwise.
 """
 
@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save, save_file
 import jlora
 from jlora.models import Decoder, DecoderConfig
 from tests.adapters.test_fuzz import JSON, edited, edits
+from tests.compiled import compiled_programs
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -129,11 +130,11 @@ class World:
         """Every adapter, mixed with others and swapped through both slots."""
         for names in (["first", None, "second"], ["third", "first", "third"], [None, "second", "third"]):
             self.check(names, self.logits(names))
-        assert self.forward._cache_size() == 1
+        assert compiled_programs(self.forward) == 1
 
     @contextlib.contextmanager
     def unharmed(self, *, open_batch: bool = True):
-        """What happens inside leaves the manager, an open batch and all that is served as they were."""
+        """Check that the block leaves the manager, an open batch and all served adapters unchanged."""
         names = ["second", "first", None]
         with self.manager.prepare(names) as batch:
             if not open_batch:
@@ -164,7 +165,7 @@ def lenient(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("lenient"), allow_nonfinite=True)
 
 
-# ---- files that are not what they should be
+# ---- wrong files
 
 
 def rewrite(change):
@@ -221,7 +222,7 @@ def renamed(data: bytes, one: str, other: str) -> bytes:
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 WHOLE = "is not a whole safetensors file"
 
-# case -> (what is done to a sound folder, error, what the message must say besides the adapter's name)
+# case -> (damage to a valid folder, error, text of the message besides the adapter's name)
 DAMAGED = {
     "empty weights": (weights(lambda data: b""), FORMAT, WEIGHTS, WHOLE),
     "eight bytes": (weights(lambda data: data[:8]), FORMAT, WEIGHTS, WHOLE),
@@ -403,7 +404,7 @@ def swapped(name, make):
     return apply
 
 
-# case -> (folder -> the path to ask for, error, what the message must say)
+# case -> (folder -> requested path, error, text of the message)
 PATHS = {
     "missing": (lambda folder: folder / "nowhere", jlora.AdapterNotFoundError, "nowhere", "does not exist"),
     "missing above": (lambda folder: folder / ".." / "x", jlora.AdapterNotFoundError, "..", "does not exist"),
@@ -569,12 +570,12 @@ def test_adapters_in_memory(world, case):
     world.refused(jlora.Adapter(name="bad", modules=modules), MISMATCH, *fragments)
 
 
-# ---- input that no reader can tell from good
+# ---- bad values in well-formed files
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
-    """NaN and infinity are refused unless asked for; served, they stay in the rows of their own adapter."""
+    """NaN and infinity are refused by default. With allow_nonfinite they stay in the rows of their own adapter."""
     folder = write(tmp_path / "adapter", {Q: 8, V: 4, DOWN: 4, EMBED: 4, HEAD: 4}, lora_alpha=4)
     rewrite(lambda t: [array.fill(value) for array in t.values()])(folder)
     request = jlora.LoRARequest("broken", str(folder))
@@ -582,7 +583,7 @@ def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
         world.refused(request, FORMAT, WEIGHTS, "lora_", "holds NaN or infinity", "allow_nonfinite")
         adapter = jlora.Adapter.from_pretrained(folder, name="broken", allow_nonfinite=True)
         world.refused(adapter, FORMAT, "holds NaN or infinity", "LoRAConfig.allow_nonfinite")
-    # On leaving the block its slot goes to others, who must find nothing of it there.
+    # After the block other adapters use its slot, and no value of it remains there.
     with lenient.added(request):
         for names in (["broken", "first", None], ["second", "broken", "second"], [None, None, "broken"]):
             got = lenient.logits(names)
@@ -601,7 +602,7 @@ def fuzzed(tmp_path_factory):
 
 
 def survives(world, folder):
-    """The folder is refused with an error of its own, or served; nothing else changes either way."""
+    """The folder is refused with its own error or served, and no other adapter changes."""
     names = ["second", "first", None]
     request = jlora.LoRARequest("fuzzed", str(folder))
     for file in folder.iterdir():
@@ -679,7 +680,7 @@ _PARTS = st.sampled_from(
     rank=st.sampled_from([1, 4, 8, 9]),
 )
 def test_fuzzed_tensors(world, fuzzed, tensors, kept, rank):
-    """Well-formed files of tensors that fit nothing, or only by chance."""
+    """Draw well-formed files of tensors that fit no module, or fit by chance."""
     folder, text, _ = fuzzed
     sound = tensors_of(dict.fromkeys(kept, rank))
     odd = {f"{PREFIX}{name}.{part}": np.ones((m, n), dtype) for (name, part), (m, n, dtype) in tensors.items()}

@@ -1,4 +1,4 @@
-"""Private names of JAX do what jlora takes them for, in every version that it supports."""
+"""Private names of JAX behave as jlora expects, in every supported version."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def compiled(function, *args, **options):
     return jax.jit(function, keep_unused=True, **options).lower(*args).compile()
 
 
-def test_a_launch_gives_what_the_program_gives_and_consumes_what_it_is_given():
+def test_a_launch_returns_and_donates_as_the_program_does():
     rng = np.random.default_rng(0)
     taken, added, unused = (jnp.asarray(rng.standard_normal(8, np.float32)) for _ in range(3))
     launch = launch_of(compiled(lambda a, b, c: (a + b, b * 2), taken, added, unused, donate_argnums=0))
@@ -32,7 +32,7 @@ def test_arrays_that_were_consumed_before_are_refused():
         launch(arrays)
 
 
-def test_what_a_launch_leaves_out_is_refused():
+def test_programs_that_a_launch_cannot_run_are_refused():
     x, effect = jnp.zeros(8), lambda x: (jax.debug.callback(lambda y: None, x), x + 1)[1]
     with pytest.raises(NotImplementedError, match="effects, constants or arguments that are not used"):
         launch_of(compiled(effect, x))

@@ -1,4 +1,4 @@
-"""What `LoRAConfig` and `LoRARequest` accept and refuse."""
+"""`LoRAConfig` and `LoRARequest` check their fields."""
 
 import dataclasses
 import re

@@ -29,7 +29,7 @@ def test_python_blocks_run(page):
     assert blocks
     registered, namespace = dict(_describe), {}
     try:
-        # What a user's JAX is set to.
+        # The defaults of JAX.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for block in blocks:
                 exec(compile(block, page, "exec"), namespace)

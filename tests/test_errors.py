@@ -12,6 +12,6 @@ def test_the_error_of_another_process_is_of_its_own_class(name):
 
 
 @pytest.mark.parametrize("name", ["ValueError", "EngineClosedError", "error_of", "__name__", ""])
-def test_another_process_may_raise_what_is_no_error_of_jlora(name):
+def test_another_process_may_raise_a_foreign_error(name):
     error = errors.error_of(name, "on fire")
     assert (type(error), str(error)) == (errors.LoRAError, f"{name}: on fire")

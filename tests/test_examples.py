@@ -15,16 +15,22 @@ from jlora.models import from_pretrained, generation
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(monkeypatch, name: str, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    # What a user's JAX is set to; optax needs it.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+@pytest.fixture
+def run(monkeypatch):
+    """`run(name, *arguments)` runs an example as a script."""
+
+    def run_script(name: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        # The defaults of JAX, which optax needs.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+    return run_script
 
 
 @pytest.mark.slow
-def test_own_model(monkeypatch, capsys):
-    run(monkeypatch, "own_model.py")
+def test_own_model(run, capsys):
+    run("own_model.py")
     change = {line.split()[0]: float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()}
     assert change["legal"] > 0.01
     assert change["medical"] > 0.01
@@ -32,12 +38,12 @@ def test_own_model(monkeypatch, capsys):
 
 
 @pytest.mark.mesh
-def test_serve_tp(monkeypatch, capsys):
+def test_serve_tp(run, capsys):
     """The answers of one device and of all are the trained ones, and each device holds its part."""
     answers, held = {}, {}
     for devices in (1, 8):
         before = generation.compiled_variants()
-        run(monkeypatch, "serve_tp.py", "--devices", str(devices))
+        run("serve_tp.py", "--devices", str(devices))
         assert generation.compiled_variants() == before + 1  # both batches, so all swaps
         printed = capsys.readouterr().out
         answers[devices] = re.findall(r"^(\S+) +planet=(\w+)$", printed, re.MULTILINE)
@@ -75,8 +81,8 @@ def test_serve_multihost():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
-def test_train_demo_writes_what_it_ships(monkeypatch, tmp_path, arguments):
-    run(monkeypatch, "train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
+def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
+    run("train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
     shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if arguments else "")
     assert (tmp_path / "prompts.json").read_text() == (shipped / "prompts.json").read_text()
     assert (tmp_path / "model" / "tokenizer.json").read_text() == (shipped / "model" / "tokenizer.json").read_text()

@@ -1,5 +1,4 @@
-"""`import jlora` costs nothing, and its names little more than `import flax.nnx`: checked by what is loaded, not by
-the clock."""
+"""`import jlora` loads no other package, and its names load little more than `import flax.nnx`."""
 
 import json
 import subprocess

@@ -24,9 +24,9 @@ MAY_IMPORT = {
     "layers": COMMON | {"adapters", "pallas", "sharding"},
     "verify": COMMON | {"sharding", "layers"},
     "manager": COMMON | {"adapters", "sharding", "layers", "verify"},
-    "models": COMMON - {"config"} | {"pallas"},  # a model like any user's: it knows nothing of LoRA
+    "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "sharding", "layers", "verify", "manager"},
-    "__init__": {"_public", "models", "ops"},  # all when they are asked for
+    "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops"},
     "cli": {"__init__", "errors", "models", "ops", "serve"},
     "__main__": {"cli"},
@@ -38,14 +38,14 @@ WITHOUT_CIRCLES = tuple(part for part in MAY_IMPORT if part != "models")
 # The one import that must stay inside a function: generate() opens the scope of a batch it is handed.
 MAY_IMPORT_LAZILY = {"models": ("jlora.layers.forward.scope",)}
 
-# Modules (with all below them) -> what they and nobody below them may mention.
+# Modules (with all below them) -> modules that they must not mention.
 MAY_NOT_MENTION = {
     "jlora": ("torch", "transformers", "peft", "importlib.import_module", "builtins.__import__"),
     "jlora.adapters": ("jax", "jaxlib", "flax"),
-    "jlora.layers.forward": ("jlora.layers.wrap",),  # a traced step needs nothing of how layers were found
+    "jlora.layers.forward": ("jlora.layers.wrap",),  # a traced step does not depend on the search for layers
     "jlora.manager.lru": ("jax", "jaxlib", "flax", "numpy"),
 }
-# What only one module may mention.
+# Names that only one module may mention.
 ONLY_IN = {
     "jax.experimental.pallas.triton": "jlora.pallas.triton.parts",
     "jax._src.pallas.triton": "jlora.pallas.triton.parts",
@@ -112,7 +112,7 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 
 
 def violations(root: Path) -> list[str]:
-    """All breaches of the tables above in `root`/jlora, as "path:line: what is wrong"."""
+    """All breaches of the tables above in `root`/jlora, as "path:line: message"."""
     files = sorted((root / "jlora").rglob("*.py"))
     parts = {path.relative_to(root / "jlora").parts[0].removesuffix(".py") for path in files}
     modules = {module_of(path.relative_to(root)): path.relative_to(root) for path in files}
@@ -193,7 +193,7 @@ def test_imports_run_one_way():
     assert violations(ROOT) == []
 
 
-def test_the_reference_imports_nothing_of_jlora():
+def test_the_reference_is_independent_of_jlora():
     names = [name for name, _, _ in mentions((ROOT / "tests/oracle.py").read_text(), "tests.oracle", False)]
     assert names
     assert not [name for name in names if is_within(name, "jlora")]

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-# What the compiler leaves out changes no answer here.
+# The answers do not depend on optimisations.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
 RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 SERVE = """
@@ -138,7 +138,7 @@ def test_names_of_no_adapter(server, name):
     assert ask(server, name).status_code == 404
 
 
-def test_what_is_refused(server):
+def test_bad_requests_are_refused(server):
     assert ask(server, "sort", n=2).status_code == 422
     assert ask(server, "sort", max_tokens=0).status_code == 400
     assert ask(server, "broken").status_code == 500

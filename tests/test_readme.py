@@ -1,6 +1,7 @@
 """The Python blocks of the README and of docs/loop.md run, in order and in one namespace, as a reader would paste them.
 The list of `python -m benchmarks` is complete."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -8,21 +9,23 @@ from pathlib import Path
 
 import jax
 
+from tests.compiled import compiled_programs
+
 ROOT = Path(__file__).parent.parent
 
 
 def run_blocks(page):
-    """Run the blocks of a page. Return their namespace, and the size of `forward`'s cache after each."""
+    """Run the blocks of a page. Return their namespace, and the number of programs of `forward` after each."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace, compiled = {}, []
-    for block in blocks:
-        exec(compile(block, page, "exec"), namespace)
-        compiled.append(namespace["forward"]._cache_size())
+    with contextlib.chdir(ROOT):
+        for block in blocks:
+            exec(compile(block, page, "exec"), namespace)
+            compiled.append(compiled_programs(namespace["forward"]))
     return namespace, compiled
 
 
-def test_python_blocks_of_readme_run(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_python_blocks_of_readme_run():
     namespace, compiled = run_blocks("README.md")
     # Once in the first block; `verify` in the second compiles for copies of the model; then for the model on a mesh.
     assert len(compiled) == 3
@@ -32,11 +35,10 @@ def test_python_blocks_of_readme_run(monkeypatch):
     assert isinstance(namespace["logits"], jax.Array)
 
 
-def test_python_blocks_of_loop_run(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_python_blocks_of_loop_run():
     namespace, compiled = run_blocks("docs/loop.md")
     assert compiled == [0, 0, 1, 1]  # defined, `step` of the split model, loads and swaps, kernels
-    assert namespace["step"]._cache_size() == 1
+    assert compiled_programs(namespace["step"]) == 1
 
 
 def test_benchmarks_are_listed():

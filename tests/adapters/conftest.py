@@ -42,7 +42,7 @@ def folder_of(tmp_path):
 
 @pytest.fixture
 def read(tmp_path):
-    """read(text, or fields beside `BASE`) -> what is read of a configuration; `drop` leaves fields out."""
+    """`read(text)` or `read(**fields beside BASE)` -> the parsed configuration; `drop` leaves fields out."""
 
     def parse(text=None, *, drop=(), **fields):
         file = tmp_path / "adapter_config.json"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -112,7 +111,7 @@ FIELDS = {
 }
 
 
-def test_what_peft_reads_back_is_kept(folder_of, tmp_path):
+def test_fields_of_peft_survive_a_save(folder_of, tmp_path):
     adapter = Adapter.from_pretrained(folder_of(**FIELDS))
     adapter.save_pretrained(tmp_path / "again")
     written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
@@ -121,8 +120,8 @@ def test_what_peft_reads_back_is_kept(folder_of, tmp_path):
     assert Adapter.from_pretrained(tmp_path / "again").peft_fields == adapter.peft_fields
 
 
-def test_what_is_kept_says_nothing_of_shapes_and_targets(folder_of, tmp_path):
-    """What the modules themselves say wins over what was read; a field that could change the result is not written."""
+def test_kept_fields_exclude_shapes_and_targets(folder_of, tmp_path):
+    """Fields derived from the modules are not kept, and fields that could change the result are refused."""
     adapter = Adapter.from_pretrained(folder_of(exclude_modules=["x"], layers_to_transform=[0, 1], **FIELDS))
     assert not {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "bias"} & set(
         adapter.peft_fields
@@ -134,32 +133,24 @@ def test_what_is_kept_says_nothing_of_shapes_and_targets(folder_of, tmp_path):
     assert not (tmp_path / "odd").exists()
 
 
-def test_what_could_not_be_checked_is_said(folder_of):
+def test_fields_that_cannot_be_checked_are_reported(folder_of):
     adapter = Adapter.from_pretrained(folder_of(target_modules=r"^(?!.*vision).*_proj"))
     assert set(adapter.modules) == {Q, V}
     assert [line.partition(":")[0] for line in adapter.unchecked] == ["field 'target_modules'"]
     assert Adapter.from_pretrained(folder_of(target_modules=r".*_proj")).unchecked == ()
 
 
-def test_224_mixed_ranks_cost_what_reading_costs(tmp_path):
+def test_224_mixed_ranks_survive_a_save(tmp_path):
     ranks = {
         f"model.layers.{i}.block.{name}": 1 + (7 * i + j) % 16 for i in range(32) for j, name in enumerate("qkvogud")
     }
     alphas = {name: float(1 + i % 5) for i, name in enumerate(ranks)}
     mixed = Adapter.from_arrays("mixed", arrays_of(0, ranks, k=64, n=64), alpha=alphas)
     mixed.save_pretrained(tmp_path / "mixed")
-    plain = arrays_of(0, dict.fromkeys(ranks, 8), k=64, n=64)
-    Adapter.from_arrays("plain", plain, alpha=8).save_pretrained(tmp_path / "plain")
     assert len(json.loads((tmp_path / "mixed" / "adapter_config.json").read_text())["rank_pattern"]) > 200
-    taken = {}
-    for name in ("mixed", "plain") * 5:
-        start = time.process_time()
-        found = Adapter.from_pretrained(tmp_path / name)
-        taken[name] = min(time.process_time() - start, taken.get(name, 9.0))
-        if name == "mixed":
-            assert {module: lora.rank for module, lora in found.modules.items()} == ranks
-            assert {module: lora.alpha for module, lora in found.modules.items()} == alphas
-    assert taken["mixed"] - taken["plain"] < 0.1
+    found = Adapter.from_pretrained(tmp_path / "mixed")
+    assert {module: lora.rank for module, lora in found.modules.items()} == ranks
+    assert {module: lora.alpha for module, lora in found.modules.items()} == alphas
 
 
 def test_from_arrays():
@@ -228,7 +219,7 @@ def test_alphas_of_the_wrong_kind(alpha):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_what_cannot_be_saved(tmp_path):
+def test_adapters_that_cannot_be_saved_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     adapter = Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=4)
     with pytest.raises(LoRAError, match="is a file"):

@@ -1,4 +1,4 @@
-"""Weights files: what is read, and what is refused with which words."""
+"""Weights files are read or refused with a message that names the cause."""
 
 import struct
 
@@ -118,7 +118,7 @@ def test_arrays_outlive_the_file_and_are_read_only(folder_of):
     folder = folder_of()
     adapter = load(folder)
     before = {name: m.a.copy() for name, m in adapter.modules.items()}
-    with open(folder / "adapter_model.safetensors", "r+b") as file:  # what a training run in progress would do
+    with open(folder / "adapter_model.safetensors", "r+b") as file:  # as a running training job does
         file.truncate(8)
     for name, lora in adapter.modules.items():
         np.testing.assert_array_equal(lora.a, before[name])

@@ -147,7 +147,7 @@ def test_target_modules_missing(read, drop):
         *(("kasa_config", value) for value in (0, 0.0, "", [])),
     ],
 )
-def test_what_equals_off_but_is_another_type_is_not_off(read, field, value):
+def test_a_value_equal_to_off_but_of_another_type_is_refused(read, field, value):
     """To Python 0 == False; to PEFT some of these switch a feature on, so none is taken for off."""
     with pytest.raises(AdapterMismatchError, match=f"'{field}' is {re.escape(repr(value))}"):
         read(**{field: value})
@@ -168,7 +168,7 @@ LOOKING = [
 
 @pytest.mark.parametrize("pattern", LOOKING)
 def test_targets_that_cannot_be_checked(read, pattern):
-    """The tensors say what is targeted: the expression is not asked, and that is reported."""
+    """The tensors define the targets. The expression is not evaluated, and this is reported."""
     config = read(target_modules=pattern)
     assert config.targets("model.vision.q_proj", "linear")
     (line,) = config.unchecked
@@ -182,7 +182,7 @@ def test_targets_that_cannot_be_checked(read, pattern):
     assert len(read(target_modules=pattern, exclude_modules=pattern).unchecked) == 2
 
 
-def test_what_can_be_checked_is(read):
+def test_targets_are_checked_where_possible(read):
     assert read(target_modules=r".*\.(q|v)_proj", exclude_modules=".*vision.*").unchecked == ()
     assert read().unchecked == ()
 

@@ -10,8 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged, tensor_data
-from jlora.adapters.files import StableFile
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
 
@@ -31,7 +30,7 @@ SIZES = {
 FUSED = ("gate_up_proj", "down_proj")
 
 
-# ---- the oracle: factors of each expert, and loops that lay them into the tensors of a format
+# ---- the oracle: factors of each expert, and loops that write them as the tensors of a format
 
 
 def factors(name, e=E, r=R, sizes=SIZES, dtype=np.float32):
@@ -73,7 +72,7 @@ def tensors(modules, prefix=PREFIX):
 
 
 def fused_file(experts=EXPERTS, names=FUSED, **how):
-    """What PEFT writes of `target_parameters`: the first parameter under base_layer, the last under the module."""
+    """Return PEFT's tensors of `target_parameters`: the first under base_layer, the last under the module."""
     places = [f"{experts}.base_layer", experts][-len(names) :]
     return tensors({place: flat(factors(name), **how) for place, name in zip(places, names, strict=True)})
 
@@ -90,7 +89,7 @@ def load_of(folder_of):
 
 
 def assert_delta(module, pairs):
-    """Expert by expert, in the orientation that the module says it has."""
+    """Compare each expert in the orientation of the module."""
     assert isinstance(module, ExpertsLoRA)
     assert len(pairs) == module.experts
     for e, (a, b) in enumerate(pairs):
@@ -122,7 +121,7 @@ def test_fused(load_of, exchanged, marker):
 
 
 def test_the_layouts_of_b_differ(load_of):
-    """Or the test above would not tell them apart."""
+    """The test above relies on this difference."""
     modules = [load_of(fused_file(), **parameters(*FUSED), lora_B_layout=m).modules for m in ("rank_major", None)]
     other = load_of(fused_file(), **parameters(*FUSED), lora_B_layout="grouped_by_expert").modules
     name = f"{EXPERTS}.down_proj"
@@ -150,7 +149,7 @@ def test_layouts_of_each_parameter(load_of, marker):
 @pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("name", FUSED)
 def test_one_parameter_alone(load_of, name, exchanged):
-    """Nothing in the file says whether in and out are exchanged; the arrays are as they are stored."""
+    """The file does not define whether in and out are exchanged, so the arrays keep their stored order."""
     adapter = load_of(fused_file(names=[name], exchanged=exchanged), **parameters(name), peft_version="0.18.1")
     (found, module), *rest = adapter.modules.items()
     assert not rest
@@ -203,7 +202,7 @@ def test_non_gated(load_of):
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_a_square_down_projection_is_told_by_the_other_parameter(load_of, exchanged):
+def test_the_other_parameter_orients_a_square_down_projection(load_of, exchanged):
     """gpt-oss has as many features within an expert as without."""
     sizes = {"gate_up_proj": (H, 2 * H), "down_proj": (H, H)}
     places = {f"{EXPERTS}.base_layer": "gate_up_proj", EXPERTS: "down_proj"}
@@ -214,7 +213,7 @@ def test_a_square_down_projection_is_told_by_the_other_parameter(load_of, exchan
         assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name, sizes=sizes))
 
 
-def test_what_vllm_is_given(load_of):
+def test_vllm_layouts(load_of):
     """Converters write PEFT's two names without `target_parameters`: there base_layer is always gate and up."""
     adapter = load_of(fused_file(), target_modules=["q_proj", "experts"])
     for name in FUSED:
@@ -331,7 +330,7 @@ def test_formats_side_by_side(load_of):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_arrays_are_views_of_what_was_read(load_of, dtype):
+def test_arrays_are_views_of_the_buffers_read(load_of, dtype):
     found = fused_file()
     adapter = load_of(found, **parameters(*FUSED), load_options={"dtype": dtype})
     for name in FUSED:
@@ -346,7 +345,7 @@ def test_arrays_are_views_of_what_was_read(load_of, dtype):
     assert adapter.nbytes == sum(t.size for t in found.values()) * (2 if dtype else 4)
 
 
-def test_the_header_says_what_the_adapter_will_be(load_of):
+def test_the_header_determines_the_shapes_of_the_adapter(load_of):
     seen = []
     found = fused_file() | tensors({f"{MIXTRAL}.experts.w1": three_axes(factors("w1"), shared_a=True)})
     options = {"check": seen.append, "dtype": "float16"}
@@ -371,24 +370,6 @@ def test_the_header_says_what_the_adapter_will_be(load_of):
         assert (said.a_dtype, said.b_dtype) == (module.a.dtype, module.b.dtype)
 
 
-def test_no_byte_is_read_twice(folder_of, monkeypatch):
-    """Of the configuration first, and then of the weights: length, header, tensors."""
-    reads, original = [], StableFile.read_into
-
-    def read_into(self, offset, buffer):
-        reads.append((offset, len(buffer)))
-        original(self, offset, buffer)
-
-    monkeypatch.setattr(StableFile, "read_into", read_into)
-    monkeypatch.setattr(tensor_data, "_PIECE", 64)
-    folder = folder_of(fused_file(), **parameters(*FUSED), target_modules=None, r=R)
-    Adapter.from_pretrained(folder)
-    ends = list(itertools.accumulate(size for _, size in reads[1:]))
-    assert [offset for offset, _ in reads[1:]] == [0, *ends[:-1]]
-    assert ends[-1] == (folder / "adapter_model.safetensors").stat().st_size
-    assert len(ends) > 5
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_nan_and_infinity_of_one_expert(load_of, value):
     found = fused_file()
@@ -407,7 +388,7 @@ def test_nan_and_infinity_of_one_expert(load_of, value):
     st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
 )
 def test_any_sizes(tmp_path_factory, e, r, sizes, exchanged, layout, gated, dtype):
-    """And back: what is saved reads as what was saved, bitwise."""
+    """A saved adapter reads back bit for bit."""
     hidden, inner = sizes
     names = ("gate_up_proj" if gated else "up_proj", "down_proj")
     sizes = {names[0]: (hidden, (1 + gated) * inner), "down_proj": (inner, hidden)}
@@ -580,14 +561,17 @@ def test_not_targeted(load_of, found, fields):
     refused(load_of, found, AdapterMismatchError, "does not target", **fields)
 
 
-def test_all_of_it_is_said_before_a_tensor_is_read(load_of, monkeypatch):
-    monkeypatch.setattr("jlora.adapters.checkpoint.read_tensors", lambda *a, **k: pytest.fail("read"))
-    refused(load_of, changed(EXPERTS, lambda a, b: (a[:-R], b)), AdapterFormatError, "expected", **parameters(*FUSED))
+def test_shapes_are_checked_before_a_tensor_is_read(load_of):
+    """The tensors hold NaN, which a read would refuse first."""
+    bad = changed(EXPERTS, lambda a, b: (a[:-R] * np.nan, b * np.nan))
+    refused(load_of, bad, AdapterFormatError, "expected", **parameters(*FUSED))
+    bad = changed(EXPERTS, lambda a, b: (a * np.nan, b))
+    refused(load_of, bad, AdapterFormatError, "NaN", **parameters(*FUSED))
     with pytest.raises(ZeroDivisionError):
-        load_of(fused_file(), **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
+        load_of(bad, **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
 
 
-# ---- in and out exchanged, where the file cannot tell
+# ---- in and out exchanged, undetermined by the file
 
 
 @pytest.mark.parametrize(
@@ -719,7 +703,7 @@ def in_memory(names, **facts):
         (in_memory([f"{EXPERTS}.w1", f"{EXPERTS}.gate_up_proj"]), "are of the same projection"),
     ],
 )
-def test_what_no_file_could_say_is_not_saved(adapter, tmp_path, match):
+def test_adapters_that_no_file_can_express_are_not_saved(adapter, tmp_path, match):
     with pytest.raises(LoRAError, match=match):
         adapter.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved" / "adapter_model.safetensors").exists()
@@ -750,7 +734,7 @@ def test_arrays_that_are_no_pair(a, b):
 
 # ---- anything
 
-# What follows the experts' name -> kinds, and what the pair takes and gives.
+# Suffix after the experts' name -> kinds, and input and output sizes of the pair.
 SUFFIXES = {
     "": (["flat"], (4, 3)),
     ".base_layer": (["flat"], (3, 8)),
@@ -765,7 +749,7 @@ SUFFIXES = {
 
 @st.composite
 def files(draw):
-    """{(suffix, half): shape}, sound but for what is drawn to be wrong."""
+    """{(suffix, half): shape}, valid except for the drawn faults."""
     e, r, shapes = draw(st.sampled_from([2, 3])), 2, {}
     names = (
         ["", ".base_layer"] if draw(st.booleans()) else draw(st.lists(st.sampled_from(sorted(SUFFIXES)), max_size=3))

@@ -1,4 +1,4 @@
-"""Whatever is done to an adapter's files, loading gives a consistent Adapter or a LoRAError, and nothing else."""
+"""A load of damaged adapter files returns a consistent Adapter or raises a LoRAError."""
 
 import json
 import os

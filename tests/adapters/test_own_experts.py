@@ -1,4 +1,4 @@
-"""Of an adapter's experts some are read: their numbers, and no byte of another's that the format lets be left out."""
+"""A process reads the experts that it owns, and skips the bytes of others where the format allows it."""
 
 import gc
 import itertools
@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from jlora import _threads
-from jlora.adapters import Adapter, tensor_data
+from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.files import StableFile
 from jlora.adapters.resolve import resolve
 from jlora.errors import AdapterFormatError
+from tests.adapters.reading import before_each_read, hook_reads, reading
 from tests.adapters.test_expert_formats import EXPERTS, FUSED, factors, flat, parameters, tensors, three_axes
 from tests.matrix import thinned
 
 E, R = 8, 3
 Q = "model.layers.0.self_attn.q_proj"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# kind -> how the tensors of a file lie: (module, half) -> the axis of experts, where one expert's numbers are found
+# Layouts of the expert tensors in a file.
 KINDS = (
     *("each", "three axes", "gate and up in one", "shared A", "shared B"),
     *("flat", "flat exchanged", "grouped", "grouped exchanged"),
@@ -33,7 +32,7 @@ OWN = [(range(4),), (range(2, 4),), (range(2), range(6, 8)), (range(7, 8),), ()]
 
 
 def file_of(kind, dtype=np.float32, spoil=None):
-    """The tensors of a file and fields of its configuration; `spoil(name, expert, a, b)` writes into factors."""
+    """Return the tensors of a file and fields of its configuration. `spoil(name, expert, a, b)` changes factors."""
 
     def made(name):
         found = factors(name, E, R, dtype=dtype)
@@ -60,7 +59,7 @@ def file_of(kind, dtype=np.float32, spoil=None):
 
 
 def shares(shapes, own):
-    """What a process that has these experts tells the reader."""
+    """Return the shares of a process that owns these experts."""
     found = {}
     for name, module in shapes.modules.items():
         expert = name.removeprefix(f"{EXPERTS}.").partition(".")[0]
@@ -72,7 +71,7 @@ def shares(shapes, own):
 
 
 def wanted(file: Path, kind, own) -> np.ndarray:
-    """How often each byte of a file should be read, by its header alone: uint8 [size], header left out."""
+    """Return the expected reads of each byte, derived from the header: uint8 [size], 0 for the header."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     found = np.zeros(len(content), np.uint8)
@@ -91,31 +90,28 @@ def wanted(file: Path, kind, own) -> np.ndarray:
             for e in range(E):
                 numbers[e * R : (e + 1) * R] = any(e in some for some in own)
         else:
-            numbers[...] = bool(own)  # the experts take turns in every row
+            numbers[...] = bool(own)  # experts are interleaved in every row
     return found
 
 
-def counted(monkeypatch, file: Path):
-    """How often each byte of the file is read from now on, header left out."""
-    size = file.stat().st_size
+def counted(patch: pytest.MonkeyPatch, file: Path):
+    """Return the number of reads of each byte until `patch` is undone: uint8 [size], 0 for the header."""
     begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    found, original = np.zeros(size, np.uint8), StableFile.read_into
+    found = np.zeros(file.stat().st_size, np.uint8)
 
-    def read_into(self, offset, buffer):
+    def count(offset, size):
         if offset >= begin:
-            found[offset : offset + len(buffer)] += 1
-        return original(self, offset, buffer)
+            found[offset : offset + size] += 1
 
-    monkeypatch.setattr(StableFile, "read_into", read_into)
+    hook_reads(patch, count)
     return found
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces that cut tensors, and those in which experts take turns between rows, shared out among threads."""
-    monkeypatch.setattr(tensor_data, "_PIECE", 80)
-    monkeypatch.setattr(tensor_data, "_PART", 240)
-    monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
+def small_pieces():
+    """Read on several threads, in pieces that cut tensors, and interleaved experts between rows."""
+    with reading(80, part=240, threads=True):
+        yield
 
 
 def read(folder, own, dtype=None):
@@ -128,8 +124,8 @@ def read(folder, own, dtype=None):
     "own", [OWN[2], *(pytest.param(o, marks=pytest.mark.slow) for o in (*OWN[:2], *OWN[3:]))], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_experts_are_read_and_others_are_not(folder_of, monkeypatch, kind, own):
-    assert_own(folder_of, monkeypatch, kind, own, np.float32, None)
+def test_own_experts_are_read_and_others_are_not(folder_of, kind, own):
+    assert_own(folder_of, kind, own, np.float32, None)
 
 
 @pytest.mark.slow
@@ -137,18 +133,20 @@ def test_own_experts_are_read_and_others_are_not(folder_of, monkeypatch, kind, o
 @pytest.mark.parametrize(
     ("stored", "dtype"), [(ml_dtypes.bfloat16, None), (np.float32, np.float16), (ml_dtypes.bfloat16, np.float32)]
 )
-def test_of_every_dtype(folder_of, monkeypatch, kind, stored, dtype):
-    assert_own(folder_of, monkeypatch, kind, OWN[2], stored, dtype)
+def test_own_experts_of_every_dtype(folder_of, kind, stored, dtype):
+    assert_own(folder_of, kind, OWN[2], stored, dtype)
 
 
-def assert_own(folder_of, monkeypatch, kind, own, stored, dtype):
-    """Numbers, zeros and bytes read, beside a whole read."""
+def assert_own(folder_of, kind, own, stored, dtype):
+    """Compare the numbers, zeros and bytes read with those of a whole read."""
     found, fields = file_of(kind, stored)
     folder = folder_of(found, r=R, **fields)
     whole = Adapter.from_pretrained(folder, dtype=dtype)
     file = folder / "adapter_model.safetensors"
-    expected, times = wanted(file, kind, own), counted(monkeypatch, file)
-    part = read(folder, own, dtype=dtype)
+    expected = wanted(file, kind, own)
+    with pytest.MonkeyPatch.context() as patch:
+        times = counted(patch, file)
+        part = read(folder, own, dtype=dtype)
     np.testing.assert_array_equal(times, expected)
     assert list(part.modules) == list(whole.modules)
     seen = set()
@@ -171,14 +169,15 @@ def assert_own(folder_of, monkeypatch, kind, own, stored, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_left_out_is_read_as_ever(folder_of, monkeypatch, kind):
-    """Also where `check` of a user returns something, which means nothing."""
+def test_a_read_without_shares_reads_every_byte_once(folder_of, kind):
+    """The return value of a user's `check` is ignored."""
     found, fields = file_of(kind)
     folder = folder_of(found, r=R, **fields)
-    times = counted(monkeypatch, folder / "adapter_model.safetensors")
-    whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
-    with open_adapter(resolve(folder)) as opened:
-        again = opened.read({})
+    with pytest.MonkeyPatch.context() as patch:
+        times = counted(patch, folder / "adapter_model.safetensors")
+        whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
+        with open_adapter(resolve(folder)) as opened:
+            again = opened.read({})
     assert times.max() == 2
     assert times.sum() == 2 * sum(array.nbytes for array in found.values())
     for name, module in whole.modules.items():
@@ -200,8 +199,8 @@ def spoilt(kind, half, value, expert):
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("half", "value"), thinned(list(itertools.product("ab", [np.nan, 1e6])), 0, 3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_own_experts_are_looked_at_and_of_others_not(folder_of, kind, half, value):
-    """NaN, and what float16 cannot hold."""
+def test_numbers_of_own_experts_are_checked_and_of_others_not(folder_of, kind, half, value):
+    """The values are NaN and one too large for float16."""
     own = OWN[2]
     for expert in range(E):
         found, fields = spoilt(kind, half, value, expert)
@@ -209,44 +208,40 @@ def test_numbers_of_own_experts_are_looked_at_and_of_others_not(folder_of, kind,
         folder = folder_of(found, r=R, name=f"adapter{expert}", **fields)
         shared = kind == f"shared {half.upper()}"
         if not bad:
-            assert shared  # the factor that all share is the first one's
+            assert shared  # the shared factor belongs to expert 0
             assert expert > 0
         elif shared or any(expert in some for some in own):
-            what = r"\(float32\) holds values too large for float16" if value == 1e6 else "holds NaN or infinity"
-            with pytest.raises(AdapterFormatError, match=f"tensor '{bad[0]}' {what}"):
+            message = r"\(float32\) holds values too large for float16" if value == 1e6 else "holds NaN or infinity"
+            with pytest.raises(AdapterFormatError, match=f"tensor '{bad[0]}' {message}"):
                 read(folder, own, dtype=np.float16)
         else:
             read(folder, own, dtype=np.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_changes_while_some_of_it_is_read(folder_of, monkeypatch, kind):
+def test_a_file_that_changes_during_a_partial_read_is_refused(folder_of, kind):
     found, fields = file_of(kind)
     folder = folder_of(found, r=R, **fields)
-    file, original = folder / "adapter_model.safetensors", StableFile.read_into
-    begin, changed = 8 + int.from_bytes(file.read_bytes()[:8], "little"), []
+    file = folder / "adapter_model.safetensors"
 
-    def read_into(self, offset, buffer):
-        if offset >= begin and not changed:
-            changed.append(offset)
+    def change_and_read():
+        with open_adapter(resolve(folder)) as opened:
             file.write_bytes(file.read_bytes()[:-8] + bytes(8))
             os.utime(file, (1, 1))
-        return original(self, offset, buffer)
+            opened.read(shares(opened.shapes, OWN[0]))
 
-    monkeypatch.setattr(StableFile, "read_into", read_into)
     with pytest.raises(AdapterFormatError, match="changed while it was read"):
-        read(folder, OWN[0])
-    assert changed
+        change_and_read()
 
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory the process has from Linux")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from Linux")
 @pytest.mark.parametrize("kind", ["each", "three axes", "flat", "grouped"])
-def test_memory_is_that_of_own_experts(tmp_path, monkeypatch, kind):
-    """An eighth of 64 MB, read by one thread: what is kept, and at the worst moment a piece on top."""
+def test_memory_is_proportional_to_the_own_experts(tmp_path, kind):
+    """One thread reads an eighth of 64 MB. The peak is the result and one piece."""
     experts, rank, size = 64, 8, 32 << 10  # half a megabyte a factor
     a, b = np.ones((experts, rank, size), np.uint16), np.ones((experts, size, rank), np.uint16)
     a, b = (array.view(ml_dtypes.bfloat16) for array in (a, b))
@@ -265,18 +260,11 @@ def test_memory_is_that_of_own_experts(tmp_path, monkeypatch, kind):
     (tmp_path / "adapter_model.safetensors").write_bytes(save(tensors(modules)))
     del modules, a, b
     own = tuple(range(e, e + 1) for e in range(3, experts, 8))  # each on large pages of its own, if there were any
-    marks, original = [], StableFile.read_into
-
-    def read_into(self, offset, buffer):
-        original(self, offset, buffer)
-        marks.append(resident())
-
-    monkeypatch.setattr(StableFile, "read_into", read_into)
-    read(tmp_path, own)  # so that all code and buffers are there
-    marks.clear()
+    read(tmp_path, own)  # loads all code and buffers
     gc.collect()
-    before = resident()
-    adapter = read(tmp_path, own)
+    before, marks = resident(), []
+    with before_each_read(lambda offset, size: marks.append(resident())):
+        adapter = read(tmp_path, own)
     share = adapter.nbytes // experts * 8
     assert share == 8 << 20
     assert len(marks) > 8

@@ -1,8 +1,6 @@
 """The first key in file order that matches, against PEFT's rule written with plain `re`."""
 
-import gc
 import re
-import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -90,7 +88,7 @@ def test_classes_beyond_ascii():
     assert lookup([r"[q]", "é"], ["é", "x.é"]) == {"é": 1, "x.é": 1}
 
 
-def test_out_of_time(monkeypatch):
+def test_keys_that_take_too_long_are_refused(monkeypatch):
     monkeypatch.setattr(source, "_MAX_SECONDS", -1.0)
     with pytest.raises(AdapterMismatchError, match="here: its keys take over"):
         lookup(["q[a]"], ["q"])
@@ -108,20 +106,13 @@ def test_expressions_are_limited_and_names_are_not():
 
 
 @pytest.mark.parametrize("key", ["{}", "^{}"])
-def test_an_adapter_that_names_every_projection_of_all_experts(key):
+def test_keys_for_every_projection_of_all_experts_stay_within_the_time_limit(key):
+    """`lookup` raises after 20 s, which a search of every key for every module would take."""
     modules = [
         f"model.layers.{layer}.mlp.experts.{expert}.{name}"
         for layer in range(58)
         for expert in range(256)
         for name in ("gate_proj", "up_proj", "down_proj")
     ]
-    gc.collect()
-    gc.freeze()
-    try:
-        start = time.process_time()
-        found = lookup([key.format(re.escape(module)) for module in modules], modules)
-        taken = time.process_time() - start
-    finally:
-        gc.unfreeze()
+    found = lookup([key.format(re.escape(module)) for module in modules], modules)
     assert list(found.values()) == list(range(44_544))
-    assert taken < 1

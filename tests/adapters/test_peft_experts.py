@@ -61,7 +61,7 @@ CONFIGS = {
 
 
 def served(folder, model):
-    """{parameter: {expert: delta [out, in]}} by plain loops over what the reader gave."""
+    """Return {parameter: {expert: delta [out, in]}}, computed by plain loops over the adapter that was read."""
     base = dict(model.named_parameters())
     found = {}
     for name, module in Adapter.from_pretrained(folder).modules.items():
@@ -109,7 +109,7 @@ def test_target_parameters(tmp_path, family, fields):
         for e, delta in deltas.items():
             np.testing.assert_allclose(delta, wanted[name][e], rtol=0, atol=1e-6)
 
-    # What is written from it gives PEFT the same model.
+    # PEFT gives the same model from the saved adapter.
     Adapter.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours", autocast_adapter_dtype=False).eval()
     tokens = torch.arange(12).reshape(2, 6)
@@ -118,7 +118,7 @@ def test_target_parameters(tmp_path, family, fields):
 
 
 def test_experts_targeted_by_mixtrals_old_names(tmp_path):
-    """PEFT turns w1, w2, w3 and the gate into parameters, fuses two of them at twice the rank, and says so."""
+    """PEFT turns w1, w2, w3 and the gate into parameters, fuses two of them at twice the rank, and warns."""
     torch.manual_seed(0)
     base = mixtral(12).eval()
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["w1", "w2", "w3", "gate", "q_proj"])

@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError
 
-# PEFT announces through warnings what it saves beside LoRA.
+# PEFT warns when it saves more than LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -183,7 +183,7 @@ def test_tied_adapters(tmp_path, targets):
 
 
 @pytest.mark.parametrize("task", ["CAUSAL_LM", None])
-def test_what_is_saved_opens_with_auto_peft_model(tmp_path, task):
+def test_saved_adapters_open_with_auto_peft_model(tmp_path, task):
     """`AutoPeftModel` finds the base model by the configuration alone: name, revision, task or class."""
     base = llama()
     base.save_pretrained(tmp_path / "base")

@@ -1,5 +1,6 @@
-"""Where an adapter is found, and what is refused before a file is opened. No network: the download is replaced."""
+"""Adapters are found in folders and on the hub, and bad paths are refused. A stand-in replaces the download."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -18,18 +19,11 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageErro
 
 
 @pytest.fixture
-def no_hub(monkeypatch):
-    def download(*args, **kwargs):
-        pytest.fail(f"the hub was asked for {args}")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", download)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-
-
-@pytest.fixture
 def hub(monkeypatch):
-    """Records calls; `hub.answer` has the files, or is the error to raise, `hub.weights` those of weights alone."""
+    """Replace Hugging Face's client and record its calls.
+
+    `hub.answer` is the folder of the files or the error to raise; `hub.weights` is that of the weights, if it differs.
+    """
     state = types.SimpleNamespace(calls=[], answer=None, weights=None, files=[], urls=[], away=None)
 
     def download(repo_id, filename, *, revision, local_files_only):
@@ -52,10 +46,17 @@ def hub(monkeypatch):
         if state.away is not None:
             raise state.away
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", files)
+    replaced = {"hf_hub_download": download, "get_hf_file_metadata": metadata, "list_repo_files": files}
+    for name, function in replaced.items():
+        monkeypatch.setattr(huggingface_hub, name, function)
     return state
+
+
+@pytest.fixture
+def no_hub(hub):
+    """Fail if the hub is reached."""
+    yield
+    assert (hub.calls, hub.urls) == ([], [])
 
 
 def test_local_folder(folder_of, no_hub):
@@ -65,16 +66,16 @@ def test_local_folder(folder_of, no_hub):
     assert Adapter.from_pretrained(str(folder), name="other").name == "other"
 
 
-def test_home(folder_of, monkeypatch, no_hub):
+def test_tilde_is_the_home_folder(folder_of, monkeypatch, no_hub):
     folder = folder_of(name="sql")
     monkeypatch.setenv("HOME", str(folder.parent))
     assert Adapter.from_pretrained("~/sql").name == "sql"
 
 
-def test_relative_folder_beats_the_hub(folder_of, monkeypatch, no_hub):
+def test_a_relative_folder_precedes_the_hub(folder_of, no_hub):
     folder = folder_of(name="sql")
-    monkeypatch.chdir(folder.parent.parent)
-    assert Adapter.from_pretrained(f"{folder.parent.name}/sql").name == "sql"
+    with contextlib.chdir(folder.parent.parent):
+        assert Adapter.from_pretrained(f"{folder.parent.name}/sql").name == "sql"
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_relative_folder_beats_the_hub(folder_of, monkeypatch, no_hub):
         *("öwner/name", "owner/name\n", "owner/\x1b[31mname", "-o/name", "owner/" + "x" * 200),
     ],
 )
-def test_neither_a_folder_nor_a_repo(path, no_hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # with no neighbours that relative paths could name
-    with pytest.raises(AdapterNotFoundError, match="does not exist, and is not a Hugging Face repo id"):
+def test_neither_a_folder_nor_a_repo(path, no_hub, tmp_path):
+    message = "does not exist, and is not a Hugging Face repo id"
+    with contextlib.chdir(tmp_path), pytest.raises(AdapterNotFoundError, match=message):
         resolve(path, "sql")
 
 
@@ -114,36 +115,36 @@ def test_options_of_the_wrong_kind(folder_of, options):
         Adapter.from_pretrained(folder_of(), **options)
 
 
-def test_a_file(folder_of, no_hub):
+def test_a_path_to_a_file_is_refused(folder_of, no_hub):
     file = folder_of() / "adapter_config.json"
     with pytest.raises(AdapterFormatError, match="is a file; expected the folder"):
         resolve(file, "sql")
 
 
-def test_hub(folder_of, hub):
+def test_a_repo_of_the_hub(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     adapter = Adapter.from_pretrained("org/sql-lora", revision="v2")
     assert adapter.name == "sql-lora"
-    # The weights of the commit that the configuration is of.
+    # The weights come from the commit of the configuration.
     assert hub.calls == [
         ("org/sql-lora", "adapter_config.json", "v2", False),
         ("org/sql-lora", "adapter_model.safetensors", "snapshot", False),
     ]
 
 
-def test_a_hub_that_is_away_is_not_asked_for_files(folder_of, hub):
-    """It takes minutes to give up. What is in the cache is served."""
-    hub.answer, hub.away = folder_of(name="snapshot"), TimeoutError("it does not answer")
+def test_files_come_from_the_cache_alone_if_the_hub_is_away(folder_of, hub):
+    """A download would time out after minutes."""
+    hub.answer, hub.away = folder_of(name="snapshot"), TimeoutError("no response")
     assert Adapter.from_pretrained("org/sql-lora").rank == 4
     assert {call[3] for call in hub.calls} == {True}
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (hub.answer / name).unlink()
-        with pytest.raises(AdapterNotFoundError, match=r"could not be fetched.*it does not answer"):
+        with pytest.raises(AdapterNotFoundError, match=r"could not be fetched.*no response"):
             Adapter.from_pretrained("org/sql-lora", revision="v2")
     assert hub.urls[-1].endswith("/org/sql-lora/resolve/v2/adapter_config.json")
 
 
-def test_a_commit_in_the_cache_is_not_asked_for(folder_of, hub):
+def test_a_cached_commit_needs_no_connection(folder_of, hub):
     hub.answer, commit = folder_of(name="snapshot"), "0123456789" * 4
     assert Adapter.from_pretrained("org/sql-lora", revision=commit).rank == 4
     assert hub.urls == []
@@ -154,7 +155,7 @@ def test_a_commit_in_the_cache_is_not_asked_for(folder_of, hub):
     assert len(hub.urls) == 1
 
 
-def test_a_hub_that_goes_away_between_the_files(folder_of, hub):
+def test_a_connection_lost_between_the_files_is_reported(folder_of, hub):
     hub.answer, hub.weights = folder_of(name="snapshot"), LocalEntryNotFoundError("no connection")
     with pytest.raises(AdapterNotFoundError, match="could not be fetched"):
         Adapter.from_pretrained("org/sql-lora")
@@ -170,7 +171,7 @@ def test_a_hub_that_goes_away_between_the_files(folder_of, hub):
         ValueError("anything"),
     ],
 )
-def test_hub_out_of_reach(hub, error):
+def test_errors_of_the_hub_are_reported_on_one_line(hub, error):
     hub.answer = error
     with pytest.raises(AdapterNotFoundError) as raised:
         Adapter.from_pretrained("org/sql-lora", revision="v2")
@@ -191,14 +192,14 @@ def test_local_only(folder_of, hub):
     with pytest.raises(AdapterNotFoundError, match=r"not in Hugging Face's cache.*local_only forbids") as raised:
         Adapter.from_pretrained("org/sql-lora", local_only=True)
     assert str(raised.value).isprintable()
-    assert {call[3:] for call in hub.calls} == {(True,)}  # and never asked what files the repo has
+    assert {call[3:] for call in hub.calls} == {(True,)}  # the list of files is not fetched
 
 
 def test_local_only_makes_no_connection(monkeypatch, tmp_path):
-    """Hugging Face's own client, with every way to a socket barred."""
+    """Run Hugging Face's own client without a way to a socket."""
 
     def connect(*args, **kwargs):
-        raise AssertionError("the network was asked")
+        raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     monkeypatch.setattr(socket.socket, "connect", connect)
@@ -216,7 +217,7 @@ def test_local_only_of_a_request():
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_a_repo_that_has_a_pickle_only(folder_of, hub, revision):
+def test_a_repo_with_a_pickle_only_is_refused(folder_of, hub, revision):
     hub.answer = folder_of(name="snapshot")
     (hub.answer / "adapter_model.safetensors").unlink()
     hub.files = ["README.md", "adapter_config.json", "adapter_model.bin"]
@@ -233,20 +234,20 @@ def test_a_repo_that_has_a_pickle_only(folder_of, hub, revision):
 
 
 @pytest.mark.parametrize("files", [[], ["adapter_config.json"], ConnectionError("gone")])
-def test_a_repo_without_weights(folder_of, hub, files):
+def test_a_repo_without_weights_is_refused(folder_of, hub, files):
     hub.answer, hub.files = folder_of(name="snapshot"), files
     (hub.answer / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterFormatError, match=r"adapter_model\.safetensors: is missing"):
         Adapter.from_pretrained("org/sql-lora")
 
 
-def test_hub_is_imported_only_when_asked(folder_of, monkeypatch):
+def test_a_local_load_does_not_import_the_hub_client(folder_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it would raise
     assert Adapter.from_pretrained(folder_of()).rank == 4
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_missing_file(folder_of, name):
+def test_a_missing_file_is_refused(folder_of, name):
     folder = folder_of()
     (folder / name).unlink()
     with pytest.raises(AdapterFormatError, match=f"{name}: is missing"):
@@ -255,7 +256,7 @@ def test_missing_file(folder_of, name):
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("relative", [True, False])
-def test_link_out_of_the_folder(folder_of, tmp_path, name, relative):
+def test_a_link_out_of_the_folder_is_refused(folder_of, tmp_path, name, relative):
     folder = folder_of()
     outside = tmp_path / "outside" / name
     outside.parent.mkdir()
@@ -265,14 +266,14 @@ def test_link_out_of_the_folder(folder_of, tmp_path, name, relative):
         Adapter.from_pretrained(folder)
 
 
-def test_link_within_the_folder(folder_of):
+def test_a_link_within_the_folder_is_followed(folder_of):
     folder = folder_of()
     (folder / "adapter_model.safetensors").rename(folder / "step-10.safetensors")
     (folder / "adapter_model.safetensors").symlink_to("step-10.safetensors")
     assert Adapter.from_pretrained(folder).rank == 4
 
 
-def test_folder_that_is_itself_a_link(folder_of, tmp_path):
+def test_a_folder_may_be_a_link(folder_of, tmp_path):
     (tmp_path / "latest").symlink_to(folder_of(), target_is_directory=True)
     assert Adapter.from_pretrained(tmp_path / "latest").name == "latest"
 
@@ -287,13 +288,13 @@ def hub_cache(folder, tmp_path, blobs):
     return snapshot
 
 
-def test_links_of_the_hub_cache(folder_of, tmp_path):
+def test_links_of_the_hub_cache_are_followed(folder_of, tmp_path):
     snapshot = hub_cache(folder_of(), tmp_path, "models--org--sql/blobs")
     assert Adapter.from_pretrained(snapshot).rank == 4
 
 
 @pytest.mark.parametrize("beside", ["models--org--sql/elsewhere", "models--org--sql/refs", "models--org--sql/blobs2"])
-def test_links_of_the_hub_cache_that_lead_outside_blobs(folder_of, tmp_path, beside):
+def test_links_of_the_hub_cache_outside_blobs_are_refused(folder_of, tmp_path, beside):
     snapshot = hub_cache(folder_of(), tmp_path, beside)
     with pytest.raises(AdapterFormatError, match="outside the adapter folder"):
         Adapter.from_pretrained(snapshot)
@@ -319,13 +320,13 @@ def test_blobs_beside_a_folder_that_is_no_snapshot(folder_of, tmp_path):
         Adapter.from_pretrained(tmp_path / "models--org--sql" / "adapters" / "0a1b")
 
 
-def test_links_to_another_repo_of_the_hub_cache(folder_of, tmp_path):
+def test_links_to_another_repo_of_the_hub_cache_are_refused(folder_of, tmp_path):
     snapshot = hub_cache(folder_of(), tmp_path, "models--org--private/blobs")
     with pytest.raises(AdapterFormatError, match="outside the adapter folder"):
         Adapter.from_pretrained(snapshot)
 
 
-def test_link_to_itself(folder_of):
+def test_a_link_to_itself_is_refused(folder_of):
     folder = folder_of()
     (folder / "adapter_config.json").unlink()
     (folder / "adapter_config.json").symlink_to("adapter_config.json")
@@ -334,7 +335,7 @@ def test_link_to_itself(folder_of):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_not_a_regular_file(folder_of, kind):
+def test_folders_and_pipes_are_refused(folder_of, kind):
     folder = folder_of()
     file = folder / "adapter_config.json"
     file.unlink()

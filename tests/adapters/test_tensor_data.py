@@ -1,9 +1,8 @@
-"""Tensors read in runs, parts and pieces: each number where it belongs, and the tensor at fault named."""
+"""Tensors are read in runs, parts and pieces: every number is in its place, and an error names its tensor."""
 
 import io
 import os
 import struct
-import threading
 import time
 import weakref
 from itertools import accumulate, groupby, pairwise
@@ -15,12 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from jlora import _threads
-from jlora.adapters import tensor_data
 from jlora.adapters.files import StableFile
 from jlora.adapters.tensor_data import all_finite, read_tensors
 from jlora.adapters.tensor_file import read_header
 from jlora.errors import AdapterFormatError
+from tests.adapters.reading import before_each_read, reading
 
 DTYPES = [np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 
@@ -33,14 +31,9 @@ def read(folder, tensors, base=(), **options):
 
 
 @pytest.fixture(params=[8, 24, 1 << 19])
-def piece(request, monkeypatch):
-    monkeypatch.setattr(tensor_data, "_PIECE", request.param)
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """Four of them, however little there is to read."""
-    monkeypatch.setattr(_threads, "_WORTHWHILE", 0)
+def piece(request):
+    with reading(request.param):
+        yield
 
 
 def some(seed=0):
@@ -51,7 +44,7 @@ def some(seed=0):
 
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
-def test_every_number(tmp_path, piece, dtype):
+def test_every_number_is_read_and_converted(tmp_path, piece, dtype):
     found = read(tmp_path, some(), dtype=dtype)
     assert found.keys() == some().keys()
     for name, want in some().items():
@@ -75,10 +68,10 @@ def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
 @pytest.mark.parametrize(
     ("whole", "shared"), [(1, [1] * 5), (24, [1] * 5), (25, [2, 2, 1]), (72, [3, 2]), (73, [4, 1]), (121, [5])]
 )
-def test_an_array_is_of_some_size_and_goes_with_the_last_of_its_tensors(tmp_path, monkeypatch, whole, shared):
-    monkeypatch.setattr(tensor_data, "_WHOLE", whole)
+def test_a_shared_array_is_limited_in_size_and_freed_with_its_last_tensor(tmp_path, whole, shared):
     tensors = {f"{i}": np.full((2, 3), i, np.float32) for i in range(5)}  # 24 bytes each
-    found = read(tmp_path, tensors)
+    with reading(whole=whole):
+        found = read(tmp_path, tensors)
     assert [len(list(of)) for _, of in groupby(id(array.base) for array in found.values())] == shared
     for name, array in tensors.items():
         memory = weakref.ref(found[name].base)
@@ -90,7 +83,7 @@ def test_an_array_is_of_some_size_and_goes_with_the_last_of_its_tensors(tmp_path
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 1, 14])
-def test_the_tensor_at_fault(tmp_path, piece, stored, bad, place):
+def test_an_error_names_the_tensor_with_nan_or_infinity(tmp_path, piece, stored, bad, place):
     tensors = {name: -np.abs(array) for name, array in some().items()}
     name = f"{stored.name}.0"
     tensors[name].reshape(-1)[place] = np.asarray(bad, stored)
@@ -101,7 +94,7 @@ def test_the_tensor_at_fault(tmp_path, piece, stored, bad, place):
 
 
 @pytest.mark.parametrize("allow_nonfinite", [False, True])
-def test_too_large_for_the_dtype(tmp_path, piece, allow_nonfinite):
+def test_values_too_large_for_the_dtype_are_refused(tmp_path, piece, allow_nonfinite):
     tensors = {"a": np.ones(6, np.float32), "b": np.ones(6, np.float32), "c": np.ones(6, np.float32)}
     tensors["b"][4] = -1e6
     with pytest.raises(AdapterFormatError, match=r"here: tensor 'b' \(float32\) holds values too large for float16"):
@@ -111,7 +104,6 @@ def test_too_large_for_the_dtype(tmp_path, piece, allow_nonfinite):
 # ---- by several threads
 
 
-@pytest.mark.usefixtures("threads")
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), min_size=1, max_size=2)), min_size=1, max_size=9
@@ -123,98 +115,53 @@ def test_too_large_for_the_dtype(tmp_path, piece, allow_nonfinite):
     base=st.sets(st.integers(0, 8), max_size=2),
 )
 @example(shapes=[(DTYPES[2], [9, 9])] * 3, part=40, piece=16, whole=300, dtype=None, base=set())
-def test_every_number_of_every_part(tmp_path_factory, shapes, part, piece, whole, dtype, base):
+def test_every_number_and_each_byte_once(tmp_path_factory, shapes, part, piece, whole, dtype, base):
     rng = np.random.default_rng(0)
     tensors = {f"{i}": rng.normal(size=shape).astype(stored) for i, (stored, shape) in enumerate(shapes)}
     base = {f"{i}" for i in base} & tensors.keys()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tensor_data, "_PART", part)
-        patched.setattr(tensor_data, "_PIECE", piece)
-        patched.setattr(tensor_data, "_WHOLE", whole)
+    reads = []
+    with (
+        reading(piece, part, whole, threads=True),
+        before_each_read(lambda offset, size: reads.append((offset, offset + size))),
+    ):
         found = read(tmp_path_factory.mktemp("read"), tensors, base, dtype=dtype)
     assert found.keys() == tensors.keys()
     for name, want in tensors.items():
         kept = want.dtype if dtype is None or name in base else dtype
         assert (found[name].dtype, found[name].shape) == (kept, want.shape)
         assert found[name].tobytes() == want.astype(kept).tobytes()
+    reads.sort()
+    assert reads[0][0] == 0
+    assert reads[-1][1] == len(save(tensors))
+    assert all(end == begin for (_, end), (begin, _) in pairwise(reads))
 
 
 def ones(count=6, size=32):
     return {f"{i}": np.ones(size, np.float32) for i in range(count)}
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("part", [64, 128, 200, 1 << 25])
-@pytest.mark.parametrize("piece", [8, 56, 64])
-@pytest.mark.parametrize("whole", [1, 100, 1 << 26])
-def test_no_byte_is_read_twice(tmp_path, monkeypatch, part, piece, whole):
-    reads, original = [], StableFile.read_into
-
-    def read_into(self, offset, buffer):
-        reads.append((offset, offset + len(buffer)))
-        original(self, offset, buffer)
-
-    monkeypatch.setattr(StableFile, "read_into", read_into)
-    monkeypatch.setattr(tensor_data, "_PART", part)
-    monkeypatch.setattr(tensor_data, "_PIECE", piece)
-    monkeypatch.setattr(tensor_data, "_WHOLE", whole)
-    tensors = some()
-    read(tmp_path, tensors)
-    reads.sort()
-    assert all(end == begin for (_, end), (begin, _) in pairwise(reads))
-    assert reads[0][0] == 0
-    assert reads[-1][1] == len(save(tensors))
-
-
-def slow_at_first(monkeypatch, reads, begins, seconds=0.05):
-    """Reads before byte `begins` take long, so that what comes behind them is looked at first; `reads`: who read."""
-    original = StableFile.read_into
-
-    def read_into(self, offset, buffer):
-        reads.append(threading.current_thread())
-        if 8 < offset < begins:
-            time.sleep(seconds)
-        original(self, offset, buffer)
-
-    monkeypatch.setattr(StableFile, "read_into", read_into)
-
-
-def test_several_threads_read_where_it_is_much(tmp_path, threads, monkeypatch):
-    reads = []
-    slow_at_first(monkeypatch, reads, 1 << 30)
-    monkeypatch.setattr(tensor_data, "_PART", 128)
-    read(tmp_path, ones())
-    assert len(set(reads)) >= _threads._MOST
-    reads.clear()
-    monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128 + 1)
-    read(tmp_path, ones())
-    assert set(reads) == {threading.current_thread()}
-    reads.clear()
-    monkeypatch.setattr(_threads, "_WORTHWHILE", 6 * 128)
-    read(tmp_path, ones())
-    assert len(set(reads)) >= _threads._MOST
-
-
 @pytest.mark.parametrize("part", [64, 128, 136, 192])
 @pytest.mark.parametrize("kind", ["not finite", "too large"])
-@pytest.mark.parametrize("place", [0, 15, 16, 31])  # at both sides of where parts meet
-def test_the_first_at_fault_is_named_though_others_are_found_first(tmp_path, threads, monkeypatch, part, kind, place):
+@pytest.mark.parametrize("place", [0, 15, 16, 31])  # on both sides of the border of two parts
+def test_the_first_wrong_tensor_is_named_although_a_later_read_ends_first(tmp_path, part, kind, place):
     tensors = ones()
     for name in ("2", "3", "4", "5"):
         tensors[name][place] = np.nan if kind == "not finite" else -1e6
-    monkeypatch.setattr(tensor_data, "_PART", part)
-    header = len(save(tensors)) - 6 * 128
-    slow_at_first(monkeypatch, [], header + 3 * 128)
-    what = "holds NaN or infinity" if kind == "not finite" else r"\(float32\) holds values too large for float16"
-    with pytest.raises(AdapterFormatError, match=f"here: tensor '2' {what}"):
+    begin = len(save(tensors)) - 6 * 128  # of the tensors
+    message = "holds NaN or infinity" if kind == "not finite" else r"\(float32\) holds values too large for float16"
+    with (
+        reading(part=part, threads=True),
+        before_each_read(lambda offset, size: time.sleep(0.05 if 8 < offset < begin + 3 * 128 else 0)),
+        pytest.raises(AdapterFormatError, match=f"here: tensor '2' {message}"),
+    ):
         read(tmp_path, tensors, dtype=np.dtype(np.float16) if kind == "too large" else None)
 
 
-@pytest.mark.usefixtures("threads")
-def test_nobody_can_write_what_was_read(tmp_path, monkeypatch):
-    """Views of one array in a cache of adapters: a number changed in one would be another's."""
-    monkeypatch.setattr(tensor_data, "_PART", 128)
-    for array in read(tmp_path, ones(), base=["3"], dtype=np.dtype(np.float16)).values():
+def test_arrays_cannot_be_written(tmp_path):
+    """Adapters in the cache are views of one array, so a write to one could change another."""
+    with reading(part=128, threads=True):
+        found = read(tmp_path, ones(), base=["3"], dtype=np.dtype(np.float16))
+    for array in found.values():
         for view in (array, array.view(), array[1:], array.reshape(4, 8).T, array.base):
             assert not view.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
@@ -225,17 +172,15 @@ def test_nobody_can_write_what_was_read(tmp_path, monkeypatch):
 
 
 class SlowSeek(io.FileIO):
-    """Time for other threads between going to a place and reading there."""
+    """Leave time for other threads between a seek and the read."""
 
     def seek(self, *place):
         super().seek(*place)
         time.sleep(0.002)
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("most", [1, 3, None])
-def test_reads_that_give_less_and_systems_without_them(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(tensor_data, "_PART", 128)
+def test_short_reads_and_systems_without_positioned_reads(tmp_path, monkeypatch, most):
     if most is None:
         monkeypatch.delattr(os, "preadv")
         monkeypatch.setattr(os, "fdopen", lambda fd, mode, buffering: SlowSeek(fd, mode))
@@ -243,7 +188,9 @@ def test_reads_that_give_less_and_systems_without_them(tmp_path, monkeypatch, mo
         original = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:most]], at))
     tensors = {name: np.full(32, int(name), np.float32) for name in ones()}
-    assert all((found == int(name)).all() for name, found in read(tmp_path, tensors).items())
+    with reading(part=128, threads=True):
+        found = read(tmp_path, tensors)
+    assert all((array == int(name)).all() for name, array in found.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,13 +202,13 @@ def test_extremes_are_finite(dtype):
 
 
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=6), st.sampled_from(["float16", "bfloat16"]))
-def test_all_bits_of_short_floats(bits, name):
+def test_finiteness_of_short_floats(bits, name):
     array = np.array(bits, np.uint16).view(np.dtype(getattr(ml_dtypes, name, np.float16)))
     assert all_finite(array) == bool(np.isfinite(array.astype(np.float64)).all())
 
 
 @given(st.lists(st.floats(width=64), max_size=6))
-def test_all_bits_of_doubles(numbers):
+def test_finiteness_of_doubles(numbers):
     assert all_finite(np.array(numbers)) == all(abs(n) < float("inf") for n in numbers)
     singles = [struct.unpack("<f", struct.pack("<I", hash(n) & 0xFFFFFFFF))[0] for n in numbers]
     assert all_finite(np.array(singles, np.float32)) == all(abs(n) < float("inf") for n in singles)

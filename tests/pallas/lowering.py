@@ -1,4 +1,4 @@
-"""Lowering for an accelerator that this machine lacks, and what a GPU's compiler says of its kernels."""
+"""Lowering for an accelerator that this machine lacks, and the shared memory of compiled GPU kernels."""
 
 import re
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda"
 
 
 def for_h200() -> AbstractContextManager[None]:
-    """What is lowered for CUDA inside is for an H200."""
+    """Make an H200 the target of lowering for CUDA inside the block."""
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200))
 
 
@@ -25,9 +25,9 @@ def lowered_text(run, args, platform: str) -> str:
 
 
 def shared_memory(lowered: jax.stages.Lowered, folder: Path) -> dict[str, int]:
-    """Compiles for a GPU and returns the bytes of shared memory of every kernel, by name.
+    """Compile for a GPU and return the bytes of shared memory of each kernel, by name.
 
-    No attribute of a compiled program tells them. XLA lists its launches in a dump, "lora_shrink grid: [264, 1, 1]
+    A compiled program has no attribute for them. XLA lists its launches in a dump, "lora_shrink grid: [264, 1, 1]
     threads: [128, 1, 1]  shared_memory: 65536 bytes" (JAX 0.11.2).
     """
     lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})

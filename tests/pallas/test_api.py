@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 from functools import partial
 
 import chex
@@ -12,11 +11,12 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gpus, gradients, xla
+from jlora.pallas import api, gradients, xla
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.plan import make_plan
 from jlora.pallas.triton import lora as triton
 from tests import oracle
+from tests.compiled import compiled_programs
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
@@ -50,33 +50,33 @@ def test_the_program_shows_which_backend_runs(backend, platform, kernel):
 @pytest.mark.parametrize(
     ("where", "platform", "kernel"), [("gpu", "cuda", "triton"), ("tpu", "tpu", "tpu_custom_call")]
 )
-def test_auto_follows_the_platform(monkeypatch, where, platform, kernel):
-    monkeypatch.setattr(api, "platform", lambda: where)
+def test_auto_follows_the_platform(default_device, where, platform, kernel):
+    default_device(platform=where)
     assert kernel in lowered("auto", platform)
 
 
-def test_auto_takes_xla_where_the_kernels_cannot_and_a_named_backend_says_why(monkeypatch):
-    monkeypatch.setattr(api, "platform", lambda: "gpu")
+def test_auto_falls_back_to_xla_and_a_named_backend_raises(default_device):
+    default_device()
     assert "triton" not in lowered("auto", "cuda", rank=600)
     with pytest.raises(LoRAError, match=r"add_lora: backend 'triton' takes ranks up to 512, but R is 600"):
         lowered("triton", "cuda", rank=600)
 
 
-def test_auto_tells_once_for_every_reason_and_shape(monkeypatch, caplog):
-    monkeypatch.setattr(api, "platform", lambda: "gpu")
+def test_auto_logs_each_reason_and_shape_once(default_device, caplog):
+    default_device()
     for rank in (601, 602, 601, 601):
         lowered("auto", "cuda", rank=rank)
-    told = [record for record in caplog.records if record.name == "jlora"]
-    assert len(told) == 2
-    text = told[0].getMessage()
+    records = [record for record in caplog.records if record.name == "jlora"]
+    assert len(records) == 2
+    text = records[0].getMessage()
     for part in ("add_lora: backend 'auto' takes 'xla' for x bfloat16[16, 128]", "a bfloat16[4, 1, 601, 128]", "512"):
         assert part in text
     lowered("auto", "cuda", rank=16)
     assert len([record for record in caplog.records if record.name == "jlora"]) == 2
 
 
-def test_a_gpu_that_cannot_says_so(monkeypatch):
-    monkeypatch.setattr(gpus, "default_device", lambda: types.SimpleNamespace(device_kind="Tesla T4", platform="gpu"))
+def test_unsupported_reason_names_a_gpu_that_is_too_old(default_device):
+    default_device("Tesla T4")
     struct = jax.ShapeDtypeStruct
     args = [struct(s, jnp.float32) for s in ((64, 8), (64, 16), (2, 1, 8, 16), (2, 8, 8))]
     assert "compute capability 8.0 or newer, which tesla_t4 is not" in api.unsupported_reason(
@@ -211,4 +211,4 @@ def test_one_compilation_serves_every_mix(backend):
     for ids in mixes:
         got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), ranks)
         close(got, oracle.add_lora(base, x, ids.astype(int), a, b, [24, 8]), 1e-5)
-    assert run._cache_size() == 1
+    assert compiled_programs(run) == 1

@@ -1,7 +1,6 @@
 """LoRA of experts as plain functions: rows by an index, sums over a token's experts, plans of thousands of groups."""
 
 import itertools
-import time
 from functools import partial
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import moe
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.tiles import GPUTiles
 from jlora.pallas.triton import fused as triton_fused
@@ -200,13 +198,11 @@ def test_a_plan_of_thousands_of_groups_is_as_any_other():
     check(jax.jit(partial(ops.make_plan, num_groups=8192, tile_m=16, max_active=40))(jnp.asarray(few)), few, 8192)
 
 
-def test_a_large_plan_takes_no_time_that_grows_with_pairs_of_rows():
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 8192, 32768))
-    plan = jax.jit(partial(ops.make_plan, num_groups=8192)).lower(ids).compile()
-    jax.block_until_ready(plan(ids))
-    start = time.perf_counter()
-    jax.block_until_ready(plan(ids))
-    assert time.perf_counter() - start < 0.5  # 0.03 s; comparing all pairs takes 2.9 s
+def test_a_large_plan_does_not_compare_all_pairs_of_rows():
+    rows = 32768
+    make = jax.jit(partial(ops.make_plan, num_groups=8192))
+    cost = make.lower(jax.ShapeDtypeStruct((rows,), jnp.int32)).compile().cost_analysis()
+    assert 0 < cost["flops"] < rows * rows / 10
 
 
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
@@ -236,7 +232,7 @@ def test_the_plan_of_experts(tokens, k, slots, experts, rank, n_in, sizes):
         ({"tile_m": 0}, "at least 1"),
     ],
 )
-def test_plan_experts_says_what_does_not_fit(changed, message):
+def test_plan_experts_refuses_wrong_shapes(changed, message):
     four = jnp.zeros(4, jnp.int32)
     args = {"slot_ids": jnp.zeros(2, jnp.int32), "tokens": four, "experts": four, "num_slots": 2, "num_experts": 3}
     with pytest.raises(LoRAError, match=message):
@@ -260,7 +256,7 @@ def test_the_kernels_make_the_same_plan(rows, groups, tile_m, most, pairwise):
         )
 
     random = np.random.default_rng(rows).integers(0, groups + 1, rows)
-    for ids in (random, np.sort(random), np.full(rows, groups)):  # of the last, nobody has a group
+    for ids in (random, np.sort(random), np.full(rows, groups)):  # in the last no row has a group
         got, want, order = plans(jnp.asarray(ids, jnp.int32))
         jax.tree.map(np.testing.assert_array_equal, got, want)
         np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
@@ -315,7 +311,7 @@ def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
     dirty["b"] = jnp.where(unused, jnp.nan, d["b"])
     np.testing.assert_array_equal(run(d | dirty), got)
     ranks = np.asarray(d["ranks"])[np.maximum(d["group"], 0)] * (np.asarray(d["group"]) >= 0)[:, None]
-    none = np.repeat(ranks == 0, sizes, axis=1)  # [M, N]: what no adapter touches
+    none = np.repeat(ranks == 0, sizes, axis=1)  # [M, N]: not changed by an adapter
     np.testing.assert_array_equal(np.asarray(got)[none].view(np.uint32), np.asarray(d["base"])[none].view(np.uint32))
 
 
@@ -340,11 +336,12 @@ SUM = GPUTiles(block_k=16, block_n=16, programs=3, stages=1)
 SOME = thinned(SHAPES, 1)
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tile_m", [16, 32])  # with 32 one product spans all experts of a slot, if k > 1
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SOME)
-def test_triton_sums_over_the_experts_of_a_token(monkeypatch, tokens, k, slots, experts, rank, n_in, sizes, wide):
-    monkeypatch.setattr(triton_moe, "side_by_side", lambda *_: wide)
-    d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0], tile_m=16)
+def test_triton_sums_over_the_experts_of_a_token(tokens, k, slots, experts, rank, n_in, sizes, tile_m):
+    d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0], tile_m=tile_m)
+    wide = triton_moe.side_by_side(d["plan"], d["token_plan"], rank, k)
+    assert wide == (tile_m == 32 and k > 1)
     d["base"] = minus_zero(d["base"])
     d["rows"] = np.array(d["rows"])
     d["rows"][::2, 0] = -1
@@ -357,7 +354,7 @@ def test_triton_sums_over_the_experts_of_a_token(monkeypatch, tokens, k, slots, 
 
     got = run(d)
     close(got, oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"]), 2e-6)
-    unused = (np.asarray(d["ranks"]) == 0)[..., None]  # what was never written goes nowhere
+    unused = (np.asarray(d["ranks"]) == 0)[..., None]  # unwritten values have no effect
     dirty = {
         name: np.where(where, np.float32(np.nan), d[name]) for name, where in (("a", unused[..., None]), ("b", unused))
     }
@@ -375,9 +372,8 @@ REAL = [(2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 14336, 8, 2)]  # hidden
 
 @pytest.mark.parametrize(("tokens", "slots"), [(8, 64), (8192, 8)])
 @pytest.mark.parametrize(("hidden", "inner", "experts", "k"), thinned(REAL, 1))
-def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
-    monkeypatch.setattr(moe, "platform", lambda: "gpu")
-    monkeypatch.setattr("jlora.pallas.tiles.platform", lambda: "gpu")
+def test_lowers_for_cuda(default_device, hidden, inner, experts, k, tokens, slots):
+    default_device()
     groups, rank, pairs = slots * experts, 16, tokens * k
     ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((tokens, k), (tokens,))]
     shapes = [
@@ -404,10 +400,9 @@ def test_lowers_for_cuda(monkeypatch, hidden, inner, experts, k, tokens, slots):
     assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)
 
 
-def test_gradients_of_the_sum_are_those_of_xla(monkeypatch):
+def test_gradients_of_the_sum_equal_those_of_xla(interpret):
     d = combine_problem(4, 9, 3, 2, 4, 5, 6, 7, tile_m=16)
-    run = triton_moe.combine_lora
-    monkeypatch.setattr(triton_moe, "combine_lora", partial(run, tiles=(TILES, SUM), interpret=interpret_of("triton")))
+    calls = interpret(combine_lora=(TILES, SUM))
 
     def loss(backend, base, x, a, b, weights):
         changed = {"base": base, "x": x, "a": a, "b": b, "weights": weights, "backend": backend}
@@ -415,6 +410,7 @@ def test_gradients_of_the_sum_are_those_of_xla(monkeypatch):
 
     operands = [d[n] for n in ("base", "x", "a", "b", "weights")]
     got, want = (jax.jit(jax.grad(partial(loss, backend), range(5)))(*operands) for backend in ("triton", "xla"))
+    assert "combine_lora" in calls
     for one, other in zip(got, want, strict=True):
         close(one, np.asarray(other, np.float64), 1e-5)
 
@@ -451,7 +447,7 @@ def test_gradients_follow_the_index():
         ({"x": jnp.zeros((8, 6))}, "say with x_rows"),
     ],
 )
-def test_add_lora_says_what_does_not_fit(changed, message):
+def test_add_lora_refuses_wrong_shapes(changed, message):
     d = combine_problem(0, 8, 3, 2, 4, 5, 6, 7)
     args = {"x": jnp.zeros((8, 6)), "x_rows": d["token"]} if "x" not in changed else {}
     with pytest.raises(LoRAError, match=message):
@@ -474,6 +470,6 @@ def test_add_lora_says_what_does_not_fit(changed, message):
         ({"backend": "mosaic_tpu", "x": jnp.zeros((24, 6), jnp.float16)}, "backend 'mosaic_tpu' takes bfloat16"),
     ],
 )
-def test_combine_lora_says_what_does_not_fit(changed, message):
+def test_combine_lora_refuses_wrong_shapes(changed, message):
     with pytest.raises(LoRAError, match=message):
         combine(combine_problem(0, 8, 3, 2, 4, 5, 6, 7), **changed)

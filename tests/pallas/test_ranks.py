@@ -1,6 +1,6 @@
-"""What lies past a rank, rounded up to 16, never reaches a result or a gradient: NaN is put there.
+"""Values past a rank, rounded up to 16, never reach a result or a gradient.
 
-The oracle is given the same factors with zeros there.
+The factors hold NaN there. The oracle's factors hold zeros there.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ MOSAIC = pytest.param("mosaic_tpu", marks=pytest.mark.device("tpu"))
 
 @pytest.fixture(autouse=True)
 def interpreted(request):
-    """The others' kernels are interpreted here: what XLA's optimisations make of that, nobody runs."""
+    """Compile interpreted kernels quickly, because users never run them."""
     if "backend" in request.fixturenames and request.getfixturevalue("backend") != "xla":
         request.getfixturevalue("quickly_compiled")
 
@@ -98,7 +98,7 @@ def test_shrink(poisoned, backend):
 @pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 @pytest.mark.parametrize("with_base", thinned([True, False], 0))
 def test_expand(poisoned, backend, with_base):
-    """As an embedding calls it: h is gathered from the slot arrays, so it holds what they hold past the rank."""
+    """Call it as an embedding does. h is gathered from the slot arrays, with their values past the rank."""
     base, x, a, b, _, bad_b, plan, ranks = poisoned
     group = np.where((IDS >= 0) & (IDS < 4), IDS, 0)
     h = np.einsum("mk,mnrk->nmr", x, np.asarray(a)[group])
@@ -142,7 +142,7 @@ def test_gradients(poisoned, backend):
 
 @pytest.mark.parametrize("backend", [XLA, TRITON])
 def test_gradients_of_expand(poisoned, backend):
-    """dh at and past the rank is zero, and dh and db below it do not know what lies past it."""
+    """dh from the rank on is zero, and dh and db below it do not depend on values past it."""
     base, x, a, b, _, bad_b, plan, ranks = poisoned
     h = xla.shrink(x, a, plan, ranks=ranks)
     row_ranks = np.asarray(ranks)[np.where((IDS >= 0) & (IDS < 4), IDS, 0)].T
@@ -161,11 +161,21 @@ def test_gradients_of_expand(poisoned, backend):
         np.testing.assert_array_equal(got, want)
 
 
-def test_an_empty_tile_adds_nothing_to_a_gradient():
-    """Tiles without rows carry group 0, whose sum they are no part of, whatever they hold."""
+@pytest.mark.parametrize("backend", [XLA, TRITON])
+def test_groups_without_rows_have_zero_gradients(backend):
+    """Includes group 0, which tiles without rows refer to."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 5), (4, 6), (3, 1, 2, 6), (3, 2, 5)
+    base, x, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     plan = api.make_plan(jnp.array([1, 1, 1, 7]), num_groups=3, tile_m=2)
-    used = int(plan.tiles_used[0])
-    assert plan.num_tiles > used == 2
-    ones = jnp.ones((plan.num_tiles, 2))
-    got = gradients._sum_by_group(lambda tile: tile.sum(keepdims=True), (3, 1), plan, ones)
-    np.testing.assert_array_equal(np.asarray(got)[:, 0], [0, 2 * used, 0])
+    assert plan.num_tiles > int(plan.tiles_used[0])
+    ranks, run = jnp.full((3, 1), 2), run_of(backend, "add_lora")
+
+    def total(a, b):
+        if backend == "xla":
+            return run(base, x, a, b, plan, slice_sizes=(5,), ranks=ranks).sum()
+        return gradients.add_lora(run, (5,), base, x, a, b, plan, ranks).sum()
+
+    for gradient in jax.jit(jax.grad(total, (0, 1)))(a, b):
+        assert not np.asarray(gradient)[[0, 2]].any()
+        assert np.asarray(gradient)[1].all()

@@ -1,4 +1,4 @@
-"""Tuned tables: which is taken for a kind of GPU, and what a malformed one says."""
+"""Tuned tables: the table of a kind of GPU, and the errors of malformed ones."""
 
 import json
 from dataclasses import asdict, replace
@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import tune
 from jlora.errors import LoRAError
-from jlora.pallas import gpus
 from jlora.pallas.gpus import GPU, H200
 from jlora.pallas.tables import Key, entry_of, gpu_tiles, product_tiles, read_table, tuned_tables
 from jlora.pallas.tiles import GPUTiles, ProductTiles, rule_of_thumb
@@ -18,12 +17,6 @@ SHAPE = {"op": "add_lora", "dtype": "bfloat16", "rows": 64, "k": 320, "n": 640, 
 MINE = GPUTiles(block_k=32, block_n=16)
 TOGETHER = ProductTiles(32, 64, 4, 4, 3, lora=MINE)
 PROBLEM = problem("bfloat16", 64, 16, 320, 640, 1, 16)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
-    return tmp_path
 
 
 def entry(**change):
@@ -39,16 +32,16 @@ def write(path, *entries):
     path.write_text(json.dumps(list(entries)))
 
 
-def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(folder):
+def test_a_user_table_precedes_the_packaged_one_and_the_rule(tuned_folder):
     assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM)
-    write(folder / "nvidia_h200.json", entry())
+    write(tuned_folder / "nvidia_h200.json", entry())
     assert gpu_tiles(PROBLEM, H200) == MINE
     assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == rule_of_thumb(PROBLEM)
     packaged = json.loads(resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text())[0]
     sizes = {name: packaged[name] for name in SHAPE}
     shape = problem(sizes["dtype"], sizes["rows"], 16, sizes["k"], sizes["n"], 1, sizes["rank"])
     assert gpu_tiles(shape, H200) == GPUTiles(**{n: v for n, v in packaged.items() if n not in SHAPE})
-    write(folder / "nvidia_h200.json", entry(**sizes))
+    write(tuned_folder / "nvidia_h200.json", entry(**sizes))
     assert gpu_tiles(shape, H200) == MINE
 
 
@@ -59,10 +52,10 @@ def test_a_table_of_ones_own_comes_before_the_packaged_one_and_before_the_rule(f
         ({"rows": 32}, 0), ({"rows": 65}, 0), ({"k": 321}, 0), ({"n": 320}, 0), ({"dtype": "float16"}, 0),
     ],
 )  # fmt: skip
-def test_products_are_made_with_their_lora_where_a_table_says_so(folder, change, found):
+def test_linear_lora_uses_the_tiles_of_the_table(tuned_folder, change, found):
     """The entry of this rank, or of the next larger one; rows are rounded up; no rule stands in for a table."""
     wide = replace(TOGETHER, product_split_k=2, lora=replace(MINE, block_r=16))
-    write(folder / "nvidia_h200.json", product(rank=64, product_split_k=2, block_r=16), entry(), product())
+    write(tuned_folder / "nvidia_h200.json", product(rank=64, product_split_k=2, block_r=16), entry(), product())
     asked = replace(PROBLEM, **change)
     assert product_tiles(asked, H200) == (None, TOGETHER, wide)[found]
     assert product_tiles(asked, GPU("nvidia_l4", 99 << 10, 89)) is None
@@ -81,33 +74,33 @@ def test_products_are_made_with_their_lora_where_a_table_says_so(folder, change,
         (16, {"block_n": 2048}, False),  # of the sum
     ],
 )
-def test_products_fit_the_shared_memory_or_are_made_apart(folder, tile_m, change, fits):
+def test_products_fit_the_shared_memory_or_are_made_apart(tuned_folder, tile_m, change, fits):
     small = GPU("nvidia_h200", 128 << 10, 90)
-    write(folder / "nvidia_h200.json", product(**{"product_block_n": 16, "product_stages": 2, **change}))
+    write(tuned_folder / "nvidia_h200.json", product(**{"product_block_n": 16, "product_stages": 2, **change}))
     assert (product_tiles(replace(PROBLEM, tile_m=tile_m), small) is not None) == fits
 
 
-def test_entries_of_products_are_written_as_they_are_read(folder):
+def test_entries_of_products_are_written_as_they_are_read(tuned_folder):
     wide = replace(TOGETHER, product_stages=7, lora=replace(MINE, chunks=99))
     table = {Key(*SHAPE.values()): MINE, Key("linear_lora", "float16", 8, 320, 640, 16): wide}
     table[Key("linear_lora", *list(SHAPE.values())[1:])] = TOGETHER
-    tune.write_table(folder / "nvidia_h200.json", table)
-    assert read_table(folder / "nvidia_h200.json") == table
+    tune.write_table(tuned_folder / "nvidia_h200.json", table)
+    assert read_table(tuned_folder / "nvidia_h200.json") == table
     assert product_tiles(PROBLEM, H200) == TOGETHER
     assert product_tiles(replace(PROBLEM, dtype="float16", rows=5, rank=2), H200) == wide
-    assert len(json.loads((folder / "nvidia_h200.json").read_text())) == 3
+    assert len(json.loads((tuned_folder / "nvidia_h200.json").read_text())) == 3
 
 
-def test_a_file_that_changed_is_read_again(folder):
-    write(folder / "nvidia_l4.json", entry())
+def test_a_file_that_changed_is_read_again(tuned_folder):
+    write(tuned_folder / "nvidia_l4.json", entry())
     part = GPU("nvidia_l4", 99 << 10, 89)
     assert gpu_tiles(PROBLEM, part) == MINE
-    (folder / "nvidia_l4.json").unlink()
+    (tuned_folder / "nvidia_l4.json").unlink()
     assert gpu_tiles(PROBLEM, part) == rule_of_thumb(PROBLEM)
 
 
-def test_a_table_does_not_ask_for_more_than_the_device_has(folder):
-    write(folder / "nvidia_l4.json", entry(block_n=512, stages=8))
+def test_a_table_does_not_ask_for_more_than_the_device_has(tuned_folder):
+    write(tuned_folder / "nvidia_l4.json", entry(block_n=512, stages=8))
     assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)).block_n == 512
     assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)).stages < 8
 
@@ -123,11 +116,11 @@ def test_forms_of_a_chip_share_its_table(kind, found):
     assert len(list(tuned_tables(kind))) == found
 
 
-def test_the_nearest_kind_is_taken(folder):
-    write(folder / "nvidia_a100.json", entry())
+def test_the_nearest_kind_is_taken(tuned_folder):
+    write(tuned_folder / "nvidia_a100.json", entry())
     part = GPU("nvidia_a100_sxm4_40gb", 163 << 10, 80)
     assert gpu_tiles(PROBLEM, part) == MINE
-    write(folder / "nvidia_a100_sxm4_40gb.json", entry(block_k=64))
+    write(tuned_folder / "nvidia_a100_sxm4_40gb.json", entry(block_k=64))
     assert gpu_tiles(PROBLEM, part).block_k == 64
 
 
@@ -165,17 +158,17 @@ def test_the_nearest_kind_is_taken(folder):
         ([product(block_k=48)], r"GPUTiles.block_k must be a power of two, got 48"),
     ],
 )
-def test_a_malformed_table_names_its_file_and_entry(folder, text, message):
-    path = folder / "nvidia_l4.json"
+def test_a_malformed_table_names_its_file_and_entry(tuned_folder, text, message):
+    path = tuned_folder / "nvidia_l4.json"
     path.write_text(text if isinstance(text, str) else json.dumps(text), errors="surrogateescape")
     for look_up in (gpu_tiles, product_tiles):
         with pytest.raises(LoRAError, match=rf"nvidia_l4\.json: .*{message}"):
             look_up(PROBLEM, GPU("nvidia_l4", 99 << 10, 89))
 
 
-def test_a_folder_that_is_not_there_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path / "absent"))
-    with pytest.raises(LoRAError, match=r"JLORA_TUNED_DIR must name a folder.*absent"):
+def test_a_missing_folder_is_refused(tuned_folder):
+    tuned_folder.rmdir()
+    with pytest.raises(LoRAError, match=r"JLORA_TUNED_DIR must name a folder.*tuned"):
         gpu_tiles(PROBLEM, H200)
 
 
@@ -186,21 +179,27 @@ def test_the_packaged_table_is_written_as_the_search_writes_it(tmp_path):
     assert (tmp_path / "again.json").read_text() == packaged
 
 
-def test_the_search_writes_a_table_for_the_device_and_shapes_at_hand(monkeypatch, folder):
-    """All but the timing itself, which needs the GPU."""
-    monkeypatch.setattr(tune, "platform", lambda: "gpu")
-    monkeypatch.setattr(tune, "current_gpu", lambda: gpus.GPU("nvidia_l4", 99 << 10, 89))
+@pytest.fixture
+def search(monkeypatch):
+    """`search(*arguments)` runs the search without the timing, which needs the GPU: each shape gets `MINE`."""
     monkeypatch.setattr(tune, "random_layers", lambda *_: None)
     monkeypatch.setattr(tune, "tune", lambda *_: MINE)
-    arguments = ["tune", "--out", str(folder), "--ranks", "16", "--tokens", "64", "--shapes", "320:512,64,64"]
-    monkeypatch.setattr("sys.argv", arguments)
-    tune.main()
-    assert read_table(folder / "nvidia_l4.json") == {Key("add_lora", "bfloat16", 64, 320, 640, 16): MINE}
-    assert gpu_tiles(PROBLEM, gpus.GPU("nvidia_l4", 99 << 10, 89)) == MINE
 
-
-def test_the_search_needs_a_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sys.argv", ["tune", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["tune", *arguments])
         tune.main()
+
+    return run
+
+
+def test_the_search_writes_a_table_of_the_device_and_shapes(default_device, search, tuned_folder):
+    default_device("NVIDIA L4")
+    search("--out", str(tuned_folder), "--ranks", "16", "--tokens", "64", "--shapes", "320:512,64,64")
+    assert read_table(tuned_folder / "nvidia_l4.json") == {Key("add_lora", "bfloat16", 64, 320, 640, 16): MINE}
+    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == MINE
+
+
+def test_the_search_needs_a_gpu(search, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        search("--out", str(tmp_path))
     assert "needs an NVIDIA GPU, but computations run on 'cpu'" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def h200_table():
     return table
 
 
-def test_what_the_compiler_took_is_the_formula():
+def test_the_formula_equals_the_compilers_shared_memory():
     """Shared memory of kernels compiled for compute capability 9.0 (JAX 0.11.2), as their compiler reported it."""
     seen = [  # dtype, rows, tile_m, K, N, slices, rank, the tiles that differ from the rule's, shrink, expand
         ("bfloat16", 8192, 64, 4096, 6144, 3, 128, {}, 98304, 57344),
@@ -104,7 +104,7 @@ def test_the_rule_fits_an_h200_as_it_is(dtype, slots):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("slots", [1, 4, 64])
-def test_what_is_chosen_for_99_kb_fits(dtype, slots):
+def test_chosen_tiles_fit_99_kb(dtype, slots):
     refused = set()
     for p in matrix(dtype, slots):
         if fitted(rule_of_thumb(p), p, L4.shared_memory) is None:
@@ -120,7 +120,7 @@ def test_what_is_chosen_for_99_kb_fits(dtype, slots):
     assert refused <= ({(64, 300), (64, 512)} if dtype != "bfloat16" else set())
 
 
-def test_what_fits_anyway_is_not_cut():
+def test_tiles_that_fit_are_not_reduced():
     p = problem("bfloat16", 64, 16, 4096, 6144, 3, 16)
     assert gpu_tiles(p, L4) == rule_of_thumb(p)
 
@@ -170,7 +170,7 @@ def test_the_rule_for_experts_fits_an_h200(dtype):
                 assert expand_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory, p
 
 
-def test_plan_tiles_are_what_a_backend_takes():
+def test_plan_tiles_suit_the_backend():
     assert plan_tile_m(1, 1, "xla") == 1
     for rows in (1, 8, 64, 256, 2048, 8192):
         for active in (1, 8, 64):

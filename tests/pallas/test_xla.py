@@ -39,7 +39,7 @@ def close(got, want, tolerance):
 
 
 def close_in_sum(got, want, terms):
-    """To a few units of float32 in the sum of the sizes of what was added up, however much of it cancels."""
+    """Compare within a few float32 units of the sum of the absolute terms, because terms may cancel."""
     assert (np.abs(np.asarray(got, np.float64) - want) <= 5e-7 * terms).all()
 
 
@@ -75,7 +75,7 @@ def test_half_precision_is_rounded_once(dtype):
     assert (np.abs(np.asarray(got, np.float64) - want) <= 0.51 * unit).all()
 
 
-def test_ranks_cut_what_lies_past_them():
+def test_values_past_the_ranks_are_ignored():
     base, x, a, b, ids, _ = problem(3, 9, 7, [5], 4, 2, ids=[0, 1] * 4 + [0])
     ranks = jnp.array([[2], [0]])
     a, b = jnp.ones_like(a), jnp.ones_like(b)

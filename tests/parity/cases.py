@@ -1,6 +1,6 @@
-"""Small random base models and real PEFT adapters for them: what the parity suite and its goldens are made of.
+"""Small random base models, and real PEFT adapters for them, of the parity suite and its goldens.
 
-Plain data, and functions that are handed torch, transformers and peft, so that importing this needs none of them.
+Functions take torch, transformers and peft as arguments, so that the import needs none of them.
 """
 
 import copy
@@ -166,7 +166,7 @@ def save_adapter(torch, model, name: str, folder: Path) -> Path:
     if name == "bfloat16":
         model = copy.deepcopy(model).to(torch.bfloat16)
     target = folder / name.replace(" ", "-")
-    # "auto" saves whole tables beside LoRA on them; where none is targeted it would ask the hub about the base model.
+    # "auto" saves whole tables beside LoRA on them. If none is targeted, it would query the hub for the base model.
     tables = {"embed_tokens", "lm_head"} & set(model.peft_config["default"].target_modules)
     model.save_pretrained(target, save_embedding_layers="auto" if tables else False)
     (target / "README.md").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Adapters of experts, written in every format by plain loops, with the weights that each adds to the base model.
 
-Nothing of jlora or PEFT is imported: what a format means is said here once more.
+The formats are defined here once more, independently of jlora and PEFT.
 """
 
 import json
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Adapter:
-    """The tensors and the configuration of one adapter, and what it adds.
+    """The tensors and the configuration of one adapter, and its deltas.
 
     Attributes:
       tensors: name -> array, as the file holds it.
@@ -165,7 +165,7 @@ class Shapes:
             "three axes": self.stacked("stacked", 8, shared=False),
             "three axes, shared": self.stacked("shared", 3, shared=True),
         }
-        # Alone, a square parameter says nothing of what is in and what is out.
+        # A square parameter alone does not determine its input and output axes.
         if self.hidden != 2 * self.inner:
             made["gate and up alone"] = self.fused("alone", 2, parts=("gate_up",))
         if self.hidden != self.inner:

@@ -1,4 +1,4 @@
-"""Which models and adapters of experts the committed goldens hold (see make_expert_goldens.py)."""
+"""The models and adapters of experts in the committed goldens (see make_expert_goldens.py)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which base models and adapters the committed goldens hold (see make_goldens.py)."""
+"""The base models and adapters in the committed goldens (see make_goldens.py)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `jlora demo` ships, in transformers and PEFT: the same checkpoints and adapters answer the same prompts."""
+"""The checkpoints and adapters of `jlora demo` give the same answers in transformers and PEFT."""
 
 import pytest
 

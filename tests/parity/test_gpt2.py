@@ -1,4 +1,4 @@
-"""A model unlike ours: GPT-2, whose weights lie transposed (`Conv1D`, `fan_in_fan_out`) and whose qkv is one module."""
+"""A model unlike ours: GPT-2, whose weights are transposed (`Conv1D`, `fan_in_fan_out`) and whose qkv is one module."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ ADAPTERS = {
     "all-linear": {"r": 3, "target_modules": "all-linear", "fan_in_fan_out": True, "use_rslora": True},
     "tables and head": {"r": 4, "target_modules": ["wte", "wpe", "lm_head"]},
 }
-# The model's own names; the checkpoint says transformer.h.0.attn.c_attn.
+# Names of the model. The checkpoint has transformer.h.0.attn.c_attn.
 NAME_MAP = {
     r"^transformer\.h\.(\d+)\.attn\.c_attn$": r"blocks.\1.qkv",
     r"^transformer\.h\.(\d+)\.attn\.c_proj$": r"blocks.\1.out",

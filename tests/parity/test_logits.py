@@ -16,9 +16,10 @@ import jlora
 import jlora.models
 from jlora.models.attention import attend
 from jlora.models.rope import rotate, rotations
+from tests.compiled import compiled_programs
 from tests.parity import cases
 
-# transformers and PEFT announce deprecations of their own, and what they save beside LoRA, through warnings.
+# transformers and PEFT warn of their own deprecations, and when they save more than LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
@@ -29,7 +30,7 @@ SLOTS, HOST = 4, 10
 
 
 class World:
-    """One base model in both frameworks, and its adapters: PEFT's folders and PEFT's logits, each made when asked."""
+    """One base model in both frameworks, and its adapters: PEFT's folders and PEFT's logits, each made on first use."""
 
     def __init__(self, name: str, folder):
         self.name, self.folder = name, folder
@@ -111,7 +112,7 @@ def test_mixed_batches_of_every_adapter(world):
         served.update(rows)
     assert served == {*names, None}
     assert {1, cases.MAX_RANK} <= ranks
-    assert forward._cache_size() == 1
+    assert compiled_programs(forward) == 1
     stats = manager.stats()
     assert stats.compilations == 1
     assert stats.slot_evictions > len(names)
@@ -119,7 +120,7 @@ def test_mixed_batches_of_every_adapter(world):
 
 
 def test_every_adapter_changes_the_logits(world):
-    """What the comparison above rests on: no adapter is so small that leaving it out would pass."""
+    """No adapter is so small that the comparison above would pass without it."""
     base = world.logits(None)
     for name in world.fields:
         for i in range(ROWS):
@@ -210,4 +211,4 @@ def test_packed_rows(world):
         for i, (name, span, count) in enumerate(zip(names, spans, counts, strict=True)):
             if count:
                 assert_close(got[span], world.logits(name)[i, :count], (name, counts))
-    assert forward._cache_size() == 1
+    assert compiled_programs(forward) == 1

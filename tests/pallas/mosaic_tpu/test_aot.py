@@ -6,7 +6,7 @@ from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, expe
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
 
-# What is read off a program must be that of an optimised one.
+# The figures are those of optimised programs.
 pytestmark = pytest.mark.usefixtures("as_users_compile", "without_cache")
 slow = pytest.mark.slow
 # Every chip, projection, rank and number of tokens of the matrix occurs, at least once each; one chip of the four in
@@ -57,7 +57,7 @@ def test_compiles_odd_sizes():
 
 
 def test_compiles_rank_one():
-    """Which a shard may have of the ranks. XLA gives factors this narrow layouts of its own choice."""
+    """A shard may hold one rank. XLA chooses its own layouts for factors this narrow."""
     facts = compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 1, groups=8)
     assert facts["in_place"]
     assert 0 < facts["vmem_bytes"] < 8 << 20
@@ -83,18 +83,17 @@ EXPERTS = [
 ]
 
 
-def experts_facts(monkeypatch, chip, model, tokens, rank):
-    for module in ("api", "moe", "tiles"):
-        monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
+def experts_facts(chip, model, tokens, rank):
     layers = experts_layers(chip, model, rank)
     return {"chip": chip, "layers": layers} | compile_experts(chip, model, tokens, rank, layers=layers)
 
 
 @pytest.mark.parametrize(("chip", "model", "tokens", "rank"), EXPERTS)
-def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
-    facts = experts_facts(monkeypatch, chip, model, tokens, rank)
+def test_compiles_experts_by_default(chip, model, tokens, rank, default_device):
+    default_device("TPU", "tpu")
+    facts = experts_facts(chip, model, tokens, rank)
     assert good(facts), facts
-    # Beside the arguments lies what is of the rows' size: with few rows, less than any slots' factors have.
+    # Temporary arrays have the size of the rows. With few rows they are smaller than the factors of the slots.
     rows_bytes = 2 * tokens * model.top_k * (3 * model.intermediate + model.hidden)
     assert facts["temp_bytes"] < 5 * rows_bytes + (32 << 20)
 
@@ -104,5 +103,6 @@ def test_compiles_experts_by_default(chip, model, tokens, rank, monkeypatch):
     strict=True,
     reason="K = 2880 is no multiple of 128 and E = 128 is: XLA lays the experts out innermost and copies them",
 )
-def test_as_many_experts_as_lanes_are_copied_where_no_column_is_of_so_many(monkeypatch):
-    assert good(experts_facts(monkeypatch, "v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))
+def test_as_many_experts_as_lanes_are_not_copied(default_device):
+    default_device("TPU", "tpu")
+    assert good(experts_facts("v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jlora.errors import LoRAError
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
+from jlora.pallas.mosaic_tpu.kernel import Sizes
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
@@ -37,7 +38,7 @@ def problem(seed, rows, k, slices, rank, groups, dtype="float32", ranks=True):
 
 @lru_cache
 def compiled(slices, groups, tiling):
-    """`tiling` only tells apart what `force_tiles` has changed. Unoptimised, since compiling is what takes the time."""
+    """Return the jitted kernel, unoptimised to compile faster. `tiling` separates cache entries of `force_tiles`."""
 
     def call(base, x, a, b, ids, ranks):
         plan = make_plan(ids, num_groups=groups)
@@ -66,11 +67,6 @@ def check(base, x, a, b, ids, slices, ranks, tiling=None):
 
 def same_bits(left, right):
     return left.dtype == right.dtype and left.tobytes() == right.tobytes()
-
-
-def force_tiles(monkeypatch, **sizes):
-    choose = mosaic_tpu._sizes
-    monkeypatch.setattr(mosaic_tpu, "_sizes", lambda *args: replace(choose(*args), **sizes))
 
 
 @pytest.mark.parametrize(
@@ -124,11 +120,11 @@ def test_matches_oracle_at_random_sizes(rows, k, slices, rank, groups, seed, dty
         ((192, 192), dict(tile_m=16, tile_n=256)),  # the last tile is short, but aligned
     ],
 )
-def test_every_tiling_matches_the_oracle(slices, tiles, monkeypatch, rng):
+def test_every_tiling_matches_the_oracle(slices, tiles, force_tiles, rng):
     *arrays, ranks = problem(3, 53, 256, slices, 32, 6)
     ids = rng.integers(0, 7, 53)
     ids[16:32] = 6  # a row tile without any adapter
-    force_tiles(monkeypatch, **tiles)
+    force_tiles(**tiles)
     check(*arrays, ids, slices, ranks, str(tiles))
 
 
@@ -138,7 +134,7 @@ def test_without_ranks_all_are_used(rng):
     check(*arrays, rng.integers(0, 5, 12), (24, 8), None)
 
 
-def test_ranks_bound_the_work_whatever_lies_beyond(rng):
+def test_values_past_the_ranks_do_not_matter(rng):
     base, x, a, b, ranks = problem(5, 20, 40, (24, 8), 32, 6)
     past = np.arange(32)[:, None] >= np.repeat(ranks, (24, 8), axis=1)[:, None, :]
     dirty_b = jnp.where(past, 7.0, b)
@@ -221,7 +217,7 @@ def test_shrink_and_expand_apart(rng):
 
 
 def listing(s, ids):
-    """What `visits` says. Of integers, so it is the same however it is compiled."""
+    """Return the lists of `visits`. They are integers, so optimisation does not change them."""
     fast = {"compiler_options": {"xla_backend_optimization_level": 0}}
     return [np.asarray(one) for one in jax.jit(partial(visits, s), **fast)(ids.astype(np.int32))]
 
@@ -240,8 +236,7 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
     ids = np.array(data.draw(st.lists(st.integers(-1, groups - 1), min_size=rows, max_size=rows)))
     if sort:
         ids = np.concatenate([np.sort(ids[ids >= 0]), ids[ids < 0]])
-    s = mosaic_tpu._choose(rows, 128, groups, 8, 128, (128,), (4, 4, 4, 4))
-    s = replace(s, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=sort)
+    s = Sizes(rows, 128, 128, 8, groups, (128,), bundle, 8, tile_m, 128, 128, chunk, by_group=sort)
     count, tile, active, fresh, *first = listing(s, ids)
     assert len(tile) == len(fresh) == s.listed
     assert len(active) == s.listed * bundle

@@ -1,6 +1,5 @@
 """Rows of experts through the TPU kernel, in interpret mode, against the oracle: groups by the hundred, most empty."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,11 +9,10 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import api, moe
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from tests import oracle
 from tests.pallas.lowering import lowered_text
-from tests.pallas.mosaic_tpu.test_lora import TOLERANCE, force_tiles, same_bits
+from tests.pallas.mosaic_tpu.test_lora import TOLERANCE, same_bits
 from tests.pallas.running import interpret_of
 
 pytestmark = pytest.mark.device("tpu")
@@ -117,7 +115,6 @@ MANY = [  # tokens, k, slots, experts, R, K, sizes, dtype: more groups than are 
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes", "dtype"), MANY)
 def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
     d = batch(tokens, tokens, k, slots, experts, rank, n_in, sizes, dtype)
-    assert slots * experts > mosaic_tpu._MANY_GROUPS
     again, out = check(d)
     names = ("base", "x", "slot", "expert")
     order = np.random.default_rng(0).permutation(tokens)
@@ -129,32 +126,27 @@ def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_experts_in_many_small_tiles(dtype, monkeypatch):
+def test_rows_of_experts_in_many_small_tiles(dtype, force_tiles):
     d = batch(1, 9, 4, 12, 25, 8, 256, (200, 56), dtype)
-    force_tiles(monkeypatch, tile_m=16, tile_k=128, tile_n=128, chunk=2)  # the second chunk has a single tile
+    force_tiles(tile_m=16, tile_k=128, tile_n=128, chunk=2)  # the second chunk has a single tile
     check(d)
 
 
 @pytest.mark.slow
-def test_few_groups_of_experts_are_sorted_too(monkeypatch):
-    """All rows of an expert may be of groups that share a place in a bundle, here as slots * 8 + expert do."""
-    schedules = []
-    choose = mosaic_tpu.call
-    monkeypatch.setattr(mosaic_tpu, "call", lambda s, *args, **named: schedules.append(s) or choose(s, *args, **named))
+def test_rows_of_few_groups_that_share_a_place_in_a_bundle():
+    """All rows of an expert may have groups that share a place, here slot * 8 + expert."""
     check(batch(2, 11, 3, 3, 8, 16, 20, (12,)))
-    assert schedules[0].by_group
 
 
 @pytest.mark.slow
-def test_nobody_has_an_adapter():
+def test_rows_without_an_adapter_are_unchanged():
     d = batch(3, 6, 2, 20, 15, 8, 16, (12,))
     _, out = run(d | {"slot": jnp.full(6, -1, jnp.int32)})
     assert same_bits(out, np.asarray(d["base"]))
 
 
-def test_sums_over_the_experts_of_a_token(monkeypatch):
-    """`combine_lora`, its pairs' rows made by the kernel."""
-    monkeypatch.setattr(mosaic_tpu, "add_lora", partial(mosaic_tpu.add_lora, interpret=INTERPRET))
+def test_combine_lora_sums_over_the_experts_of_a_token(interpret):
+    calls = interpret()
     d = batch(4, 12, 3, 11, 25, 8, 20, (24,))
     order, _, rows, plan = rows_and_plan(d)
     token_plan = ops.make_plan(d["slot"], num_groups=11)
@@ -164,6 +156,7 @@ def test_sums_over_the_experts_of_a_token(monkeypatch):
     combine = partial(ops.combine_lora, a=d["a"], b=d["b"], ranks=d["ranks"], backend="mosaic_tpu")
     combine = partial(combine, plan=plan, token_plan=token_plan, rows=rows, experts=d["expert"], weights=d["weights"])
     out = np.asarray(jax.jit(combine, compiler_options={"xla_backend_optimization_level": 0})(base, x))
+    assert calls == ["tpu_add_lora"]
     group = groups_of(d).ravel()[np.asarray(order)]
     want = oracle.combine_lora(base, x, group, d["a"], d["b"], rows, d["weights"])
     np.testing.assert_allclose(out, want, atol=1e-5 * np.abs(want).max())
@@ -189,18 +182,11 @@ REAL = [(2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 14336, 8, 2)]  # hidden
 
 @pytest.mark.parametrize("model", REAL)
 def test_real_sizes_are_supported(model):
+    """Includes a size whose list of visits fits SMEM only in smaller bundles: 8192 tokens, 128 experts, rank 8."""
     for tokens in (1, 64, 2048, 8192):
         for rank in (8, 16, 32, 64, 128):
             for *operands, sizes in shapes(tokens, *model, rank):
                 assert ops.unsupported_reason("mosaic_tpu", *operands, slice_sizes=sizes) is None
-
-
-def test_a_bundle_is_smaller_where_its_list_would_not_fit():
-    (*operands, sizes), _ = shapes(8192, 2048, 768, 128, 8, 8)
-    chosen = mosaic_tpu._sizes(*operands, sizes)
-    assert chosen.bundle == 8  # of the 16 that 128 / R allows
-    assert mosaic_tpu._smem_bytes(chosen) <= mosaic_tpu._SMEM_BYTES
-    assert mosaic_tpu._smem_bytes(replace(chosen, bundle=16)) > mosaic_tpu._SMEM_BYTES
 
 
 def lowered(backend, operands, sizes, pairs, groups):
@@ -212,9 +198,8 @@ def lowered(backend, operands, sizes, pairs, groups):
     return lowered_text(run, (*operands, *ints), "tpu")
 
 
-def test_auto_takes_the_kernel_or_says_by_name_why_not(monkeypatch, caplog):
-    for module in (api, moe):
-        monkeypatch.setattr(module, "platform", lambda: "tpu")
+def test_auto_runs_the_kernel_or_logs_the_reason(default_device, caplog):
+    default_device("TPU v5 lite", "tpu")
     (*operands, sizes), _ = shapes(2048, 2048, 768, 128, 8, 16)
     assert "tpu_custom_call" in lowered("auto", operands, sizes, 16384, 8192)
     assert not caplog.records

@@ -17,7 +17,7 @@ from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.test_xla import close, problem
 
-# What XLA's optimisations make of kernels that are interpreted, nobody runs.
+# Users never run interpreted kernels, so XLA's optimisations are left out.
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
 TILES = GPUTiles(
@@ -95,7 +95,7 @@ def test_untouched_values_are_bitwise_the_base():
 
 
 @pytest.mark.parametrize("rank", thinned([8, 40], 1))
-def test_what_lies_past_the_true_rank_is_never_used(rank):
+def test_values_past_the_true_rank_are_never_used(rank):
     base, x, a, b, ids, _ = problem(6, 9, 40, [20], rank, 2, ids=[0, 1, 0, 2, 1, 1, 0, 0, 1])
     ranks = jnp.array([[rank // 2], [rank]])
     clean = add_lora(base, x, a.at[0, :, rank // 2 :].set(0), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks)
@@ -149,7 +149,7 @@ def test_a_row_does_not_depend_on_its_batch():
     np.testing.assert_array_equal(together[10], want[10])
 
 
-def test_which_program_computes_what_changes_nothing():
+def test_the_number_of_programs_does_not_change_the_result():
     base, x, a, b, ids, ranks = problem(8, 30, 64, [40, 8], 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
     want = add_lora(base, x, a, b, plan, (40, 8), ranks)

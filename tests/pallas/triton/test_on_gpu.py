@@ -1,6 +1,6 @@
 """The Triton kernels compiled and run on a GPU; skipped elsewhere. Run with JAX_PLATFORMS=cuda.
 
-Interpret mode cannot show what the compiler makes of a shape: shared memory, masked tails, wide loads.
+Interpret mode does not cover the compiler's shared memory, masked tails and wide loads.
 """
 
 from functools import partial
@@ -145,7 +145,7 @@ def test_the_rule_for_99_kb_compiles_and_takes_no_more(rows, k, sizes, rank, gro
         assert max(found.values()) <= SMALL.shared_memory
 
 
-def test_the_device_says_what_it_is():
+def test_the_device_reports_its_properties():
     gpu = current_gpu()
     assert gpu.kind == jax.devices()[0].device_kind.lower().replace(" ", "_")
     assert gpu.shared_memory == jax.devices()[0].shared_memory_per_block_optin

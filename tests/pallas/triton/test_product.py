@@ -1,6 +1,6 @@
-"""Base product and LoRA made together: the kernels in interpret mode against the NumPy oracle, and what is chosen when.
+"""Base product and LoRA in one kernel: interpret mode against the NumPy oracle, and the choice of the kernel.
 
-The oracle is given clean factors; whatever may not be read holds NaN.
+The oracle's factors are clean. The kernel's hold NaN wherever it must not read.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jlora.errors import LoRAError
 from jlora.pallas import api, gradients
 from jlora.pallas.tables import Key, entry_of
 from jlora.pallas.tiles import ProductTiles, rows_bucket
-from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import product as triton_product
 from tests import oracle
 from tests.matrix import thinned
@@ -25,7 +24,7 @@ from tests.pallas.running import interpret_of
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_lora import TILES as LORA
 
-# What XLA's optimisations make of kernels that are interpreted, nobody runs.
+# Users never run interpreted kernels, so XLA's optimisations are left out.
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
 TILES = ProductTiles(
@@ -76,7 +75,7 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, parts of the product, parts of
     (17, 40, (24,), 100, 3, 16, 1, 1),
     (20, 40, (24, 8, 30), 24, 3, 16, 3, 1),  # blocks of ranks that begin within a slice
     (128, 150, (40, 9), 20, 5, 16, 5, 2),  # as many rows as there may be, and more than four parts
-    (33, 32, (16, 16), 8, 2, 5, 2, 1),  # nothing left over anywhere
+    (33, 32, (16, 16), 8, 2, 5, 2, 1),  # no remainders
 ]
 
 
@@ -177,7 +176,7 @@ def test_a_row_does_not_depend_on_its_batch(parts):
     assert ids[10] < 5 == ids[11]
 
 
-def test_which_program_computes_what_changes_nothing():
+def test_the_number_of_programs_does_not_change_the_result():
     x, w, a, b, ids, ranks = of_weights(8, 30, 64, (40, 8), 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
     want = linear_lora(x, w, a, b, plan, (40, 8), ranks)
@@ -189,30 +188,16 @@ def test_which_program_computes_what_changes_nothing():
 # --- What `jlora.ops.linear_lora` makes of them ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
-    return tmp_path
-
-
-def write(folder, *shapes, dtype="bfloat16", tiles=TILES):
+def write(tuned_folder, *shapes, dtype="bfloat16", tiles=TILES):
     """A table for an H200 with entries for (rows, K, N, R)."""
     keys = [Key("linear_lora", dtype, rows_bucket(rows), *rest) for rows, *rest in shapes]
-    (folder / "nvidia_h200.json").write_text(json.dumps([entry_of(key, tiles) for key in keys]))
+    (tuned_folder / "nvidia_h200.json").write_text(json.dumps([entry_of(key, tiles) for key in keys]))
 
 
 @pytest.fixture
-def interpreted(monkeypatch, folder):
-    """Both ways interpreted; the rows of each call of the kernels that make both together."""
-    calls, add_lora = [], triton.add_lora
-
-    def spy(x, *args, **kwargs):
-        calls.append(x.shape[0])
-        return KERNEL(x, *args, interpret=interpret_of("triton"), **kwargs)
-
-    monkeypatch.setattr(triton_product, "linear_lora", spy)
-    monkeypatch.setattr(triton, "add_lora", partial(add_lora, tiles=LORA, interpret=interpret_of("triton")))
-    return calls
+def interpreted(interpret):
+    """Interpret the kernels, and return the names of those that run."""
+    return interpret(add_lora=LORA)
 
 
 def ops_linear_lora(x, w, a, b, ids, ranks, sizes, backend="triton"):
@@ -225,14 +210,14 @@ SIZES = (24, 9)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_ranks", thinned([True, False], 0))
-def test_the_function_takes_the_kernels_that_a_table_has(folder, interpreted, dtype, with_ranks):
+def test_linear_lora_runs_the_kernel_of_the_table(tuned_folder, interpreted, dtype, with_ranks):
     x, w, a, b, ids, ranks = of_weights(9, 19, 40, SIZES, 8, 4, dtype=dtype)
     ranks = ranks if with_ranks else None
-    write(folder, (32, 40, 33, 16), dtype=dtype)
+    write(tuned_folder, (32, 40, 33, 16), dtype=dtype)
     assert api.product_tiles(x, w, a, b, slice_sizes=SIZES, backend="triton") == TILES
     got = jax.jit(partial(ops_linear_lora, sizes=SIZES))(x, w, a, b, ids, ranks)
     want = expected(x, w, a, b, ids, SIZES)
-    assert interpreted == [19]
+    assert interpreted == ["linear_lora"]
     assert got.dtype == dtype
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= float(jnp.finfo(dtype).eps) * np.linalg.norm(want)
 
@@ -250,14 +235,13 @@ APART = {  # what differs from a problem for which the table has tiles: rows, R,
 }
 
 
-@pytest.mark.parametrize("what", APART)
-def test_else_it_is_add_lora_of_the_product(monkeypatch, folder, interpreted, what):
-    """Bit for bit."""
-    rows, rank, dtypes, backend = APART[what]
-    monkeypatch.setattr(api, "platform", lambda: "gpu")
+@pytest.mark.parametrize("case", APART)
+def test_other_cases_equal_add_lora_of_the_product_bit_for_bit(default_device, tuned_folder, interpreted, case):
+    rows, rank, dtypes, backend = APART[case]
+    default_device()
     x, w, a, b, ids, ranks = of_weights(9, rows, 40, SIZES, rank, 4)
     x, w, a, b = (v.astype(dtype) for v, dtype in zip((x, w, a, b), dtypes, strict=True))
-    write(folder, *((r, 40, 33, 16 if "above the" in what else 1024) for r in (32, 128, 256)), dtype=dtypes[0])
+    write(tuned_folder, *((r, 40, 33, 16 if "above the" in case else 1024) for r in (32, 128, 256)), dtype=dtypes[0])
     assert api.product_tiles(x, w, a, b, slice_sizes=SIZES, backend=backend) is None
 
     def apart(x, w, a, b, ids, ranks):
@@ -265,19 +249,20 @@ def test_else_it_is_add_lora_of_the_product(monkeypatch, folder, interpreted, wh
         return api.add_lora(x @ w, x, a, b, plan, slice_sizes=SIZES, ranks=ranks, backend=backend)
 
     operands = x, w, a, b, ids, ranks
-    with jax.numpy_dtype_promotion("standard"):  # which slots of another dtype ask for
+    with jax.numpy_dtype_promotion("standard"):  # needed by slots of another dtype
         got = jax.jit(partial(ops_linear_lora, sizes=SIZES, backend=backend))(*operands)
         want = jax.jit(apart)(*operands)
     np.testing.assert_array_equal(np.asarray(got, np.float64), np.asarray(want, np.float64))
-    assert (got.shape, got.dtype, interpreted) == ((rows, 33), x.dtype, [])
+    assert (got.shape, got.dtype) == ((rows, 33), x.dtype)
+    assert "linear_lora" not in interpreted
 
 
-def test_a_plan_of_experts_is_served_apart(folder, interpreted):
+def test_a_plan_of_experts_is_served_apart(tuned_folder, interpreted):
     x, w, a, b, ids, ranks = of_weights(9, 19, 40, SIZES, 8, 4, dtype="bfloat16")
-    write(folder, (32, 40, 33, 16))
+    write(tuned_folder, (32, 40, 33, 16))
     plan = dataclasses.replace(api.make_plan(ids, num_groups=4, tile_m=16), experts=2)
     got = api.linear_lora(x, w, a, b, plan, slice_sizes=SIZES, ranks=ranks, backend="triton")
-    assert interpreted == []
+    assert "linear_lora" not in interpreted
     want = expected(x, w, a, b, ids, SIZES)
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 1e-2 * np.linalg.norm(want)
 
@@ -300,8 +285,8 @@ def test_a_plan_of_experts_is_served_apart(folder, interpreted):
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls", "interpreted")
-def test_what_does_not_fit_is_refused(folder, change, message):
-    write(folder, (32, 40, 33, 16))
+def test_wrong_shapes_are_refused(tuned_folder, change, message):
+    write(tuned_folder, (32, 40, 33, 16))
     shapes = {"x": (19, 40), "w": (40, 33), "a": (4, 2, 8, 40), "b": (4, 8, 33), "ranks": (4, 2)} | change
     x, w, a, b = (jnp.zeros(shapes[name], "bfloat16") for name in "xwab")
     plan, ranks = api.make_plan(jnp.zeros(19, jnp.int32), num_groups=4), jnp.zeros(shapes["ranks"], jnp.int32)
@@ -345,9 +330,9 @@ def test_gradients_of_the_kernels():
 
 
 @pytest.fixture
-def half(folder):
+def half(tuned_folder):
     """Operands for which the table has tiles, and the loss whose gradients are compared."""
-    write(folder, (32, 40, 33, 16))
+    write(tuned_folder, (32, 40, 33, 16))
     x, w, a, b, ids, ranks = of_weights(11, 19, 40, SIZES, 8, 4, dtype="bfloat16")
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(19, 33)), jnp.float32)
 
@@ -367,7 +352,7 @@ def alike(got, want, tolerance=1.5e-2):
 def test_gradients_of_the_function(half, interpreted):
     operands, _, _, loss = half
     got, want = (jax.jit(jax.grad(partial(loss, f), range(4)))(*operands) for f in (ops_linear_lora, plain))
-    assert interpreted == [19]
+    assert interpreted == ["linear_lora"]
     assert [g.dtype for g in got] == [jnp.bfloat16] * 4
     alike(got, want)
 
@@ -384,7 +369,7 @@ def test_in_a_scan(half, interpreted):
 
     xs = jnp.stack([x, -x, x * 2])
     alike(step(ops_linear_lora)(xs), step(plain)(xs), 5e-3)
-    assert interpreted == [19]
+    assert interpreted == ["linear_lora"]
 
 
 MAPPED = {  # which of x, w, a, b, ids and ranks have an axis more
@@ -409,7 +394,7 @@ def batches(operands, which, copies=3):
 @pytest.mark.parametrize("which", MAPPED)
 @pytest.mark.usefixtures("interpreted")
 def test_vmap_takes_the_product_apart(half, which):
-    """One product then has the rows of all that is mapped over, which is what XLA is best at."""
+    """One XLA product of all mapped rows is faster."""
     operands, ids, ranks, _ = half
     operands, axes = batches((*operands, ids, ranks), MAPPED[which])
     got = jax.jit(jax.vmap(partial(ops_linear_lora, sizes=SIZES), in_axes=axes))(*operands)
@@ -444,14 +429,14 @@ NESTED = {
 
 
 @pytest.mark.parametrize("how", NESTED)
-def test_vmap_beside_other_transformations(half, monkeypatch, how):
+def test_vmap_composes_with_other_transformations(half, interpret, how):
     operands, ids, ranks, _ = half
     operands = jnp.stack([operands[0], -operands[0]]), *operands[1:], ids, ranks
     together, reference = (NESTED[how](partial(make, sizes=SIZES)) for make in (ops_linear_lora, plain))
     text = lowered_text(together, operands, "cuda")
     assert "lora_shrink" in text
     assert "lora_product" not in text
-    monkeypatch.setattr(triton, "add_lora", partial(triton.add_lora, tiles=LORA, interpret=interpret_of("triton")))
+    interpret(add_lora=LORA)
     alike(jax.jit(together)(*operands), jax.jit(reference)(*operands))
 
 
@@ -480,9 +465,11 @@ def lowered(rows, k, sizes, rank, dtype="bfloat16", backend="triton"):
         0, 1,
     ),
 )  # fmt: skip
-def test_lowers_for_cuda(folder, rows, k, sizes, rank, dtype, parts):
+def test_lowers_for_cuda(tuned_folder, rows, k, sizes, rank, dtype, parts):
     """Two launches: the product's, and the sum of its parts, or the expand."""
-    write(folder, (rows, k, sum(sizes), rank), dtype=dtype, tiles=dataclasses.replace(REAL, product_split_k=parts))
+    write(
+        tuned_folder, (rows, k, sum(sizes), rank), dtype=dtype, tiles=dataclasses.replace(REAL, product_split_k=parts)
+    )
     text = lowered(rows, k, sizes, rank, dtype)
     assert "lora_product" in text
     assert ("lora_product_sum" in text) == (parts > 1)
@@ -496,9 +483,9 @@ def test_lowers_for_cuda(folder, rows, k, sizes, rank, dtype, parts):
     ("change", "kernel"),
     [({"dtype": "float32"}, "lora_expand"), ({"backend": "xla"}, None), ({"rows": 129}, "lora_expand")],
 )
-def test_lowers_to_two_products_where_the_kernels_are_not_for_it(folder, change, kernel):
+def test_lowers_to_two_products_where_the_kernels_are_not_for_it(tuned_folder, change, kernel):
     case = {"rows": 100, "k": 40, "sizes": (33,), "rank": 8, "dtype": "bfloat16", "backend": "triton"} | change
-    write(folder, (128, 40, 33, 8), (256, 40, 33, 8), dtype=case["dtype"])
+    write(tuned_folder, (128, 40, 33, 8), (256, 40, 33, 8), dtype=case["dtype"])
     text = lowered(**case)
     assert "lora_product" not in text
     assert "stablehlo.dot_general" in text

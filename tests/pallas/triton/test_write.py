@@ -1,4 +1,4 @@
-"""One launch writes what XLA's copies would: bitwise, and nothing beside it."""
+"""One launch writes the same bits as XLA's copies, and no others."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_it_is_one_kernel_in_their_own_memory(rows):
     assert text.count("#stablehlo.output_operand_alias") == rows
 
 
-def test_what_is_too_large_for_its_indices():
+def test_arrays_too_large_for_32_bit_indices_are_refused():
     assert triton_write.suits((2**15, 2**8, 2**7), 128)
     assert not triton_write.suits((2**15, 2**8, 2**8), 128)
     assert not triton_write.suits((1, 1, 1), 129)

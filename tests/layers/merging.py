@@ -96,6 +96,11 @@ def rounding_of(slots) -> float:
     return 2**-8 if jax.default_backend() != "cpu" and jnp.dtype(slots).itemsize == 2 else 1e-6
 
 
+def wrapped_paths(manager: LoRAManager) -> list[str]:
+    """Return the paths of the wrapped layers."""
+    return [layer.path for layer in manager.layers() if layer.wrapped]
+
+
 def assert_close(found, expected, tolerance: float = 2e-5) -> None:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     chex.assert_equal_shape([found, expected])

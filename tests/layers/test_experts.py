@@ -12,7 +12,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.wrap.discover import _describe
+from tests import oracle
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -220,6 +220,109 @@ def test_unwrapped_as_it_was(world):
         assert mine is theirs
 
 
+# --- several products in one forward ----------------------------------------------------------------------------------
+
+
+class Chosen(nnx.Module):
+    """The product of each row with the kernel of its expert; the rows are gathered from the tokens of the batch."""
+
+    def __init__(self, experts):
+        self.w = nnx.Param(jax.random.normal(jax.random.key(experts), (experts, HIDDEN, INNER)))
+
+    def __call__(self, x, rows):
+        taken = rows.source if rows.taken is None else rows.taken
+        y = jnp.einsum("mk,mkn->mn", x[taken], self.w[...][rows.expert])
+        return jlora.expert_delta(self, "down", x, y, rows)
+
+
+class Products(nnx.Module):
+    def __init__(self):
+        self.few, self.many = Chosen(3), Chosen(EXPERTS)
+
+    def __call__(self, x, few, many):
+        return self.few(x, few), self.many(x, many)
+
+
+@pytest.fixture
+def products(registered):
+    """Return a wrapped model of two products, and a function that computes the rows of one by the oracle."""
+    jlora.register_layer(
+        Chosen,
+        lambda layer: jlora.ExpertsSpec(
+            layer.w.shape[0], {"down": jlora.LinearSpec(HIDDEN, INNER, param="w")}, gathers=["down"]
+        ),
+    )
+    model, rng = Products(), np.random.default_rng(0)
+    sizes = {"few": 3, "many": EXPERTS}
+    pairs = {
+        name: {
+            f"{layer}.{e}.down_proj": (rng.normal(size=(2, HIDDEN)), rng.normal(size=(INNER, 2)))
+            for layer, experts in sizes.items()
+            for e in range(experts)
+        }
+        for name in ("one", "two")
+    }
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2))
+    for name, arrays in pairs.items():
+        manager.add_adapter(
+            jlora.Adapter.from_arrays(
+                name, {key: (a.astype(np.float32), b.astype(np.float32)) for key, (a, b) in arrays.items()}, alpha=2
+            )
+        )
+
+    def expected(layer, x, adapters, expert):
+        count = sizes[layer]
+        factors = [pairs[name][f"{layer}.{e}.down_proj"] for name in pairs for e in range(count)]
+        a, b = np.stack([a[None] for a, _ in factors]), np.stack([b.T for _, b in factors])
+        kernels = np.asarray(getattr(model, layer).w[...], np.float64)
+        base = np.stack([row @ kernels[e] for row, e in zip(np.asarray(x, np.float64), expert, strict=True)])
+        groups = [
+            -1 if name is None else [*pairs].index(name) * count + e for name, e in zip(adapters, expert, strict=True)
+        ]
+        return oracle.add_lora(base, x, groups, a, b)
+
+    return manager, expected
+
+
+def test_layers_with_other_numbers_of_experts_share_a_step(products):
+    """The rows of both layers are of the same arrays; a tile of one layer is of no use to the other."""
+    manager, expected = products
+    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
+    source, expert = np.array([3, 0, 1, 2, 1, 3]), np.array([0, 2, 1, 1, 2, 0])
+    names = ["one", None, "two", "two"]
+
+    @jax.jit
+    def step(model, x, source, expert, batch):
+        rows = jlora.RowMap(source, of="tokens", expert=expert)
+        with jlora.use(batch):
+            return model(x, rows, rows)
+
+    with manager.prepare(names, length=1) as batch:
+        found = step(manager.model, x, source, expert, batch)
+    for layer, rows in zip(("few", "many"), found, strict=True):
+        assert_close(rows, expected(layer, x[source], [names[i] for i in source], expert))
+
+
+def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
+    """Two maps with the same sequences and experts, whose inputs are other rows of the array passed in."""
+    manager, expected = products
+    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
+    source, expert = np.array([3, 0, 1, 2]), np.array([0, 2, 1, 1])
+    first, second = np.array([0, 1, 2, 3]), np.array([2, 0, 3, 1])
+    names = ["one", None, "two", "two"]
+
+    @jax.jit
+    def step(model, x, source, expert, first, second, batch):
+        maps = [jlora.RowMap(source, of="tokens", expert=expert, taken=taken) for taken in (first, second)]
+        with jlora.use(batch, without=["few"]):
+            return [model.many(x, rows) for rows in maps]
+
+    with manager.prepare(names, length=1) as batch:
+        found = step(manager.model, x, source, expert, first, second, batch)
+    for taken, rows in zip((first, second), found, strict=True):
+        assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -289,10 +392,12 @@ def test_ranks_of_experts_are_their_own():
     manager = jlora.LoRAManager(
         model, jlora.LoRAConfig(max_loras=2, max_lora_rank={"*": 8, "experts": 2, "experts.wo": 3})
     )
-    ranks = {site.path.partition(".")[2]: site.spec.max_rank for site in manager._pool.sites}
-    assert ranks == {f"{i}.{name}": r for i in "01" for name, r in (("gate", 8), ("experts.wi", 2), ("experts.wo", 3))}
+    manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), rank=3))
     with pytest.raises(AdapterMismatchError, match="rank 3 is above max_lora_rank=2"):
         manager.add_adapter(make_adapter("x", 0, rank=3))
+    with pytest.raises(AdapterMismatchError, match="rank 4 is above max_lora_rank=3"):
+        manager.add_adapter(make_adapter("x", 0, projections=("down_proj",), rank=4))
+    manager.add_adapter(adapter_of({"layers.0.gate": ((8, HIDDEN), (EXPERTS, 8))}))
     with pytest.raises(LoRAUsageError, match=r"max_lora_rank \['expert'\] match no layer"):
         jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
 
@@ -301,13 +406,7 @@ def test_ranks_of_experts_are_their_own():
 
 
 class Own(Ragged):
-    """Registered anew by each test."""
-
-
-@pytest.fixture
-def register():
-    yield functools.partial(jlora.register_layer, Own)
-    _describe.pop(Own, None)
+    """A class that each test registers with its own spec."""
 
 
 def linear(k=HIDDEN, n=2 * INNER, param="w13"):
@@ -331,28 +430,26 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
          "no 5 slices of one size"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("unchecked_calls")
-def test_specs_that_their_class_contradicts(register, spec, message):
+@pytest.mark.usefixtures("registered", "unchecked_calls")
+def test_specs_that_their_class_contradicts(spec, message):
     """The others are served."""
-    register(lambda layer: spec())
+    jlora.register_layer(Own, lambda layer: spec())
     layers = small(Own).layers()
     assert [layer.path for layer in layers if layer.wrapped] == ["layers.0.gate", "layers.1.gate"]
     (reason,) = {layer.reason for layer in layers if not layer.wrapped}
     assert re.search(message, reason or "")
 
 
-def test_a_method_needs_rows(register):
+@pytest.mark.usefixtures("registered")
+def test_a_method_needs_rows():
     class Methods(Seams):
         grouped_products = None
 
     jlora.register_layer(Methods, lambda layer: jlora.ExpertsSpec(5, {"gate_up": linear(param="wi")}))
-    try:
-        manager = small(Methods)
-        refused = pytest.raises(LoRAError, match="has no `rows`")
-        with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
-            manager.model(jnp.ones((1, 2, HIDDEN)))
-    finally:
-        _describe.pop(Methods)
+    manager = small(Methods)
+    refused = pytest.raises(LoRAError, match="has no `rows`")
+    with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
+        manager.model(jnp.ones((1, 2, HIDDEN)))
 
 
 @pytest.mark.parametrize("said", [{}, {"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi", None])

@@ -56,9 +56,7 @@ def test_groups_that_cover_several_slices():
     packed = {"qkv_proj": {"in_proj_qkv": (4, 4, 2), "in_proj_z": 2}}
     qkv, z = columns("in_proj_qkv", 0, 10), columns("in_proj_z", 10, 2)
     adapters = [make_adapter("both", [qkv, z], 3), make_adapter("group", [qkv], 2), make_adapter("whole", [ALL], 1)]
-    model = Merged()
-    manager = check_against_merged(model, [qkv, z, ALL], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
-    assert manager._pool.sites[0].spec.out_sizes == (4, 4, 2, 2)
+    check_against_merged(Merged(), [qkv, z, ALL], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
 
 
 def test_a_slice_filled_twice_is_refused():

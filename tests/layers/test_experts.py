@@ -46,7 +46,7 @@ PROJECTIONS = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_p
 
 
 def make_adapter(name, seed, *, experts=range(EXPERTS), projections=tuple(PROJECTIONS), rank=2, router=True):
-    """`rank` of an int, or a function of the expert."""
+    """Return an adapter. `rank` is an int, or a function of the expert."""
     rng = np.random.default_rng(seed)
 
     def pair(k, n, r):
@@ -114,7 +114,7 @@ def world(request):
     return world_of(request.param)
 
 
-def test_tokens_that_find_no_place_are_dropped_with_their_adapters():
+def test_tokens_above_the_capacity_are_dropped_with_their_adapters():
     world = world_of("one-hot with capacity")
     found = world.serve(NAMES)
     assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
@@ -134,7 +134,7 @@ def test_each_row_has_its_own_adapter(world):
     found = world.serve(NAMES)
     assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
     base = np.asarray(world.forward(world.model, world.x, None))
-    assert np.abs(found - base)[[0, 2, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter does something
+    assert np.abs(found - base)[[0, 2, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter changes its rows
 
 
 def test_rows_without_adapter_are_the_base_bitwise(world):
@@ -143,7 +143,7 @@ def test_rows_without_adapter_are_the_base_bitwise(world):
     np.testing.assert_array_equal(world.serve(NAMES)[rows], base[rows])
 
 
-def test_other_adapters_in_other_slots_are_no_retrace(world):
+def test_swaps_of_adapters_do_not_retrace(world):
     names = ["down", "one", None, "all", "some", "some", "one"]
     assert_close(world.serve(names), world.expected([name for name in names for _ in range(3)], world.x))
     world.manager.remove_adapter("some")
@@ -153,8 +153,8 @@ def test_other_adapters_in_other_slots_are_no_retrace(world):
     assert world.manager.stats().compilations == 1
 
 
-def test_what_an_adapter_leaves_out_is_not_what_its_slot_held_before(world):
-    """One slot after the other, in every order that four adapters and four slots give."""
+def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(world):
+    """Load four adapters into four slots in several orders."""
     for first in ("all", "some", "one", "down"):
         for name in ("all", "some", "one", "down"):
             world.manager.remove_adapter(name)
@@ -195,7 +195,7 @@ def test_verify_agrees(world):
     assert not report.unserved
 
 
-def test_exported_as_it_came(world):
+def test_an_exported_adapter_equals_the_loaded_one(world):
     world.serve(NAMES)
     found = world.manager.export_adapter("some")
     assert found.modules.keys() == ADAPTERS["some"].modules.keys()
@@ -204,7 +204,7 @@ def test_exported_as_it_came(world):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
 
 
-def test_unwrapped_as_it_was(world):
+def test_unwrap_restores_the_model(world):
     model = STYLES[world.style](nnx.Rngs(0))
 
     def seen():
@@ -276,16 +276,15 @@ def products(registered):
         a, b = np.stack([a[None] for a, _ in factors]), np.stack([b.T for _, b in factors])
         kernels = np.asarray(getattr(model, layer).w[...], np.float64)
         base = np.stack([row @ kernels[e] for row, e in zip(np.asarray(x, np.float64), expert, strict=True)])
-        groups = [
-            -1 if name is None else [*pairs].index(name) * count + e for name, e in zip(adapters, expert, strict=True)
-        ]
+        first = {None: -count} | {name: i * count for i, name in enumerate(pairs)}
+        groups = [first[name] + e for name, e in zip(adapters, expert, strict=True)]
         return oracle.add_lora(base, x, groups, a, b)
 
     return manager, expected
 
 
 def test_layers_with_other_numbers_of_experts_share_a_step(products):
-    """The rows of both layers are of the same arrays; a tile of one layer is of no use to the other."""
+    """Two layers that share their row arrays need different plans if their numbers of experts differ."""
     manager, expected = products
     x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
     source, expert = np.array([3, 0, 1, 2, 1, 3]), np.array([0, 2, 1, 1, 2, 0])
@@ -304,7 +303,7 @@ def test_layers_with_other_numbers_of_experts_share_a_step(products):
 
 
 def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
-    """Two maps with the same sequences and experts, whose inputs are other rows of the array passed in."""
+    """Two maps have equal `source` and `expert` arrays but different `taken`."""
     manager, expected = products
     x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
     source, expert = np.array([3, 0, 1, 2]), np.array([0, 2, 1, 1])
@@ -323,7 +322,7 @@ def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
         assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- adapters that do not fit ------------------------------------------------------------------------------------------------
 
 
 def small(cls=Seams, **config):
@@ -358,13 +357,13 @@ def adapter_of(modules):
         ("layers.0.router", ((2, 8), (5, 2)), "the model has no module"),
     ],
 )
-def test_modules_that_no_expert_takes(manager, name, shapes, message):
+def test_modules_that_fit_no_expert_are_refused(manager, name, shapes, message):
     with pytest.raises(AdapterMismatchError, match=message):
         manager.add_adapter(adapter_of({"layers.0.gate": ((2, 8), (5, 2)), name: shapes}))
     assert not manager.list_adapters()
 
 
-def test_an_adapter_of_experts_for_a_dense_model():
+def test_an_adapter_of_experts_is_refused_by_a_dense_model():
     class Dense(nnx.Module):
         def __init__(self):
             self.experts = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
@@ -374,7 +373,7 @@ def test_an_adapter_of_experts_for_a_dense_model():
         dense.add_adapter(adapter_of({"experts.0.gate_proj": ((2, 8), (6, 2))}))
 
 
-def test_a_product_that_is_left_out():
+def test_an_excluded_product_serves_the_base():
     manager = small(Ragged, target_modules=["down_proj"])
     assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.0.experts.w2", "layers.1.experts.w2"]
     with pytest.raises(AdapterMismatchError, match="not among the configured target_modules"):
@@ -387,7 +386,7 @@ def test_a_product_that_is_left_out():
     assert_close(found, reference(manager.model, x.reshape(-1, HIDDEN), [down] * 3 + [None] * 3).reshape(x.shape))
 
 
-def test_ranks_of_experts_are_their_own():
+def test_ranks_are_configured_for_each_layer():
     model = Model(Seams, nnx.Rngs(0))
     manager = jlora.LoRAManager(
         model, jlora.LoRAConfig(max_loras=2, max_lora_rank={"*": 8, "experts": 2, "experts.wo": 3})
@@ -402,7 +401,7 @@ def test_ranks_of_experts_are_their_own():
         jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
 
 
-# --- what a class says of itself --------------------------------------------------------------------------------------
+# --- specs of a class --------------------------------------------------------------------------------------------------
 
 
 class Own(Ragged):
@@ -431,8 +430,8 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("registered", "unchecked_calls")
-def test_specs_that_their_class_contradicts(spec, message):
-    """The others are served."""
+def test_a_spec_that_contradicts_its_class_leaves_the_layer_unwrapped(spec, message):
+    """The other layers are served."""
     jlora.register_layer(Own, lambda layer: spec())
     layers = small(Own).layers()
     assert [layer.path for layer in layers if layer.wrapped] == ["layers.0.gate", "layers.1.gate"]
@@ -441,7 +440,7 @@ def test_specs_that_their_class_contradicts(spec, message):
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_method_needs_rows():
+def test_a_product_that_is_a_method_needs_rows():
     class Methods(Seams):
         grouped_products = None
 
@@ -453,7 +452,7 @@ def test_a_method_needs_rows():
 
 
 @pytest.mark.parametrize("said", [{}, {"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi", None])
-def test_attributes_that_only_look_like_grouped_products(said):
+def test_malformed_grouped_products_are_ignored(said):
     class Other(nnx.Module):
         def __init__(self):
             self.plain = nnx.Param(jnp.ones((2, 2)))
@@ -468,7 +467,7 @@ def test_attributes_that_only_look_like_grouped_products(said):
     assert [layer.path for layer in manager.layers() if layer.wrapped] == ["other.linear"]
 
 
-def test_a_subclass_that_overrides_a_product():
+def test_a_subclass_that_overrides_a_product_is_not_wrapped():
     class Louder(OneHot):
         def down(self, x, token):
             return 2 * super().down(x, token)
@@ -489,7 +488,7 @@ def test_a_subclass_that_overrides_a_product():
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls")
-def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
+def test_row_maps_that_do_not_fit_the_product_are_refused(ragged, rows, message):
     layer = ragged.model.layers[0].experts
     source, expert = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
     with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAUsageError, match=message):
@@ -506,7 +505,7 @@ def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls")
-def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
+def test_arrays_that_do_not_fit_the_product_are_refused(ragged, x, y, message):
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
     with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAError, match=message):
         jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
@@ -514,7 +513,7 @@ def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
 
 @pytest.mark.parametrize(("packed", "rows"), [(False, 4), (True, 6)])
 @pytest.mark.usefixtures("unchecked_calls")
-def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
+def test_a_product_that_gathers_takes_all_tokens(packed, rows):
     manager = small(Gathering)
     layer, of = manager.model.layers[0].experts, jnp.zeros(3, jnp.int32)
     where = Rows(of, of, jnp.array([3, 0, 0, 0, 0], jnp.int32), None if packed else 2)
@@ -526,7 +525,7 @@ def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
                 layer.gate_up(jnp.ones((other, HIDDEN)), where)
 
 
-def test_expert_delta_without_a_manager_or_a_scope(ragged):
+def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragged):
     y = jnp.ones((4, 12))
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
     assert jlora.expert_delta(Ragged(nnx.Rngs(0)), "gate_up", jnp.ones((4, 8)), y, rows) is y
@@ -535,7 +534,7 @@ def test_expert_delta_without_a_manager_or_a_scope(ragged):
 
 
 def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
-    """Another shard's experts, and places that no token has, keep the product's own rows, bit by bit."""
+    """Rows of experts on other shards and rows without a token keep the bits of the product."""
     ragged.add_adapter(make_adapter("all", 0))
     layer = ragged.model.layers[0].experts
     x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
@@ -552,7 +551,7 @@ def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
     assert (np.asarray(served) != np.asarray(y)).all()
 
 
-def test_a_row_map_of_experts_for_a_dense_layer(manager):
+def test_a_dense_layer_refuses_a_row_map_of_experts(manager):
     x = jnp.ones((1, 2, HIDDEN))
     rows = jlora.RowMap(jnp.zeros(2, jnp.int32), expert=jnp.zeros(2, jnp.int32))
     refused = pytest.raises(LoRAUsageError, match="for the products of experts")
@@ -562,6 +561,6 @@ def test_a_row_map_of_experts_for_a_dense_layer(manager):
 
 @pytest.mark.parametrize("expert", [jnp.zeros(3, jnp.int32), jnp.zeros(2), jnp.zeros((2, 1), jnp.int32)])
 @pytest.mark.usefixtures("unchecked_calls")
-def test_row_maps_with_wrong_experts(expert):
+def test_row_maps_with_malformed_experts_are_refused(expert):
     with pytest.raises(LoRAUsageError, match=r"RowMap.expert must be integers \[2\]"):
         jlora.RowMap(jnp.zeros(2, jnp.int32), expert=expert)

@@ -1,4 +1,4 @@
-"""Meshes whose axes are Explicit: JAX wants every sharding written out, and a wrapped layer must not ask for it."""
+"""Meshes with Explicit axes, on which wrapped layers need no more shardings than plain ones."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Wrapping changes what a layer computes and nothing else: paths, attributes, classes, aliases; unwrap undoes it."""
+"""Wrapping in place: paths, attributes, classes and aliases stay as they are, and unwrap restores the model."""
 
 import copy
 import pickle
@@ -82,7 +82,7 @@ def test_paths_attributes_and_classes_stay():
 
 @optimised
 def test_unwrap_gives_the_very_same_model():
-    """Attributes, classes and flax's own bookkeeping: a function compiled for the model needs no second compilation."""
+    """Attributes, classes and the bookkeeping of Flax are restored, so compiled functions are reused."""
     model = Model()
 
     @jax.jit
@@ -107,7 +107,7 @@ def test_unwrap_gives_the_very_same_model():
 
 
 @optimised
-def test_wrapping_twice_is_refused_and_wrapping_again_after_unwrap_is_not():
+def test_wrapping_twice_is_refused_until_unwrap():
     model = Model()
     first = make_manager(model)
     with pytest.raises(LoRAError, match=r"embed: this model is wrapped already; call unwrap\(\)"):
@@ -120,7 +120,7 @@ def test_wrapping_twice_is_refused_and_wrapping_again_after_unwrap_is_not():
     )
 
 
-def test_a_layer_shared_with_a_wrapped_model_is_refused_and_nothing_is_touched():
+def test_a_layer_shared_with_a_wrapped_model_is_refused():
     model, other = Model(), Model()
     make_manager(model)
     other.dropout = model.blocks[0].q_proj
@@ -130,7 +130,7 @@ def test_a_layer_shared_with_a_wrapped_model_is_refused_and_nothing_is_touched()
 
 
 class Aliased(nnx.Module):
-    """The same layer under two paths, and two layers in one container twice."""
+    """A model with one layer under three paths."""
 
     def __init__(self):
         self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
@@ -220,7 +220,7 @@ def test_a_copy_that_no_manager_writes_is_refused():
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_wrapped_model_says_why_it_is_not_pickled(protocol):
+def test_a_wrapped_model_cannot_be_pickled(protocol):
     model = Model()
     manager = make_manager(model)
     for part in (model, model.blocks[0].q_proj):
@@ -232,7 +232,7 @@ def test_a_wrapped_model_says_why_it_is_not_pickled(protocol):
     np.testing.assert_array_equal(found(tokens), model(tokens))
 
 
-def test_a_shallow_copy_of_a_wrapped_layer_is_one():
+def test_a_shallow_copy_of_a_wrapped_layer_is_wrapped():
     layer = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     model = nnx.List([layer])
     make_manager(model)
@@ -256,7 +256,7 @@ def test_slot_arrays_are_their_own_filter():
 
 
 def held(model):
-    """Everything that wrapping might leave behind: classes and attributes of every module, by identity."""
+    """Return the class and the attributes of every module, by identity."""
     return {
         path: (type(module), {name: id(value) for name, value in vars(module).items() if name != "_pytree__nodes"})
         for path, module in modules_of(model).items()

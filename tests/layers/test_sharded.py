@@ -1,4 +1,4 @@
-"""Layers on a mesh: what they compute is what merged weights compute on one device."""
+"""Layers on a mesh, compared with merged weights on one device."""
 
 import functools
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-5
 
 def inputs_of(sequences: int, length: int = 3):
     tokens = np.random.default_rng(1).integers(0, 24, (sequences, length)).astype(np.int32)
-    tokens[0, 0] = -1  # as the table itself is indexed; padding, of a table that has any
+    tokens[0, 0] = -1  # as an index of the table; padding, if the table has any
     return tokens, normal(sequences, length, K)
 
 
@@ -34,8 +34,8 @@ def check(found, want):
             raise AssertionError(name) from error
 
 
-def test_the_truth_tells_adapters_apart():
-    """Else nothing below proves anything."""
+def test_the_expected_values_differ_between_adapters():
+    """Equal expected values would hide a wrong adapter."""
     want = truth(4, tuple(NAMES))
     base = truth(4, (None,) * 4)
     for name, values in want.items():

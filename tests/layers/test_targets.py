@@ -1,4 +1,4 @@
-"""`target_modules`: which layers are wrapped, by dotted suffix or full path, and what raises."""
+"""`target_modules`, `exclude_modules` and `skip`: selected layers and errors."""
 
 import re
 
@@ -86,7 +86,7 @@ def test_a_model_with_nothing_to_wrap_raises():
         make_manager(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))
 
 
-def test_layers_left_out_are_plain_and_adapters_for_them_refused():
+def test_layers_outside_the_targets_stay_plain_and_refuse_adapters():
     model = Model()
     manager = make_manager(model, target_modules=["q_proj"])
     assert type(model.proj) is nnx.Linear
@@ -98,7 +98,7 @@ def test_layers_left_out_are_plain_and_adapters_for_them_refused():
         model.layers[0].q_proj(x)
 
 
-def test_lookup_alone_leaves_the_logits_alone():
+def test_a_target_of_the_lookup_does_not_wrap_the_logits():
     model = Model()
     adapter = make_adapter("one", [Target("embed", 11, 6, "", kind="embedding")], 2)
     manager = make_manager(model, [adapter], target_modules=["lm_head", "embed"])
@@ -146,7 +146,7 @@ EVERYTHING = {"embed", "embed.attend", "proj"} | {
         (["layers", "conv"], {f"layers.{i}.{n}" for i in (0, 1) for n in ("qkv_proj", "q_proj", "proj")}),
     ],
 )
-def test_what_is_excluded(excluded, left_out):
+def test_exclude_modules_leaves_layers_out(excluded, left_out):
     assert kept(*excluded) == EVERYTHING - left_out
 
 
@@ -175,7 +175,7 @@ def test_an_excluded_layer_refuses_adapters_with_the_reason():
 # --- layers(), and names that a model does not have ---------------------------------------------------------------
 
 
-def test_layers_say_what_is_wrapped_and_why_not():
+def test_layers_reports_wrapped_layers_and_reasons():
     manager = make_manager(Model(), exclude_modules=["layers.0.q_proj"])
     shown = {layer.path: layer for layer in manager.layers()}
     assert set(shown) == EVERYTHING | {"layers.0.conv", "layers.1.conv"}
@@ -195,7 +195,7 @@ def test_layers_say_what_is_wrapped_and_why_not():
         ("layers.7.q_proj", "layers.0.q_proj"),
     ],
 )
-def test_an_unknown_module_is_told_the_nearest_path(name, near):
+def test_an_unknown_module_raises_with_the_nearest_path(name, near):
     manager = make_manager(Model())
     with pytest.raises(AdapterMismatchError, match=rf"no module '{name}' .*; the nearest is '{near}'"):
         manager.add_adapter(make_adapter("one", [Target(name, 6, 6, "")], 2))
@@ -214,7 +214,7 @@ def test_ten_thousand_unknown_names_get_hints_from_ten_thousand_modules():
 # --- skip -----------------------------------------------------------------------------------------------------------
 
 
-def test_skip_passes_over_what_it_names_and_nothing_else():
+def test_skip_ignores_matching_modules_only():
     here, mtp = Target("proj", 6, 6, ""), Target("mtp.0.proj", 6, 6, "")
     tower = Target("vision_tower.q_proj", 4, 4, "")
     manager = make_manager(Model(), skip=[r"^mtp\.", r"^vision_tower\."])
@@ -232,7 +232,7 @@ def test_skip_passes_over_what_it_names_and_nothing_else():
 
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("skip", ["mtp", ["("], [""], [None]])
-def test_a_skip_that_is_no_list_of_expressions(skip):
+def test_a_malformed_skip_is_refused(skip):
     model = Model()
     with pytest.raises(LoRAUsageError, match="skip"):
         make_manager(model, skip=skip)

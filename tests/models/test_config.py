@@ -159,7 +159,7 @@ def test_gpt_oss():
         (QWEN2_MOE | {"qkv_bias": None}, "qkv_bias must be true or false"),
     ],
 )
-def test_what_is_not_served_of_experts_is_refused_by_name(fields, message):
+def test_unsupported_fields_of_experts_are_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
         parse_config(fields)
 
@@ -262,7 +262,7 @@ def test_yarn_options_reach_the_frequencies():
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(fields, message):
+def test_unsupported_fields_are_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
         parse_config({**LLAMA, **fields})
 

@@ -322,7 +322,7 @@ def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
         assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
 
 
-# --- adapters that do not fit ------------------------------------------------------------------------------------------------
+# --- adapters that do not fit ---------------------------------------------------------------------------------------
 
 
 def small(cls=Seams, **config):
@@ -401,7 +401,7 @@ def test_ranks_are_configured_for_each_layer():
         jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
 
 
-# --- specs of a class --------------------------------------------------------------------------------------------------
+# --- specs of a class -----------------------------------------------------------------------------------------------
 
 
 class Own(Ragged):

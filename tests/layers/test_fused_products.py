@@ -43,7 +43,7 @@ def write(folder, shapes, rows=(2, 4, 8, 16, 128, 256), dtypes=("bfloat16", "flo
 
 @pytest.fixture
 def fused(monkeypatch, tmp_path):
-    """Interpret the fused kernels and return the list of (rows, K, N) of their calls. XLA computes the other kernels."""
+    """Interpret the fused kernels, and return the list of (rows, K, N) of their calls. XLA computes the others."""
     monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
     write(tmp_path, [(16, 24), (24, 32), (32, 16), (16, 16)])
     calls = []

@@ -252,7 +252,7 @@ def test_slot_arrays_are_their_own_filter():
     assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))
 
 
-# --- All or nothing ------------------------------------------------------------------------------------------------
+# --- Failed wrapping -----------------------------------------------------------------------------------------------
 
 
 def held(model):

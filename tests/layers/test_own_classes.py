@@ -125,7 +125,7 @@ class Gemma(nnx.Module):
 
 
 def served_and_expected(model, table, kernel, scale, adapters, tokens, names):
-    """Return the served logits of a tied model, and those of float64 NumPy with separate deltas of lookup and logits."""
+    """Return the served logits of a tied model, and those of NumPy with separate deltas of lookup and logits."""
     table, kernel, bias = (np.asarray(v[...], np.float64) for v in (table, kernel, model.proj.bias))
     manager = make_manager(model, adapters)
     with manager.prepare(names) as batch:

@@ -156,7 +156,7 @@ def test_a_loop_that_decodes(twins):
 
 
 def test_trained_slots_keep_their_layout(twins):
-    """A training step returns slots with an equivalent layout, so the next write compiles nothing."""
+    """A training step returns slots with an equivalent layout, so the next write does not compile."""
     model, manager = serving(max_loras=1)
     with manager.prepare(["one"] * 4):
         _, _, slots, _ = nnx.split(model, SlotRanks, jlora.SlotParam, ...)

@@ -84,7 +84,7 @@ def answer(model, cache):
 
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunked_prefill_and_decode_do_not_depend_on_what_the_cache_held(dtype, poison):
+def test_chunked_prefill_and_decode_do_not_depend_on_the_old_cache(dtype, poison):
     model = Decoder(CONFIG, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     fresh = model.init_cache(len(PROMPTS), 32)
     want = answer(model, fresh)

@@ -60,7 +60,7 @@ def test_fields_that_are_set():
     assert config.eos_token_ids == (1, 2)
 
 
-def test_families():
+def test_fields_of_families():
     qwen2, qwen3 = parse_config(QWEN2), parse_config({**QWEN2, "model_type": "qwen3"})
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 4)
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)

@@ -90,7 +90,7 @@ def test_added_collectives_are_of_rank_size(model, kind, mesh, fully, more):
 def check_memory(row):
     assert row["whole"] == (), "arrays of slots that should be split"
     assert row["slot_bytes_of_a_device"] == row["slot_bytes_by_rule"] < row["slot_bytes_of_one_device"]
-    # Of the program's arguments: stamps, and the padding of what is small, come on top.
+    # The bytes of the program's arguments. Stamps and padding of small arrays add to them.
     assert row["slot_bytes_of_a_device"] <= row["argument_bytes_more"] < 1.01 * row["slot_bytes_of_a_device"] + 2**17
     assert row["kernels"] > 0
     assert row["good"]

@@ -38,7 +38,7 @@ def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=None) -> K
         (P(None, ("x", "y")), (), ("x", "y")),
         (P(("y", "x")), ("y", "x"), ()),
         (P(), (), ()),
-        (P("one", "x"), (), ("x",)),  # an axis of size 1 splits nothing
+        (P("one", "x"), (), ("x",)),  # an axis of size 1 does not split
         (P(P.UNCONSTRAINED, "x"), (), ("x",)),
     ],
 )
@@ -66,7 +66,7 @@ def test_fully_sharded_splits_both_factors(spec, a, b):
 
 
 @given(st.permutations(["x", "y", None]), st.booleans())
-def test_every_shard_of_a_factor_is_as_large_as_the_rules_say(order, fully):
+def test_every_shard_of_a_factor_has_the_size_of_the_rules(order, fully):
     """Slot arrays of one shard hold 1 / size of every axis that the rule splits, and no axis of the mesh twice."""
     found = rule(P(*order[:2]), fully=fully)
     for names, shape in ((found.a, (1, 1, 16, 8)), (found.b, (1, 16, 16))):

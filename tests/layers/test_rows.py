@@ -181,7 +181,7 @@ def test_base_sequences_are_bitwise_the_base_beside_others(world):
     assert (bits(found[::2]) != bits(base_of(world.bare.proj, x)[::2])).any()
 
 
-def test_a_layer_with_one_call_of_foreign_rows_is_unserved(world):
+def test_one_call_with_foreign_rows_raises(world):
     @jax.jit
     def both(model, x, odd, batch):
         with jlora.use(batch, without=["*"]):

@@ -64,17 +64,20 @@ def served():
 # --- Layouts --------------------------------------------------------------------------------------------------------
 
 
-def test_batch_by_length(served):
+@pytest.mark.parametrize(
+    ("of_rows", "options"),
+    [
+        (lambda array: array, {}),
+        (lambda array: array, {"length": 3}),
+        (lambda array: array.reshape(12, *array.shape[2:]), {"length": 3}),
+        (lambda array: array[:, 0], {}),
+    ],
+    ids=["by length", "by declared length", "flattened", "one token"],
+)
+def test_rows_of_sequences(served, of_rows, options):
     model, manager, expected, _ = served
-    with manager.prepare(NAMES) as batch:
-        assert_close(serve(model, TOKENS, batch), expected)
-
-
-def test_flattened_rows_of_a_declared_length(served):
-    model, manager, expected, _ = served
-    with manager.prepare(NAMES, length=3) as batch:
-        assert_close(serve(model, TOKENS.reshape(-1), batch), expected.reshape(12, 11))
-        assert_close(serve(model, TOKENS, batch), expected)
+    with manager.prepare(NAMES, **options) as batch:
+        assert_close(serve(model, of_rows(TOKENS), batch), of_rows(expected))
 
 
 def test_flattened_rows_after_rows_by_length(served):
@@ -92,18 +95,6 @@ def test_flattened_rows_after_rows_by_length(served):
         assert_close(forward(model, TOKENS, batch), expected[:, -1])
 
 
-@pytest.mark.parametrize("pad", [0, 3])
-def test_packed_rows(served, pad):
-    """Sequences of different lengths, one without tokens, and padding rows that take no adapter."""
-    model, manager, expected, base = served
-    counts = [3, 1, 0, 2]
-    rows = np.concatenate([TOKENS[i, :n] for i, n in enumerate(counts)] + [TOKENS[1, :pad]])
-    with manager.prepare(NAMES, token_counts=counts, pad_to=6 + pad) as batch:
-        found = np.asarray(serve(model, rows, batch))
-    assert_close(found[:6], np.concatenate([expected[i, :n] for i, n in enumerate(counts)]))
-    assert_close(found[6:], base[1, :pad]) if pad else None
-
-
 def test_packed_rows_and_one_row_a_sequence_for_the_logits(served):
     model, manager, expected, _ = served
     counts = [3, 1, 2, 2]
@@ -117,12 +108,6 @@ def test_packed_rows_and_one_row_a_sequence_for_the_logits(served):
     with manager.prepare(NAMES, token_counts=counts) as batch:
         found = forward(model, rows, np.cumsum(counts) - 1, batch)
     assert_close(found, np.stack([expected[i, n - 1] for i, n in enumerate(counts)]))
-
-
-def test_one_token_a_sequence(served):
-    model, manager, expected, _ = served
-    with manager.prepare(NAMES) as batch:
-        assert_close(serve(model, TOKENS[:, 0], batch), expected[:, 0])
 
 
 def test_no_tokens(served):

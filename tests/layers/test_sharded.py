@@ -78,12 +78,14 @@ def test_every_kind_of_layer(axes, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fully", [False, True])
-def test_eight_shards(fully):
-    check(served({"t": 8}, 8, {"fully_sharded": fully}), truth(8, tuple(NAMES)))
-
-
-@pytest.mark.slow
-def test_sequences_that_the_data_axis_does_not_divide():
-    names = ["one", "two", None]
-    check(served({"data": 2, "t": 2}, 4, {"data_axes": ["data"]}, names), truth(4, tuple(names)))
+@pytest.mark.parametrize(
+    ("axes", "parts", "config", "names"),
+    [
+        ({"t": 8}, 8, {"fully_sharded": False}, NAMES),
+        ({"t": 8}, 8, {"fully_sharded": True}, NAMES),
+        ({"data": 2, "t": 2}, 4, {"data_axes": ["data"]}, ["one", "two", None]),
+    ],
+    ids=["eight shards", "eight shards, fully sharded", "three sequences on two shards"],
+)
+def test_eight_shards_and_sequences_that_the_mesh_does_not_divide(axes, parts, config, names):
+    check(served(axes, parts, config, names), truth(parts, tuple(names)))

@@ -32,32 +32,53 @@ class Model(nnx.Module):
         self.proj = nnx.Linear(6, 6, rngs=rngs)
 
 
-def wrapped(*targets: str) -> set[str]:
-    return {*wrapped_paths(make_manager(Model(), target_modules=targets))}
+def layers_of(*indices: int, names: tuple[str, ...] = ("qkv_proj", "q_proj", "proj")) -> set[str]:
+    return {f"layers.{i}.{name}" for i in indices for name in names}
+
+
+EVERYTHING = {"embed", "embed.attend", "proj"} | layers_of(0, 1)
 
 
 @pytest.mark.parametrize(
     ("targets", "paths"),
     [
-        (["q_proj"], {"layers.0.q_proj", "layers.1.q_proj"}),
+        (None, EVERYTHING),
+        (["q_proj"], layers_of(0, 1, names=("q_proj",))),
         (["layers.1.q_proj"], {"layers.1.q_proj"}),
         (["1.q_proj"], {"layers.1.q_proj"}),
         (["proj"], {"proj", "layers.0.proj", "layers.1.proj"}),  # never q_proj or qkv_proj
-        (["qkv_proj"], {"layers.0.qkv_proj", "layers.1.qkv_proj"}),
-        (["key"], {"layers.0.qkv_proj", "layers.1.qkv_proj"}),
+        (["qkv_proj"], layers_of(0, 1, names=("qkv_proj",))),
+        (["key"], layers_of(0, 1, names=("qkv_proj",))),
         (["layers.0.value", "embed"], {"layers.0.qkv_proj", "embed", "embed.attend"}),
         (["lm_head"], {"embed.attend"}),
         (["embed.attend", "proj"], {"embed.attend", "proj", "layers.0.proj", "layers.1.proj"}),
     ],
 )
-def test_suffixes_full_paths_and_packed_names(targets, paths):
-    assert wrapped(*targets) == paths
+def test_targets_are_suffixes_full_paths_and_packed_names(targets, paths):
+    assert {*wrapped_paths(make_manager(Model(), target_modules=targets))} == paths
 
 
-def test_every_eligible_layer_by_default():
-    paths = {*wrapped_paths(make_manager(Model()))}
-    names = ("qkv_proj", "q_proj", "proj")
-    assert paths == {"embed", "embed.attend", "proj"} | {f"layers.{i}.{name}" for i in (0, 1) for name in names}
+@pytest.mark.parametrize(
+    ("excluded", "left_out"),
+    [
+        (["q_proj"], layers_of(0, 1, names=("q_proj",))),
+        (["layers.1.q_proj"], {"layers.1.q_proj"}),
+        (["proj"], {"proj", "layers.0.proj", "layers.1.proj"}),
+        (["key"], layers_of(0, 1, names=("qkv_proj",))),
+        (["lm_head"], {"embed.attend"}),
+        (["embed"], {"embed", "embed.attend"}),
+        (["layers.0"], layers_of(0)),
+        (["layers", "conv"], layers_of(0, 1)),
+    ],
+)
+def test_exclude_modules_leaves_layers_out(excluded, left_out):
+    manager = make_manager(Model(), exclude_modules=excluded)
+    assert {*wrapped_paths(manager)} == EVERYTHING - left_out
+
+
+def test_exclusion_wins_over_a_target():
+    manager = make_manager(Model(), target_modules=["q_proj", "conv"], exclude_modules=["layers.0", "conv"])
+    assert wrapped_paths(manager) == ["layers.1.q_proj"]
 
 
 @pytest.mark.parametrize("target", ["roj", "q_pro", "layers", "0", "layers.0", "layers.2.q_proj", "Proj", "s.0.proj"])
@@ -113,45 +134,11 @@ def test_a_target_of_the_lookup_does_not_wrap_the_logits():
     )
 
 
-def test_fully_sharded_is_refused_while_no_mesh_is_served():
+def test_fully_sharded_needs_a_mesh():
     model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(LoRAError, match="fully_sharded"):
         LoRAManager(model, LoRAConfig(max_loras=1, max_lora_rank=1, fully_sharded=True))
     assert type(model.layers[0]) is nnx.Linear
-
-
-# --- exclude_modules ------------------------------------------------------------------------------------------------
-
-
-def kept(*excluded: str, targets=None) -> set[str]:
-    manager = make_manager(Model(), target_modules=targets, exclude_modules=excluded)
-    return {layer.path for layer in manager.layers() if layer.wrapped}
-
-
-EVERYTHING = {"embed", "embed.attend", "proj"} | {
-    f"layers.{i}.{n}" for i in (0, 1) for n in ("qkv_proj", "q_proj", "proj")
-}
-
-
-@pytest.mark.parametrize(
-    ("excluded", "left_out"),
-    [
-        (["q_proj"], {"layers.0.q_proj", "layers.1.q_proj"}),
-        (["layers.1.q_proj"], {"layers.1.q_proj"}),
-        (["proj"], {"proj", "layers.0.proj", "layers.1.proj"}),
-        (["key"], {"layers.0.qkv_proj", "layers.1.qkv_proj"}),
-        (["lm_head"], {"embed.attend"}),
-        (["embed"], {"embed", "embed.attend"}),
-        (["layers.0"], {f"layers.0.{n}" for n in ("qkv_proj", "q_proj", "proj")}),
-        (["layers", "conv"], {f"layers.{i}.{n}" for i in (0, 1) for n in ("qkv_proj", "q_proj", "proj")}),
-    ],
-)
-def test_exclude_modules_leaves_layers_out(excluded, left_out):
-    assert kept(*excluded) == EVERYTHING - left_out
-
-
-def test_exclusion_wins_over_a_target():
-    assert kept("layers.0", "conv", targets=["q_proj", "conv"]) == {"layers.1.q_proj"}
 
 
 @pytest.mark.parametrize("name", ["roj", "q_pro", "layers.2", "layers.0.q", "Proj"])
@@ -164,15 +151,7 @@ def test_an_exclusion_that_matches_nothing_raises(name):
         LoRAConfig(max_loras=1, max_lora_rank=1, exclude_modules="proj")
 
 
-def test_an_excluded_layer_refuses_adapters_with_the_reason():
-    manager = make_manager(Model(), exclude_modules=["layers.0"])
-    with pytest.raises(
-        AdapterMismatchError, match=r"'layers.0.q_proj' is not wrapped: .* exclude_modules \(layers.0\)"
-    ):
-        manager.add_adapter(make_adapter("one", [Target("layers.0.q_proj", 6, 6, "")], 2))
-
-
-# --- layers(), and names that a model does not have ---------------------------------------------------------------
+# --- layers() and unknown names -------------------------------------------------------------------------------------
 
 
 def test_layers_reports_wrapped_layers_and_reasons():

@@ -29,6 +29,7 @@ from tests.layers.expert_models import (
     Seams,
     reference,
 )
+from tests.layers.merging import wrapped_paths
 from tests.matrix import thinned
 
 pytestmark = pytest.mark.device
@@ -375,7 +376,7 @@ def test_an_adapter_of_experts_is_refused_by_a_dense_model():
 
 def test_an_excluded_product_serves_the_base():
     manager = small(Ragged, target_modules=["down_proj"])
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.0.experts.w2", "layers.1.experts.w2"]
+    assert wrapped_paths(manager) == ["layers.0.experts.w2", "layers.1.experts.w2"]
     with pytest.raises(AdapterMismatchError, match="not among the configured target_modules"):
         manager.add_adapter(adapter_of({"layers.0.experts.0.gate_proj": ((2, 8), (6, 2))}))
     manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), router=False))
@@ -464,7 +465,7 @@ def test_malformed_grouped_products_are_ignored(said):
 
     Other.grouped_products = said
     manager = jlora.LoRAManager(Holder(), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["other.linear"]
+    assert wrapped_paths(manager) == ["other.linear"]
 
 
 def test_a_subclass_that_overrides_a_product_is_not_wrapped():

@@ -24,6 +24,7 @@ from tests.layers.merging import (
     merge,
     normal,
     serve,
+    wrapped_paths,
 )
 from tests.layers.mesh_models import mesh_of, placed
 
@@ -188,7 +189,7 @@ def test_one_of_several_layers_that_a_target_names_may_be_odd():
             self.layers = nnx.List([Model(quantised), Model(lambda rngs: nnx.Linear(D, D, rngs=rngs))])
 
     manager = make_manager(Two(), target_modules=["odd"])
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.1.odd"]
+    assert wrapped_paths(manager) == ["layers.1.odd"]
 
 
 def test_a_renamed_table_names_the_line_that_serves_it():
@@ -283,7 +284,7 @@ def test_names_inside_an_excluded_layer_are_accepted():
 
     ranks = {"*": 4, "embed.attend": 2, "embed": 3}
     manager = make_manager(Tied(), exclude_modules=["embed", "lm_head"], max_lora_rank=ranks)
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["proj"]
+    assert wrapped_paths(manager) == ["proj"]
     for name, kind in (("embed", "embedding"), ("embed", "linear"), ("embed.attend", "linear")):
         with pytest.raises(AdapterMismatchError, match=r"is not wrapped: .* exclude_modules \(embed\)"):
             manager.add_adapter(make_adapter("x", [Target(name, 11, D, "", kind=kind)], 2))
@@ -344,4 +345,4 @@ def test_an_excluded_layer_may_be_on_another_mesh():
     manager = make_manager(model, [one], exclude_modules=["odd"])
     found = jax.device_get(manager.model.proj.jlora_a[...])
     assert not found.any()
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["proj"]
+    assert wrapped_paths(manager) == ["proj"]

@@ -446,7 +446,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--layers", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
-    parser.add_argument("--meshes", nargs="+", help="those alone, as tensor=8 or expert=4,tensor=2")
+    parser.add_argument("--meshes", nargs="+", help="meshes to compile for, as tensor=8 or expert=4,tensor=2")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/aot_mesh.json"))
     parser.add_argument("--more", action="store_true")
     args = parser.parse_args()

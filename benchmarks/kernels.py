@@ -229,15 +229,15 @@ def wanted(args) -> list[tuple[str, int, int, int, str]]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--matrix", action="store_true", help="the matrix of specs.py, not the peers' rows")
+    parser.add_argument("--matrix", action="store_true", help="time the matrix of specs.py instead of the peers' rows")
     parser.add_argument("--projection", nargs="+", default=list(PROJECTIONS))
     parser.add_argument("--rank", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--mix", nargs="+", default=list(MIXES))
-    parser.add_argument("--layers", type=int, default=128, help="as many as a step of Llama-3-8B has projections")
+    parser.add_argument("--layers", type=int, default=128, help="layers in a chain (128: all of Llama-3-8B)")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--baselines", action="store_true")
-    parser.add_argument("--wall", action="store_true", help="without the profiler's times of single kernels")
+    parser.add_argument("--wall", action="store_true", help="skip the profiler's times of single kernels")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     file = Path(__file__).with_name("peers_h200.json")

@@ -237,10 +237,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", nargs="*", default=["decode", "prefill"])
     parser.add_argument("--dispatch", choices=["all_gather", "all_to_all"], default="all_gather")
-    parser.add_argument("--no-single", action="store_true", help="the model does not fit on one device")
+    parser.add_argument("--no-single", action="store_true", help="skip the steps on one device")
     parser.add_argument("--no-fully", action="store_true")
     parser.add_argument("--swap", action="store_true")
-    parser.add_argument("--check", action="store_true", help="compare logits, with adapters that were loaded")
+    parser.add_argument("--check", action="store_true", help="compare logits, with loaded adapters")
     args = parser.parse_args()
     shape, layers = SHAPES[args.model]
     args.layers = args.layers or layers

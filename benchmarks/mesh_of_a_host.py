@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--devices", type=int, choices=[4, 8], required=True)
-    parser.add_argument("--only", nargs="+", help="names of runs; all of them are printed as they start")
+    parser.add_argument("--only", nargs="+", help="names of runs (each is printed as it starts)")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     wanted = runs(args.devices, tiny=args.tiny)

@@ -1,4 +1,4 @@
-"""Draw the README's figure from the measured results.
+"""Draw the figure of docs/performance.md from the measured results.
 
     python -m benchmarks.plot
 

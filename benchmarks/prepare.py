@@ -1,6 +1,6 @@
 """Time `LoRAManager.prepare` on the host.
 
-    python benchmarks/prepare.py
+    python -m benchmarks.prepare
 
 Prints microseconds (median and 95th percentile) and writes them to benchmarks/results/prepare.json:
 
@@ -10,6 +10,7 @@ Prints microseconds (median and 95th percentile) and writes them to benchmarks/r
 - swap: one adapter of the batch is not in a slot and is written (host time until the write is dispatched)
 """
 
+import datetime
 import itertools
 import json
 import os
@@ -65,6 +66,7 @@ def measure(call: Callable[[], jlora.LoRABatch], repeats: int) -> dict[str, floa
 
 
 def main() -> None:
+    load = os.getloadavg()[0]  # of the machine, over the last minute
     manager = make_manager()
     names = [None if i % 9 == 8 else f"adapter{i % 9}" for i in range(SEQUENCES)]
     counts = [16] * SEQUENCES
@@ -86,7 +88,10 @@ def main() -> None:
     for case, figure in figures.items():
         print(f"{case:10} {figure['median_us']:9.1f} us median {figure['p95_us']:9.1f} us p95")
     setting = {
+        "date": datetime.date.today().isoformat(),
+        "load before": round(load, 1),
         "sequences": SEQUENCES,
+        "layers": LAYERS,
         "slots": SLOTS,
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,

@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--no-kernel", action="store_true", help="attention as XLA compiles it, on a GPU too")
+    parser.add_argument("--no-kernel", action="store_true", help="use XLA's attention on a GPU too")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     config = dataclasses.replace(llama_3_8b(args.layers), max_position_embeddings=extent_of(args.context))

@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-cpu-loras", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=32, help="of each level")
+    parser.add_argument("--requests", type=int, default=32, help="number of requests of each kind")
     parser.add_argument("--beside", type=int, default=0)
     args = parser.parse_args()
     if not args.slots < args.max_cpu_loras < args.adapters:

@@ -368,8 +368,8 @@ def plot(arms: list[Arm], found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="of each of the two")
-    parser.add_argument("--slice", type=float, default=60.0, help="seconds of a turn")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes for each server")
+    parser.add_argument("--slice", type=float, default=60.0, help="length of a turn in seconds")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds at the start of a turn that are not counted")
     parser.add_argument("--warm", type=float, default=20.0, help="seconds of a first turn that is not counted")
     parser.add_argument("--adapters", type=int, default=2000)
@@ -383,8 +383,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--http", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where the adapters are, or are written (310 KB each)")
-    parser.add_argument("--out", type=Path, help="JSON; the plot is beside it")
+    parser.add_argument("--folder", type=Path, help="folder of the adapters, written if missing (310 KB each)")
+    parser.add_argument("--out", type=Path, help="JSON file; the plot is written beside it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(run(args, args.folder or Path(folder), Path(folder)))

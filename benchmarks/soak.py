@@ -227,9 +227,9 @@ def stateful(part: Part, seed: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=0, help="of the stateful test")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of crowds of threads")
-    parser.add_argument("--signals", type=int, default=0, help="real interrupts, so many in each kind of program")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the stateful test")
+    parser.add_argument("--minutes", type=float, default=0.0, help="minutes with many threads")
+    parser.add_argument("--signals", type=int, default=0, help="number of real interrupts in each kind of program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

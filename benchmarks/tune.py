@@ -126,8 +126,8 @@ def write_table(path: Path, table: Table) -> None:
 def command_line(doc: str) -> argparse.ArgumentParser:
     """Return the parser of a search: its table's folder and its shapes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the table")
-    parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), help="of `specs`")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the table")
+    parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), help="projections of `specs`")
     parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="K:N,N,...")
     return parser
 

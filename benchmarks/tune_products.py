@@ -201,7 +201,7 @@ def _mean(values: list[float]) -> float:
 
 def main():
     parser = command_line(__doc__)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON of all that was measured")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON file of all measurements")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     parser.add_argument("--tried", action="store_true", help="only tiles that the table has for other rows of a shape")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 8], choices=sorted(MIXES))

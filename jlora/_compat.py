@@ -84,7 +84,7 @@ _batched_device_put = cast("Callable[..., jax.Array]", jax._src.interpreters.pxl
 
 
 @contextlib.contextmanager
-def asked_for() -> Generator[None, None, None]:
+def explicit_transfers() -> Generator[None, None, None]:
     """Mark transfers as explicit, so that `jax.transfer_guard("disallow")` of a serving loop allows them.
 
     These are the undocumented contexts of `jax.device_put` and `jax.device_get`. Verified with JAX 0.10.0 to 0.12.0.
@@ -104,7 +104,7 @@ def to_device(array: np.ndarray, device: Device | None = None) -> jax.Array:
         return jax.device_put(array)
     if device is None:
         device = cast("Device", jax.local_devices()[0])
-    with jax._src.config.explicit_device_put_scope():  # half of `asked_for`, since each new batch runs this
+    with jax._src.config.explicit_device_put_scope():  # half of `explicit_transfers`, since each new batch runs this
         return _batched_device_put(*_placing(array.shape, array.dtype, device), [array], [device], committed=False)
 
 

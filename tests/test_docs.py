@@ -1,5 +1,6 @@
 """The Python blocks of each page of the docs run, in order and in one namespace, as a reader would paste them."""
 
+import ast
 import pkgutil
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
-OTHERS = {"kubernetes.md", "glossary.md"}  # without Python; manifests: tests/serve/http/test_kubernetes.py
+# Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
+OTHERS = {"glossary.md", "how_it_works.md", "kubernetes.md", "loop.md", "performance.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))
@@ -41,3 +43,17 @@ def test_glossary_names_exist(name):
     owner, _, last = name.rpartition(".")
     found = pkgutil.resolve_name(owner)
     assert hasattr(found, last) or last in getattr(found, "__dataclass_fields__", ())
+
+
+def walk_steps() -> list[tuple[str, str]]:
+    """Return (file, qualified name) of each call in the tables of how_it_works.md."""
+    rows = re.findall(r"^\| `(jlora/\S+\.py)` \| (.*?) \| .*\|$", (DOCS / "how_it_works.md").read_text(), re.MULTILINE)
+    return [(path, name) for path, calls in rows for name in re.findall(r"`([\w.]+)\(", calls)]
+
+
+@pytest.mark.parametrize(("path", "name"), walk_steps())
+def test_walks_name_functions_of_their_files(path, name):
+    body = ast.parse((DOCS.parent / path).read_text()).body
+    for part in name.split("."):
+        found = next(node for node in body if getattr(node, "name", None) == part)
+        body = found.body

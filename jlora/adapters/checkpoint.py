@@ -62,7 +62,7 @@ class Checkpoint:
 
     shapes: AdapterShapes
     file: StableFile
-    _layout: "_Layout"
+    _layout: "_Modules"
     _tensors: Mapping[str, TensorInfo]
     _base: Mapping[str, str]  # key -> module
     _where: str
@@ -143,7 +143,7 @@ def open_checkpoint(
         yield Checkpoint(shapes, opened, layout, tensors, base, where, dtype)
 
 
-def _shares(layout: "_Layout", own: OwnExperts) -> dict[str, Share]:
+def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
     """Return tensor key -> the share of the tensor to read."""
     found: dict[str, Share] = {}
     for name, experts in own.items():
@@ -227,7 +227,7 @@ class _Header:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Modules:
     """The adapter's modules by name in `Adapter.modules`, from tensor names and the configuration.
 
     Attributes:
@@ -242,7 +242,7 @@ class _Layout:
     alphas: Mapping[str, float]
 
 
-def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Layout:
+def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Modules:
     adapted = [module for module, parts in keys.items() if len(parts) > 1 or "base" not in parts]
     if not adapted:
         raise AdapterFormatError(
@@ -269,11 +269,11 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         names = {m: found[m].name if m in found else m for m in adapted if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
-    return _Layout(halves, stacked, config.ranks(halves), config.alphas(halves))
+    return _Modules(halves, stacked, config.ranks(halves), config.alphas(halves))
 
 
 def _shapes(
-    layout: _Layout,
+    layout: _Modules,
     keys: Mapping[str, Mapping[str, str]],
     header: _Header,
     adapter: str,

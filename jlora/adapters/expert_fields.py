@@ -54,11 +54,11 @@ class ExpertFields:
         Raises:
           AdapterFormatError: `layouts` has another number of experts for this parameter.
         """
-        layout, said = self.layouts.get(parameter, (self.layout, experts))
-        if said != experts:
+        layout, count = self.layouts.get(parameter, (self.layout, experts))
+        if count != experts:
             raise AdapterFormatError(
                 f"{where} is of {experts} experts by its rank (r and rank_pattern), and unsloth_fused_expert_lora says "
-                f"that {parameter} has {said}"
+                f"that {parameter} has {count}"
             )
         return layout
 

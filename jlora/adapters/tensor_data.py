@@ -76,7 +76,7 @@ class _Run:
         return slice(*((at - self.begin) // self.stored.itemsize for at in (begin, end)))
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """One thread's work item.
 
     Attributes:
@@ -131,7 +131,7 @@ def read_tensors(
     runs = list(_runs(tensors, base, dtype))
     wholes = [_memory(run, shares) for run in runs]
     parts = [
-        _Part(run, whole, turns, at, min(at + step, end))
+        _Span(run, whole, turns, at, min(at + step, end))
         for run, whole in zip(runs, wholes, strict=True)
         for begin, end, turns in _spans(tensors, run, shares)
         for step in [_PART if turns is None else _step(tensors[turns], shares[turns], _PART)]
@@ -160,7 +160,7 @@ def read_tensors(
                     f"{kept.dtype}"
                 )
 
-    def fill(part: _Part) -> None:
+    def fill(part: _Span) -> None:
         if part.turns is None:
             _read_span(file, part, tensors, keep)
         else:
@@ -177,7 +177,7 @@ def read_tensors(
     return arrays
 
 
-def _read_span(file: StableFile, part: _Part, tensors: Mapping[str, TensorInfo], keep: _Keep) -> None:
+def _read_span(file: StableFile, part: _Span, tensors: Mapping[str, TensorInfo], keep: _Keep) -> None:
     """Read contiguous bytes into the array."""
     run = part.run
     for at in range(part.begin, part.end, _PIECE):
@@ -188,7 +188,7 @@ def _read_span(file: StableFile, part: _Part, tensors: Mapping[str, TensorInfo],
 
 
 def _read_turns(
-    file: StableFile, part: _Part, name: str, tensors: Mapping[str, TensorInfo], share: Share, keep: _Keep
+    file: StableFile, part: _Span, name: str, tensors: Mapping[str, TensorInfo], share: Share, keep: _Keep
 ) -> None:
     """Read rows with interleaved experts and keep the wanted experts."""
     info = tensors[name]

@@ -35,7 +35,7 @@ def place_of(array: jax.Array) -> ArrayPlacement:
     return array.sharding if is_committed(array) else a_device(array.sharding)  # works for deleted arrays too
 
 
-def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
+def refreshed(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
     """Return the placement of `array`, or the object `before` if both are equivalent shardings."""
     where = place_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
@@ -43,7 +43,7 @@ def as_said(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
     return where
 
 
-def as_sharded(spec: SlotSpec, lie: Sequence[ArrayPlacement]) -> bool:
+def as_sharded(spec: SlotSpec, placements: Sequence[ArrayPlacement]) -> bool:
     """Return whether slot arrays still have the shardings of their spec.
 
     They differ if the model was moved after it was wrapped. The placements of all A come first, then of all B. A factor
@@ -51,7 +51,9 @@ def as_sharded(spec: SlotSpec, lie: Sequence[ArrayPlacement]) -> bool:
     """
     if spec.sharding is None:
         return False
-    return list(lie) == [spec.shardings[j] for j in spec.factors for _ in range(len(lie) // len(spec.factors))]
+    return list(placements) == [
+        spec.shardings[j] for j in spec.factors for _ in range(len(placements) // len(spec.factors))
+    ]
 
 
 def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ArrayPlacement]:
@@ -70,7 +72,7 @@ def everywhere(where: ArrayPlacement) -> ArrayPlacement:
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
-def lies(array: Any, where: ArrayPlacement) -> bool:
+def is_placed(array: Any, where: ArrayPlacement) -> bool:
     """Return whether an array of a block is already placed as the write programs expect."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False

@@ -35,7 +35,7 @@ class BatchArguments:
     def key(self) -> Hashable:
         """A hashable key of the arguments. It refers to adapters, not to handles, so that handles can be collected."""
         # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
-        names = tuple(name.content or name if isinstance(name, AdapterHandle) else name for name in self.names)
+        names = tuple(name.packed or name if isinstance(name, AdapterHandle) else name for name in self.names)
         return names, self.shape
 
 
@@ -53,6 +53,6 @@ def read_arguments(
     for name in names:
         if not (name is None or isinstance(name, Name)):
             raise LoRAUsageError(f"prepare takes adapter names, LoRARequests, handles and None, got {name!r:.100}")
-        if isinstance(name, AdapterHandle) and name.content is None:
+        if isinstance(name, AdapterHandle) and name.packed is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
     return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length))

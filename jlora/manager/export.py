@@ -9,24 +9,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from jlora._compat import asked_for
+from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 
 
-def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
+def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
     """Return the adapter that `slot` holds, in slot dtype, with unscaled B.
 
-    Module names, ranks and alphas are those of the packed adapter `content`.
+    Module names, ranks and alphas are those of the packed adapter `packed`.
 
     Raises:
       LoRAError: A module has scaling 0, or one factor A for several slices that training made different.
     """
-    about = content.about or Adapter(name=content.name, modules={})
+    about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
-    for p in content.placements:
+    for p in packed.placements:
         by_site.setdefault(p.site, []).append(p)
     product = {half: site for site in modules for half in site.shared}
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
@@ -36,12 +36,12 @@ def export(content: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]
         for p in placements:
             found = [factor[p.row] for factor in factors]
             if site.spec.whole:
-                read[p.module] = _module(content.name, p, *found)
+                read[p.module] = _module(packed.name, p, *found)
             else:
                 key = product[site], p.row // (site.spec.experts or 1), p.first
                 halves.setdefault(key, []).append(_Half(p, *found))
-    read |= dict(_experts(content.name, of_one) for of_one in halves.values())
-    names = dict.fromkeys(p.module for p in content.placements)
+    read |= dict(_experts(packed.name, of_one) for of_one in halves.values())
+    names = dict.fromkeys(p.module for p in packed.placements)
     return replace(about, modules={name: read[name] for name in names if name in read}, fingerprint=None)
 
 
@@ -61,7 +61,7 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     found: list[np.ndarray] = []
     for attribute, j in zip(site.attributes[:-1], spec.factors, strict=True):
-        with asked_for():
+        with explicit_transfers():
             held = np.asarray(getattr(layer, attribute)[...][where])
         held = held.reshape(math.prod(spec.rows), *held.shape[len(spec.rows) :])
         if j == 0:

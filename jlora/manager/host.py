@@ -22,7 +22,7 @@ from jlora.manager.blocks import Block
 from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
-from jlora.manager.loader import Load, LoadCancelled, Loader, Patience
+from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
@@ -81,10 +81,10 @@ class Host:
         Raises:
           AdapterNotFoundError: the name is not in the host cache.
         """
-        content = self._cache.contents.get(name)
-        if content is None:
+        packed = self._cache.loaded.get(name)
+        if packed is None:
             raise AdapterNotFoundError(unknown_name(name, self._cache))
-        return content
+        return packed
 
     def request_of(self, name: str) -> LoRARequest:
         """Return the request that reloads an evicted name.
@@ -99,18 +99,18 @@ class Host:
     def touch(self, name: str) -> bool:
         """Mark a use of a name. Return False if it is not in the host cache."""
         with self._state_lock:
-            if name not in self._cache.contents:
+            if name not in self._cache.loaded:
                 return False
-            self._cache.contents.touch(name)
+            self._cache.loaded.touch(name)
             return True
 
-    def load(self, request: LoRARequest, patience: Patience) -> bool:
+    def load(self, request: LoRARequest, deadline: Deadline) -> bool:
         """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
         while True:
             with self._state_lock:
-                load = self.loader.start(request, again=True, anew=request.load_inplace, patience=patience)
+                load = self.loader.start(request, again=True, anew=request.load_inplace, deadline=deadline)
                 load.wanted += 1
-            if self.wait(load, patience.deadline):
+            if self.wait(load, deadline.at):
                 return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
@@ -158,7 +158,7 @@ class Host:
         """
         while True:
             with self._state_lock:
-                if name in self._cache.contents:
+                if name in self._cache.loaded:
                     return
                 load = self.loader.start(self.request_of(name), again=True)
                 load.wanted += 1
@@ -173,13 +173,13 @@ class Host:
         if request.load_inplace or not self.touch(request.name):
             started = time.monotonic()
             with _logged(request.name, request.path):
-                content = self._agreed(partial(self._read, request, load))
-                result = self.admit(content, request.load_inplace, load.patience, load)
+                packed = self._agreed(partial(self._read, request, load))
+                result = self.admit(packed, request.load_inplace, load.deadline, load)
             with self._state_lock:
                 self.load_seconds.add(time.monotonic() - started)
         if load.ahead:
             with self._state_lock:
-                newest = self._cache.contents.get(request.name)
+                newest = self._cache.loaded.get(request.name)
             if newest is not None:
                 self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
         return result
@@ -194,19 +194,19 @@ class Host:
 
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
         """Return the result of `read`, checked to be equal in all processes, in page-locked memory if there is room."""
-        content, keys = self._coordinator.agree(
-            read, same=lambda content: [content.name, content.digest()], own=lambda content: content.key
+        packed, keys = self._coordinator.agree(
+            read, same=lambda packed: [packed.name, packed.digest()], own=lambda packed: packed.key
         )
         if len(keys) > 1:  # if the files of one process changed, all get a new version
-            content.key = None if None in keys else " ".join(keys)
-        content.blocks = self.pinned(content.blocks)
-        return content
+            packed.key = None if None in keys else " ".join(keys)
+        packed.blocks = self.pinned(packed.blocks)
+        return packed
 
     def give_up(self, name: str | None = None) -> list[Load]:
         """Abandon the running loads of a name, or all running loads if None. Called under the state lock.
 
         Returns:
-          The abandoned loads. The caller must call `Load.tell` on each after it releases the lock.
+          The abandoned loads. The caller must call `Load.notify` on each after it releases the lock.
         """
         loads = self.loader.under_way(name)
         for load in loads:
@@ -214,11 +214,11 @@ class Host:
             self.loader.abandon(load)
         return loads
 
-    def add(self, adapter: Adapter, replace: bool, patience: Patience) -> bool:
+    def add(self, adapter: Adapter, replace: bool, deadline: Deadline) -> bool:
         """Pack an adapter from memory and admit it to the host cache."""
         with _logged(adapter.name, None):
             pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
-            return self.admit(self._agreed(pack), replace, patience)
+            return self.admit(self._agreed(pack), replace, deadline)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
         """Return the local folder of a request, downloading it if necessary.
@@ -242,12 +242,12 @@ class Host:
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
-            contents = (*(self._cache.contents[name] for name in self._cache.contents), *others)
-            taken = sum(content.nbytes for content in contents if content.pinned)
+            loaded = (*(self._cache.loaded[name] for name in self._cache.loaded), *others)
+            taken = sum(packed.nbytes for packed in loaded if packed.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
 
-    def admit(self, content: PackedAdapter, replace: bool, patience: Patience, load: Load | None = None) -> bool:
+    def admit(self, packed: PackedAdapter, replace: bool, deadline: Deadline, load: Load | None = None) -> bool:
         """Add an adapter to the host cache, once no open batch holds the version that it replaces.
 
         Returns:
@@ -258,38 +258,38 @@ class Host:
           LoadCancelled: the load was abandoned.
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
-        name = content.name
+        name = packed.name
 
         def decide() -> list[str] | None:
             self._wrapped.check()
             if load is not None:
                 self.loader.check_wanted(load)
-            old = self._cache.contents.get(name)
+            old = self._cache.loaded.get(name)
             if old is not None:
                 if not replace:
                     return None
                 if load is not None:
                     load.in_use = self.held(old)
-                self.check_free(old, "replacing", patience)
-            return self._cache.victims_for(content, self.busy)
+                self.check_free(old, "replacing", deadline)
+            return self._cache.victims_for(packed, self.busy)
 
         def put(victims: list[str] | None) -> bool:
             if victims is None:
-                self._cache.contents.touch(name)
+                self._cache.loaded.touch(name)
                 return False
-            self.put(content, victims, self._cache.version(content))
+            self.put(packed, victims, self._cache.version(packed))
             return True
 
-        return self.commit(decide, put, patience)
+        return self.commit(decide, put, deadline)
 
-    def put(self, content: PackedAdapter, victims: Iterable[str], version: int) -> None:
+    def put(self, packed: PackedAdapter, victims: Iterable[str], version: int) -> None:
         for victim in victims:
             self.evict(victim)
-        content.version = version
-        self._cache.put(content)
+        packed.version = version
+        self._cache.put(packed)
         self._counts["host_loads"] += 1
 
-    def update(self, name: str, arrays: Mapping[str, Any], patience: Patience) -> int:
+    def update(self, name: str, arrays: Mapping[str, Any], deadline: Deadline) -> int:
         """See `LoRAManager.update_adapter`."""
         self.recall(name)
         with self._state_lock:
@@ -301,67 +301,67 @@ class Host:
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
             return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
 
-        (content, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
+        (packed, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
         pool.compile()
 
         def decide() -> list[str]:
             self._wrapped.check()
             if not self._cache.newest(old):
                 raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
-            self.check_free(old, "updating", patience)
-            return self._cache.victims_for(content, self.busy)
+            self.check_free(old, "updating", deadline)
+            return self._cache.victims_for(packed, self.busy)
 
         def put(victims: list[str]) -> None:
-            if not content.on_host:
+            if not packed.on_host:
                 # Start the thread before the cache changes: if it cannot start, the adapter could never be evicted.
                 # The thread blocks on the state lock, which this thread holds.
-                copying = threading.Thread(target=self._copy_back, args=(content,), name="jlora-copy-back")
+                copying = threading.Thread(target=self._copy_back, args=(packed,), name="jlora-copy-back")
                 copying.daemon = True
                 copying.start()
-                content.copying = True
+                packed.copying = True
             for victim in victims:
                 self.evict(victim)
-            content.version = self._cache.version(content)
-            self._cache.put(content)
-            self._slots.replace(old, content, written)
+            packed.version = self._cache.version(packed)
+            self._cache.put(packed)
+            self._slots.replace(old, packed, written)
 
-        self.commit(decide, put, patience, writes=True)
-        _log.info("updated %r to version %d", name, content.version)
-        return content.version
+        self.commit(decide, put, deadline, writes=True)
+        _log.info("updated %r to version %d", name, packed.version)
+        return packed.version
 
-    def _copy_back(self, content: PackedAdapter) -> None:
+    def _copy_back(self, packed: PackedAdapter) -> None:
         """Copy the blocks of a device update to host memory. Runs on its own thread, after the update."""
         try:
             with self._state_lock:
-                blocks = content.blocks
+                blocks = packed.blocks
             pinned = self.pinned(blocks)  # directly from the device
             blocks = to_host(blocks) if pinned is blocks else pinned
             with self._state_lock:
-                content.blocks = blocks
-                content.on_host = True
+                packed.blocks = blocks
+                packed.on_host = True
         finally:
             with self._state_lock:
-                content.copying = False
+                packed.copying = False
                 self._slots.pool.let_go()
             self._changed.ring()
 
     # --- eviction ---------------------------------------------------------------------------------------------------
 
-    def held(self, content: PackedAdapter) -> bool:
+    def held(self, packed: PackedAdapter) -> bool:
         """Return True if an open batch holds the adapter and no handle does."""
-        return content in self._leases.leased() and content not in self._leases.handled()
+        return packed in self._leases.leased() and packed not in self._leases.handled()
 
-    def busy(self, content: PackedAdapter) -> bool:
+    def busy(self, packed: PackedAdapter) -> bool:
         """Return True if the adapter must not be evicted from the host cache."""
-        return not content.on_host or content in self._leases.leased()
+        return not packed.on_host or packed in self._leases.leased()
 
-    def check_free(self, content: PackedAdapter, doing: str, patience: Patience, *, handled: bool = False) -> None:
+    def check_free(self, packed: PackedAdapter, doing: str, deadline: Deadline, *, handled: bool = False) -> None:
         """Check that no open batch holds an adapter that a call changes. Called under the state lock.
 
         Args:
-          content: the adapter.
+          packed: the adapter.
           doing: the action, for the error message.
-          patience: how long the call may wait.
+          deadline: limit of the wait.
           handled: also check batches with a version that a handle holds.
 
         Raises:
@@ -369,18 +369,18 @@ class Host:
             calling thread, or the mesh spans several processes, where batches may close at different times.
           Held: an open batch holds the adapter, and there is time to wait (see `commit`).
         """
-        if not (content in self._leases.leased() if handled else self.held(content)):
+        if not (packed in self._leases.leased() if handled else self.held(packed)):
             return
-        own = patience.thread is not None and patience.thread in self._leases.threads(content)
-        if own or patience.over or self._coordinator.several:
-            raise in_use(content.name, doing)
+        own = deadline.thread is not None and deadline.thread in self._leases.threads(packed)
+        if own or deadline.over or self._coordinator.several:
+            raise in_use(packed.name, doing)
         raise Held
 
     def commit(
         self,
         decide: Callable[[], D],
         do: Callable[[D], R],
-        patience: Patience,
+        deadline: Deadline,
         *,
         same: Callable[[D], Any] = itself,
         writes: bool = False,
@@ -391,20 +391,20 @@ class Host:
             try:
                 return self._coordinator.commit(decide, do, same, writes=writes)
             except Held:
-                self._changed.wait(seen, patience.deadline)
+                self._changed.wait(seen, deadline.at)
 
     def evict(self, name: str) -> None:
         """Evict an adapter from the host cache and from its slot."""
-        content = self._cache.contents[name]
+        packed = self._cache.loaded[name]
         self._cache.evict(name)
-        self._slots.release(content)
+        self._slots.release(packed)
         self._counts["host_evictions"] += 1
         _log.info("evicted %r from the host cache", name)
 
     def oldest(self) -> str | None:
         """Return the name that is evicted next; None if there is none."""
-        contents = self._cache.contents
-        return next(contents.evictable(lambda n: self.busy(contents[n])), None)
+        loaded = self._cache.loaded
+        return next(loaded.evictable(lambda n: self.busy(loaded[n])), None)
 
 
 class Held(Exception):

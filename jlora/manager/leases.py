@@ -36,20 +36,20 @@ class AdapterHandle:
       version: version number of the adapter.
     """
 
-    def __init__(self, content: PackedAdapter, on_close: Callable[[], object]):
-        self._content: PackedAdapter | None = content
+    def __init__(self, packed: PackedAdapter, on_close: Callable[[], object]):
+        self._packed: PackedAdapter | None = packed
         self._on_close = on_close
-        self.name = content.name
-        self.version = content.version
+        self.name = packed.name
+        self.version = packed.version
 
     @property
-    def content(self) -> PackedAdapter | None:
+    def packed(self) -> PackedAdapter | None:
         """The packed adapter; None once the handle is closed."""
-        return self._content
+        return self._packed
 
     def close(self) -> None:
         """Release the version. Further calls have no effect."""
-        self._content = None
+        self._packed = None
         self._on_close()
 
     def __enter__(self) -> "AdapterHandle":
@@ -95,11 +95,11 @@ class Leases:
     def handled(self) -> set[PackedAdapter]:
         """Return the adapters that open handles hold on the host."""
         handles = [ref() for ref in self._handles]
-        return {handle.content for handle in handles if handle is not None and handle.content is not None}
+        return {handle.packed for handle in handles if handle is not None and handle.packed is not None}
 
-    def threads(self, content: PackedAdapter | None = None) -> set[int]:
-        """Return the threads that opened the leases which are open (on `content`, if given)."""
-        return {lease.thread for lease in self.open() if content is None or content in lease.adapters}
+    def threads(self, packed: PackedAdapter | None = None) -> set[int]:
+        """Return the threads that opened the leases which are open (on `packed`, if given)."""
+        return {lease.thread for lease in self.open() if packed is None or packed in lease.adapters}
 
     def infos(self) -> tuple[LeaseInfo, ...]:
         now = time.monotonic()

@@ -19,21 +19,21 @@ class LoadCancelled(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a call waits.
+class Deadline:
+    """The end of a wait.
 
     Attributes:
-      deadline: `time.monotonic()` at which the call stops waiting; None for no limit.
+      at: `time.monotonic()` at which the call stops waiting; None for no limit.
       thread: identifier of the waiting thread. Its own open batches raise at once, since they cannot close while it
         waits.
     """
 
-    deadline: float | None
+    at: float | None
     thread: int | None = None
 
     @property
     def over(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline
+        return self.at is not None and time.monotonic() >= self.at
 
 
 class Load:
@@ -41,7 +41,7 @@ class Load:
 
     Attributes:
       request: the request to load.
-      patience: how long the load waits for open batches with the version that it replaces.
+      deadline: limit of the wait for open batches with the version that it replaces.
       ahead: True if the adapter is also moved to the device.
       done: True once `result` and `error` are final; set last.
       result: True if the adapter was loaded, False if it was in the host cache.
@@ -51,9 +51,9 @@ class Load:
       before: loads of the same name that were running when this one started; it begins after them.
     """
 
-    def __init__(self, request: LoRARequest, patience: Patience, before: Sequence["Load"] = ()):
+    def __init__(self, request: LoRARequest, deadline: Deadline, before: Sequence["Load"] = ()):
         self.request = request
-        self.patience = patience
+        self.deadline = deadline
         self.ahead = False
         self.done = False
         self.result = False
@@ -75,7 +75,7 @@ class Load:
         """Return a new future of the load. The load is abandoned when all futures are cancelled and no call waits."""
         future: Future[bool] = Future()
         if self.done:
-            self._tell(future)
+            self._notify(future)
         else:
             self._futures.append(future)
         return future
@@ -86,12 +86,12 @@ class Load:
             self.result, self.error = result, error
             self.done = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Set the pending futures. Called without locks, because futures run callbacks. May be called again."""
         for future in self._futures:
-            self._tell(future)
+            self._notify(future)
 
-    def _tell(self, future: "Future[bool]") -> None:
+    def _notify(self, future: "Future[bool]") -> None:
         if future.done() or not (future.running() or future.set_running_or_notify_cancel()):
             return
         if self.error is not None:
@@ -159,7 +159,7 @@ class Loader:
         again: bool = False,
         anew: bool = False,
         ahead: bool = False,
-        patience: Patience | None = None,
+        deadline: Deadline | None = None,
     ) -> Load:
         """Return the running load of a request, or start a new one.
 
@@ -168,12 +168,12 @@ class Loader:
           again: start a new load if the last one is done. If False, a failed load is returned with its error.
           anew: start a new load even if one is running, which may have read older files.
           ahead: also move the adapter to the device.
-          patience: patience of a new load.
+          deadline: deadline of a new load.
         """
         load = self._loads.get(request)
         over = load is not None and (load.given_up if not load.done else again)
         if load is None or over or anew:
-            load = Load(request, patience or Patience(None), self.under_way(request.name))
+            load = Load(request, deadline or Deadline(None), self.under_way(request.name))
             load.wanted += 1  # until the thread starts; by then the caller has incremented it
             threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
@@ -232,4 +232,4 @@ class Loader:
             for other in failed[:-_FAILED]:
                 self.forget(other)
         self._changed.ring()
-        load.tell()
+        load.notify()

@@ -33,7 +33,7 @@ from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
-from jlora.manager.loader import Load, Patience
+from jlora.manager.loader import Deadline, Load
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import coordinator_of
 from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
@@ -197,7 +197,7 @@ class LoRAManager:
           NoFreeSlotError: the host cache is full of pinned and leased adapters.
         """
         self._check_call("add_adapter", waits=True)
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
         if not isinstance(adapter, LoRARequest | Adapter):
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
@@ -207,10 +207,10 @@ class LoRAManager:
                 request = replace(adapter, load_inplace=True) if load_inplace else adapter
                 if not request.load_inplace and self._host.touch(request.name):
                     return False
-                return self._host.load(request, patience)
+                return self._host.load(request, deadline)
             if not load_inplace and self._host.touch(adapter.name):
                 return False
-            return self._host.add(adapter, load_inplace, patience)
+            return self._host.add(adapter, load_inplace, deadline)
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.
@@ -266,9 +266,9 @@ class LoRAManager:
         """
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
         with self._coordinator.turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, patience)
+            return self._host.update(name, arrays, deadline)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host cache, pinned or not.
@@ -287,27 +287,27 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> int | None:
-            if (content := self._cache.contents.get(name)) is None:
+            if (packed := self._cache.loaded.get(name)) is None:
                 return None
-            self._host.check_free(content, "removing", patience)
-            return content.version
+            self._host.check_free(packed, "removing", deadline)
+            return packed.version
 
         def remove(_: int | None) -> tuple[bool, list[Load]]:
-            content = self._cache.contents.get(name)
+            packed = self._cache.loaded.get(name)
             loads = self._host.give_up(name)
             found = self._cache.forget(name) or bool(loads)
-            if content is not None:
-                self._slots.release(content)
+            if packed is not None:
+                self._slots.release(packed)
                 _log.info("removed %r", name)
             return found, loads
 
         with self._coordinator.turn(f"remove_adapter({name!r})"):
-            found, loads = self._host.commit(decide, remove, patience, same=lambda version: [version])
+            found, loads = self._host.commit(decide, remove, deadline, same=lambda version: [version])
         for load in loads:
-            load.tell()
+            load.notify()
         return found
 
     def remove_oldest_adapter(self) -> bool:
@@ -336,26 +336,26 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held an adapter for too long. No adapter is removed.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> list[PackedAdapter]:
-            contents = [self._cache.contents[name] for name in self._cache.contents]
-            for content in contents:
-                self._host.check_free(content, "removing", patience)
-            return contents
+            loaded = [self._cache.loaded[name] for name in self._cache.loaded]
+            for packed in loaded:
+                self._host.check_free(packed, "removing", deadline)
+            return loaded
 
-        def remove(contents: list[PackedAdapter]) -> list[Load]:
+        def remove(loaded: list[PackedAdapter]) -> list[Load]:
             loads = self._host.give_up()
-            for name in [*self._cache.known, *self._cache.contents]:
+            for name in [*self._cache.known, *self._cache.loaded]:
                 self._cache.forget(name)
-            for content in contents:
-                self._slots.release(content)
+            for packed in loaded:
+                self._slots.release(packed)
             return loads
 
         with self._coordinator.turn("remove_all_adapters()"):
-            loads = self._host.commit(decide, remove, patience, same=lambda contents: [c.version for c in contents])
+            loads = self._host.commit(decide, remove, deadline, same=lambda loaded: [c.version for c in loaded])
         for load in loads:
-            load.tell()
+            load.notify()
 
     def list_adapters(
         self, names: Collection[str] | None = None, *, level: Level | None = None
@@ -399,11 +399,11 @@ class LoRAManager:
             "(jax.experimental.multihost_utils)",
         )
         with self._step_lock, self._state_lock:
-            content = self._host.newest(name)
-            slot = self._pool.slot_of(content)
+            packed = self._host.newest(name)
+            slot = self._pool.slot_of(packed)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            return export(content, slot, self._wrapped.modules)
+            return export(packed, slot, self._wrapped.modules)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -467,7 +467,7 @@ class LoRAManager:
 
     def _base(self) -> str:
         if self._base_digest is None:
-            self._base_digest = base_digest(self.model, self._index.said)
+            self._base_digest = base_digest(self.model, self._index.rules)
         return self._base_digest
 
     # --- slots --------------------------------------------------------------------------------------------------
@@ -499,23 +499,23 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        patience = self._patience(timeout)
+        deadline = self._deadline(timeout)
 
         def decide() -> int | None:
-            content = self._cache.contents.get(name)
-            if content is None or content not in self._pool.table:
+            packed = self._cache.loaded.get(name)
+            if packed is None or packed not in self._pool.table:
                 return None
-            self._host.check_free(content, "deactivating", patience, handled=True)
-            return content.version
+            self._host.check_free(packed, "deactivating", deadline, handled=True)
+            return packed.version
 
         def release(version: int | None) -> bool:
             if version is not None:
-                self._cache.contents.unpin(name)
-                self._slots.release(self._cache.contents[name])
+                self._cache.loaded.unpin(name)
+                self._slots.release(self._cache.loaded[name])
             return version is not None
 
         with self._coordinator.turn(f"deactivate_adapter({name!r})"):
-            return self._host.commit(decide, release, patience, same=lambda version: [version])
+            return self._host.commit(decide, release, deadline, same=lambda version: [version])
 
     def pin_adapter(self, name: str) -> bool:
         """Pin an adapter, so that it is never evicted from its slot or the host cache.
@@ -637,7 +637,7 @@ class LoRAManager:
         args = read_arguments(names, token_counts, pad_to, length)
         if not wait:
             self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
-        deadline = self._patience(timeout).deadline
+        deadline = self._deadline(timeout).at
         with self._coordinator.turn("prepare"):
             batch, ready = self._batches.prepare(args, wait, deadline)
         return batch if wait else (batch, ready)
@@ -657,8 +657,8 @@ class LoRAManager:
             while True:
                 self._host.recall(name)
                 with self._state_lock:
-                    if name in self._cache.contents:  # not evicted since
-                        handle = AdapterHandle(self._cache.contents[name], self._changed.ring)
+                    if name in self._cache.loaded:  # not evicted since
+                        handle = AdapterHandle(self._cache.loaded[name], self._changed.ring)
                         self._leases.add_handle(handle)
                         return handle
 
@@ -753,7 +753,7 @@ class LoRAManager:
             return Stats(
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
-                registered=len(self._cache.contents),
+                registered=len(self._cache.loaded),
                 active=self._slots.active,
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
@@ -777,13 +777,13 @@ class LoRAManager:
                 "its arrays would go stale. Call it outside and pass the batch as an argument"
             )
 
-    def _patience(self, timeout: float | None) -> Patience:
+    def _deadline(self, timeout: float | None) -> Deadline:
         if timeout is None:
-            return Patience(None, threading.get_ident())
+            return Deadline(None, threading.get_ident())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
         self._coordinator.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")
-        return Patience(time.monotonic() + timeout)
+        return Deadline(time.monotonic() + timeout)
 
     def unwrap(self) -> nnx.Module:
         """Restore the model as it was before it was wrapped. The manager cannot be used afterwards.
@@ -799,8 +799,8 @@ class LoRAManager:
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            for name in self._cache.contents:
-                self._cache.contents.remove(name)
+            for name in self._cache.loaded:
+                self._cache.loaded.remove(name)
             self._cache.known.clear()
             self._batches.clear()
             self._state = None

@@ -215,26 +215,26 @@ class SeveralProcesses:
     def _settle(self, mine: dict[str, Any], cause: Exception | None) -> list[Any]:
         """Exchange messages and return the values of `own` of all processes, or raise the same error in all."""
         call = self._call
-        said = self._exchange({"call": call, **mine})
-        for i, other in said.items():
+        messages = self._exchange({"call": call, **mine})
+        for i, other in messages.items():
             if other["call"] != call:
                 raise LoRAError(
                     f"process {self._me} calls {call}, and process {i} {other['call']}: all processes of a model must "
                     "make the same calls in the same order"
                 )
-        for i, other in said.items():
+        for i, other in messages.items():
             if "error" in other:
                 name, message = other["error"]
                 raise error_of(name, f"{message} (process {i})") from cause
-        first, *others = said
+        first, *others = messages
         for i in others:
-            if said[i]["same"] != said[first]["same"]:
-                one, two = _where_they_differ([str(said[first]["same"]), str(said[i]["same"])])
+            if messages[i]["same"] != messages[first]["same"]:
+                one, two = _where_they_differ([str(messages[first]["same"]), str(messages[i]["same"])])
                 raise LoRAError(
                     f"{call}: process {first} has {one}, and process {i} {two}. Files must be the same everywhere, "
                     "and batches be closed between the same calls"
                 )
-        return [message["own"] for message in said.values()]
+        return [message["own"] for message in messages.values()]
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
         """Send a message and return the messages of all processes, as process -> message."""

@@ -55,7 +55,7 @@ class SiteIndex:
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
 
     @property
-    def said(self) -> list[Any]:
+    def rules(self) -> list[Any]:
         """Name rules, skip patterns and model aliases: everything that affects names besides the sites."""
         rules = [(rule.pattern, rule.flags, replacement) for rule, replacement in self._rules]
         return [rules, [rule.pattern for rule in self._wrapped.skip], sorted(self._aliases.items())]

@@ -16,7 +16,7 @@ from jlora.manager.batch_arguments import BatchArguments, Name
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import Load, LoadCancelled, Patience
+from jlora.manager.loader import Deadline, Load, LoadCancelled
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
@@ -48,18 +48,18 @@ class _Plan(NamedTuple):
     """The adapters of a batch and the slot writes that they need.
 
     Attributes:
-      contents: name, request or handle -> adapter.
+      loaded: name, request or handle -> adapter.
       wanted: the distinct adapters.
       slots: adapter -> slot, for the adapters that must be written.
     """
 
-    contents: dict[Name, PackedAdapter]
+    loaded: dict[Name, PackedAdapter]
     wanted: list[PackedAdapter]
     slots: SlotPlan
 
     def same(self) -> Any:
         """Return the value that all processes compare; None if no slot is written."""
-        return [(content.name, content.version, slot) for content, slot in self.slots.items()] or None
+        return [(packed.name, packed.version, slot) for packed, slot in self.slots.items()] or None
 
 
 @dataclass(eq=False)
@@ -168,16 +168,16 @@ class Batches:
         """Write the loaded adapters into slots and make the batch. Return None if a load must be awaited first."""
 
         def decide() -> _Plan:
-            contents = {} if wait and self._absent(args, reloaded) else self._contents(args)
-            if any(content not in self._slots.pool.table for content in contents.values()):
+            loaded = {} if wait and self._absent(args, reloaded) else self._loaded(args)
+            if any(packed not in self._slots.pool.table for packed in loaded.values()):
                 self._check_first(ticket)
-            return self._plan(contents, partly=not wait)
+            return self._plan(loaded, partly=not wait)
 
         def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
             self._slots.carry_out(plan.slots, plan.wanted)
-            if wait and len(plan.contents) < len(args.adapters):
+            if wait and len(plan.loaded) < len(args.adapters):
                 return None
-            return self._batch(args, plan.contents, keep=wait)
+            return self._batch(args, plan.loaded, keep=wait)
 
         self._slots.pool.compile()
         return self._coordinator.commit(decide, do, _Plan.same, writes=True)
@@ -186,14 +186,14 @@ class Batches:
         """Write an adapter into a slot, reload it if necessary, and pin it if `pin`. Return True if it was written."""
 
         def decide() -> _Plan:
-            content = self._cache.contents.get(name)
-            return self._plan({} if content is None else {name: content})
+            packed = self._cache.loaded.get(name)
+            return self._plan({} if packed is None else {name: packed})
 
         def do(plan: _Plan) -> bool | None:
             written = self._slots.carry_out(plan.slots, plan.wanted)
-            if plan.contents and pin:
-                self._cache.contents.pin(name)
-            return bool(written) if plan.contents else None  # evicted in the meantime
+            if plan.loaded and pin:
+                self._cache.loaded.pin(name)
+            return bool(written) if plan.loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
@@ -207,10 +207,10 @@ class Batches:
                     raise
                 self._changed.wait(seen)
 
-    def _plan(self, contents: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
+    def _plan(self, loaded: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
         self._wrapped.check()
-        wanted = list(dict.fromkeys(contents.values()))
-        return _Plan(contents, wanted, self._slots.plan(wanted, partly=partly))
+        wanted = list(dict.fromkeys(loaded.values()))
+        return _Plan(loaded, wanted, self._slots.plan(wanted, partly=partly))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Queue the ticket if it has time left. Return True if it is queued."""
@@ -242,7 +242,7 @@ class Batches:
             without slots would evict each other from the host cache and be loaded again without end.
         """
         # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
-        patience = Patience(None, threading.get_ident())
+        deadline = Deadline(None, threading.get_ident())
 
         def decide() -> list[LoRARequest]:
             absent = self._absent(args, reloaded)
@@ -251,20 +251,24 @@ class Batches:
                 self._keep(args)
             return absent[:1] if self._coordinator.several else absent
 
-        def start(absent: list[LoRARequest]) -> list[Load]:
-            loads: list[Load] = []
-            for request in absent:
-                load = self._host.loader.start(request, patience=patience)
-                if load.done and load.error is not None and not isinstance(load.error, LoadCancelled):
+        def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
+            loads = [self._host.loader.start(request, deadline=deadline) for request in absent]
+            for load in loads:
+                if load.error is not None and not isinstance(load.error, LoadCancelled):  # kept for the next caller
                     self._host.loader.forget(load)
-                    raise load.error
-                loads.append(self._host.loader.start(request, again=True, patience=patience))
+                    return [], load.error
+            loads = [self._host.loader.start(request, again=True, deadline=deadline) for request in absent]
             for load in loads:
                 load.wanted += 1
             reloaded.update(absent)
-            return loads
+            return loads, None
 
-        return self._coordinator.commit(decide, start, lambda absent: [request.name for request in absent] or None)
+        loads, error = self._coordinator.commit(
+            decide, start, lambda absent: [request.name for request in absent] or None
+        )
+        if error is not None:  # raised here, since an error inside `commit` counts as a change cut short
+            raise error
+        return loads
 
     def _absent(self, args: BatchArguments, reloaded: set[Name]) -> list[LoRARequest]:
         """Return the requests that a batch must load.
@@ -275,9 +279,9 @@ class Batches:
         absent: list[LoRARequest] = []
         for name in args.adapters:
             if isinstance(name, LoRARequest):
-                if name.name not in self._cache.contents or (name.load_inplace and name not in reloaded):
+                if name.name not in self._cache.loaded or (name.load_inplace and name not in reloaded):
                     absent.append(name)
-            elif isinstance(name, str) and name not in self._cache.contents:
+            elif isinstance(name, str) and name not in self._cache.loaded:
                 absent.append(self._host.request_of(name))
         return absent
 
@@ -303,14 +307,14 @@ class Batches:
         Raises:
           NoFreeSlotError: the slots that are neither pinned nor leased are too few.
         """
-        contents = self._contents(args)
-        wanted = {contents.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
+        loaded = self._loaded(args)
+        wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
         leased, cache = self._leases.leased(), self._cache
         stay = [
-            content
-            for content in self._slots.pool.table
-            if content is not None and content not in wanted
-            and (content in leased or (cache.newest(content) and cache.contents.pinned(content.name)))
+            packed
+            for packed in self._slots.pool.table
+            if packed is not None and packed not in wanted
+            and (packed in leased or (cache.newest(packed) and cache.loaded.pinned(packed.name)))
         ]  # fmt: skip
         slots = len(self._slots.pool.table)
         if len(wanted) + len(stay) > slots:
@@ -318,11 +322,11 @@ class Batches:
                 f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
                 "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
             )
-        for content in contents.values():
-            if cache.newest(content):
-                cache.contents.touch(content.name)
+        for packed in loaded.values():
+            if cache.newest(packed):
+                cache.loaded.touch(packed.name)
 
-    def _contents(self, args: BatchArguments) -> dict[Name, PackedAdapter]:
+    def _loaded(self, args: BatchArguments) -> dict[Name, PackedAdapter]:
         """Return the packed adapter of each name, request or handle of a batch. Adapters not loaded are left out.
 
         Raises:
@@ -332,35 +336,35 @@ class Batches:
         found: dict[Name, PackedAdapter] = {}
         for name in args.adapters:
             if isinstance(name, AdapterHandle):
-                content = name.content
-                if content is None:
+                packed = name.packed
+                if packed is None:
                     raise LoRAUsageError(f"prepare: {name!r} is closed")
                 if not self._leases.gave(name):
                     raise LoRAUsageError(f"prepare: {name!r} is of another manager")
             else:
-                content = self._cache.contents.get(name.name if isinstance(name, LoRARequest) else name)
-            if content is not None:
-                self._check_served(content)
-                found[name] = content
+                packed = self._cache.loaded.get(name.name if isinstance(name, LoRARequest) else name)
+            if packed is not None:
+                self._check_served(packed)
+                found[name] = packed
         return found
 
-    def _check_served(self, content: PackedAdapter) -> None:
+    def _check_served(self, packed: PackedAdapter) -> None:
         unserved = self._wrapped.unserved
-        if not content.sites.isdisjoint(unserved.sites):
-            site = next(placement.site for placement in content.placements if placement.site in unserved.sites)
+        if not packed.sites.isdisjoint(unserved.sites):
+            site = next(placement.site for placement in packed.placements if placement.site in unserved.sites)
             raise AdapterMismatchError(
-                f"adapter {content.name!r}: brings weights for {site.path!r}, which takes no adapter: "
+                f"adapter {packed.name!r}: brings weights for {site.path!r}, which takes no adapter: "
                 f"{unserved.reasons[site.path]}"
             )
 
     def _batch(
-        self, args: BatchArguments, contents: dict[Name, PackedAdapter], keep: bool
+        self, args: BatchArguments, loaded: dict[Name, PackedAdapter], keep: bool
     ) -> tuple[LoRABatch, tuple[bool, ...]]:
         """Return a batch of the adapters that are in slots, and True for each sequence whose adapter is there."""
-        slot_of = {name: slot for name, c in contents.items() if (slot := self._slots.pool.slot_of(c)) is not None}
-        served = {name: contents[name] for name in slot_of}
-        for content in served.values():
-            self._check_served(content)  # `verify` may have changed `unserved` since
+        slot_of = {name: slot for name, c in loaded.items() if (slot := self._slots.pool.slot_of(c)) is not None}
+        served = {name: loaded[name] for name in slot_of}
+        for packed in served.values():
+            self._check_served(packed)  # `verify` may have changed `unserved` since
         ready = tuple(name is None or name in slot_of for name in args.names)
         versions = tuple(None if name not in served else served[name].version for name in args.names)
         none, writes = self._config.max_loras, self._slots.pool.writes
@@ -381,7 +385,7 @@ class Batches:
             # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
             closed = Lease((), (), 0)
             closed.close()
-            slots_of = {content: (slot_of[name], writes[slot_of[name]]) for name, content in served.items()}
+            slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
             self._kept[args.key] = _Kept(renewed(batch, closed), slots_of, newest, versions)
             self._kept.move_to_end(args.key)
@@ -389,9 +393,9 @@ class Batches:
                 self._kept.popitem(last=False)
         return batch, ready
 
-    def _lease(self, contents: Iterable[PackedAdapter], versions: tuple[int | None, ...]) -> Lease:
+    def _lease(self, loaded: Iterable[PackedAdapter], versions: tuple[int | None, ...]) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
-        distinct = tuple(dict.fromkeys(contents))
+        distinct = tuple(dict.fromkeys(loaded))
         lease = Lease(distinct, versions, threading.get_ident(), where, self._changed.ring)
         self._leases.add(lease)
         return lease

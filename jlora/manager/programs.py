@@ -22,7 +22,7 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @lru_cache(maxsize=256)
-def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
+def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]) -> Launch:
     """Compile the program that writes blocks into one slot and increments the stamp of the slot.
 
     Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
@@ -31,16 +31,16 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacemen
     Args:
       parts: Specs and sizes of the blocks, in the order of the operands.
       stamps: Shape of the stamps, which is the axes of `SlotSpec.stack` and then the slots.
-      lie: Placements of the arrays. These are all A and then all B of each part, and the stamps at the end.
+      placements: Placements of the arrays. These are all A and then all B of each part, and the stamps at the end.
     """
-    whole = everywhere(lie[0])
+    whole = everywhere(placements[0])
     writers: list[Callable[..., Arrays]] = []
     arrays: list[jax.ShapeDtypeStruct] = []
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
     for spec, rows, count in parts:
         held, step = spec.factors, rank_step(spec)
-        own = lie[len(arrays) : len(arrays) + len(held) * count]
+        own = placements[len(arrays) : len(arrays) + len(held) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
         over, alone, of = (), (), (whole, whole)
         if sharding is not None:
@@ -48,7 +48,7 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacemen
             alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
-        writers.append(partial(_write_part, spec, count, over, alone, takes_kernels(a_device(lie[0]))))
+        writers.append(partial(_write_part, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
         factors = [j for j in held for _ in range(count)]
         arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(factors, own, strict=True)]
         blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
@@ -60,9 +60,9 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], lie: tuple[ArrayPlacemen
             written += writer(arrays[len(written) : len(written) + len(spec.factors) * count], blocks, where)
         return *written, _stamped(arrays[-1], operands[0][-1][0])
 
-    arrays.append(_struct(stamps, "int32", lie[-1]))
+    arrays.append(_struct(stamps, "int32", placements[-1]))
     mesh = meshes.pop() if len(meshes) == 1 else None
-    return _compile(write, mesh, lie, arrays, (tuple(operands),))
+    return _compile(write, mesh, placements, arrays, (tuple(operands),))
 
 
 def _write_part(
@@ -80,7 +80,9 @@ def _write_part(
 
 
 @lru_cache(maxsize=32)
-def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tuple[ArrayPlacement, ...]) -> Launch:
+def compiled_ranks(
+    specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
+) -> Launch:
     """Compile the program that writes the ranks of every site for one slot and increments its stamp.
 
     Its signature is `write(*arrays, ranks, [slot, 0, 0, 0])`. The arrays are the rank arrays and the stamps, and are
@@ -91,12 +93,12 @@ def compiled_ranks(specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], lie: tu
         return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    split = all(spec.shardings[2] == where for spec, where in zip(specs, lie[:-1], strict=True))
+    split = all(spec.shardings[2] == where for spec, where in zip(specs, placements[:-1], strict=True))
     mesh = meshes.pop() if meshes and split else None
     total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
-    arrays = [_struct(spec.shapes[2], "int32", where) for spec, where in zip(specs, lie[:-1], strict=True)]
-    operands = [_struct(shape, "int32", everywhere(lie[0])) for shape in ((total,), (4,))]
-    return _compile(write, mesh, lie, [*arrays, _struct(stamps, "int32", lie[-1])], operands)
+    arrays = [_struct(spec.shapes[2], "int32", where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    operands = [_struct(shape, "int32", everywhere(placements[0])) for shape in ((total,), (4,))]
+    return _compile(write, mesh, placements, [*arrays, _struct(stamps, "int32", placements[-1])], operands)
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:
@@ -114,7 +116,7 @@ def _spec_of(struct: jax.ShapeDtypeStruct) -> PartitionSpec:
 def _compile(
     write: Callable[..., Arrays],
     mesh: Any,
-    lie: Sequence[ArrayPlacement],
+    placements: Sequence[ArrayPlacement],
     arrays: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Any],
 ) -> Launch:
@@ -127,8 +129,8 @@ def _compile(
     if mesh is not None:
         kept, *given = jax.tree.map(_spec_of, (donated, *operands))
         write = jax.shard_map(write, mesh=mesh, in_specs=(kept, *given), out_specs=kept, check_vma=False)
-    devices = {where for where in lie if isinstance(where, Device)}
+    devices = {where for where in placements if isinstance(where, Device)}
     lying = tuple(array.sharding for array in donated)
     jitted = jax.jit(write, donate_argnums=0, keep_unused=True, out_shardings=lying)
     with jax.default_device(next(iter(devices), None)), jax.disable_jit(False):
-        return launch_of(jitted.lower(donated, *operands).compile(without_graphs(a_device(lie[0]).platform)))
+        return launch_of(jitted.lower(donated, *operands).compile(without_graphs(a_device(placements[0]).platform)))

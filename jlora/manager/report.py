@@ -90,21 +90,19 @@ def records(
 ) -> dict[str, AdapterInfo]:
     """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
-        in_slots = [content.name for content in pool.table if content is not None]
-        names = in_slots if level == "slot" else [*cache.known, *cache.contents]
-    slots = {content: slot for slot, content in enumerate(pool.table) if content is not None and slot not in pool.dirty}
+        in_slots = [packed.name for packed in pool.table if packed is not None]
+        names = in_slots if level == "slot" else [*cache.known, *cache.loaded]
+    slots = {packed: slot for slot, packed in enumerate(pool.table) if packed is not None and slot not in pool.dirty}
     leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)
-    found = {
-        name: _record(name, cache, slots, leased) for name in names if name in cache.contents or name in cache.known
-    }
+    found = {name: _record(name, cache, slots, leased) for name in names if name in cache.loaded or name in cache.known}
     return found if level is None else {name: info for name, info in found.items() if info.level == level}
 
 
 def _record(
     name: str, cache: HostCache, slots: Mapping[PackedAdapter, int], leased: Mapping[Served, int]
 ) -> AdapterInfo:
-    content = cache.contents.get(name)
-    if content is None:
+    packed = cache.loaded.get(name)
+    if packed is None:
         return AdapterInfo(
             name=name,
             level="evicted",
@@ -118,25 +116,25 @@ def _record(
             request=cache.known[name],
             base_model_name=cache.known[name].base_model_name,
         )
-    slot = slots.get(content)
+    slot = slots.get(packed)
     return AdapterInfo(
         name=name,
         level="host" if slot is None else "slot",
         slot=slot,
-        version=content.version,
+        version=packed.version,
         pinned=cache.pinned(name),
-        leases=leased.get(content, 0),
-        rank=content.rank,
-        modules=len(content.placements),
-        nbytes=content.nbytes,
-        request=content.request,
-        base_model_name=None if content.about is None else content.about.base_model_name,
+        leases=leased.get(packed, 0),
+        rank=packed.rank,
+        modules=len(packed.placements),
+        nbytes=packed.nbytes,
+        request=packed.request,
+        base_model_name=None if packed.about is None else packed.about.base_model_name,
     )
 
 
 def unknown_name(name: str, cache: HostCache) -> str:
     """Return the message for an unknown name, with up to three similar names among the last thousand used."""
-    names = [*cache.known, *cache.contents]
+    names = [*cache.known, *cache.loaded]
     near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
     return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"

@@ -18,15 +18,15 @@ from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site
 from jlora.manager.array_placement import (
     ArrayPlacement,
-    as_said,
     as_sharded,
     everywhere,
-    lies,
+    is_placed,
     of_blocks,
     own_device,
     pinned,
     place_of,
     put_operands,
+    refreshed,
 )
 from jlora.manager.blocks import Block, Chunk, cut
 from jlora.manager.packed_adapter import PackedAdapter
@@ -93,8 +93,8 @@ class SlotArrays:
         self._stamps = tuple(raw_value(stamps).shape)
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
-        self._lie = [place_of(array) for array in self._known]
-        device = own_device(self._lie[0])
+        self._placements = [place_of(array) for array in self._known]
+        device = own_device(self._placements[0])
         self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
@@ -118,7 +118,7 @@ class SlotArrays:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if lies(array, target) else jax.device_get(array)
+            array if is_placed(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(pinned, targets)))
@@ -127,10 +127,10 @@ class SlotArrays:
         gc.collect(0)
         return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
 
-    def slot_of(self, content: PackedAdapter) -> int | None:
+    def slot_of(self, packed: PackedAdapter) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
         for slot, held in enumerate(self.table):
-            if held is content:
+            if held is packed:
                 return None if slot in self.dirty else slot
         return None
 
@@ -159,7 +159,7 @@ class SlotArrays:
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
         }
-        whole = {slot for slot, content in enumerate(self.table) if content is not None} - self.dirty
+        whole = {slot for slot, packed in enumerate(self.table) if packed is not None} - self.dirty
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
@@ -171,11 +171,11 @@ class SlotArrays:
             for i in sorted(lost):
                 self._renew(i)
         for slot in sorted(self.dirty):
-            content = self.table[slot]
-            if content is None or not alive(content):
+            packed = self.table[slot]
+            if packed is None or not alive(packed):
                 self.clear(slot)
             else:
-                self.write(slot, content, donate=donate)
+                self.write(slot, packed, donate=donate)
         if self._renumbering:
             self.writes = [numbers.get(slot, count) for slot, count in enumerate(self.writes)]
             self._renew(len(self._variables) - 1)
@@ -188,13 +188,13 @@ class SlotArrays:
         """
         found, known = raw_value(self._variables[i]), self._known[i]
         foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = as_said(self._lie[i], found if foreign else known)
+        where = refreshed(self._placements[i], found if foreign else known)
         with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
             fresh = jax.device_put(values) if isinstance(where, Device) else put([values], [where])[0]
-        if where != self._lie[i]:  # other placement: the next write compiles all programs again
-            self._lie[i] = where
+        if where != self._placements[i]:  # other placement: the next write compiles all programs again
+            self._placements[i] = where
             self._programs, self._jobs, self._indices = {}, {}, {}
         self._known[i] = fresh
         set_raw_value(self._variables[i], fresh)
@@ -213,40 +213,40 @@ class SlotArrays:
           The blocks and the operands on the device.
         """
         arrays, targets = self._pieces(blocks)
-        if all(lies(array, target) for array, target in zip(arrays, targets, strict=True)):
+        if all(is_placed(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
-        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._lie[-1])] * len(operands)])
+        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._placements[-1])] * len(operands)])
         count = len(arrays)
         if count:
             blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
         return tuple(blocks), moved[count:]
 
     def write(
-        self, slot: int, content: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+        self, slot: int, packed: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
     ) -> None:
         """Write an adapter into a slot of all layers. After an exception the slot is unchanged or dirty.
 
         Args:
           slot: index of the slot.
-          content: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
+          packed: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
           donate: donate the old arrays. If False, they are copied first and stay valid.
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
-        waves = self._waves(only or content.ahead or content.blocks)
+        waves = self._waves(only or packed.ahead or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         held = None if slot in self.dirty else self._ranks[slot]
-        new_ranks = held is None or not np.array_equal(held, content.ranks)
-        ready, ranks = self.move(waves[0] if waves else [], [content.ranks] if new_ranks else [])
+        new_ranks = held is None or not np.array_equal(held, packed.ranks)
+        ready, ranks = self.move(waves[0] if waves else [], [packed.ranks] if new_ranks else [])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
         # update to the host, if there is one.
-        spent = self._spent if content.ahead is not None or content.copying else []
+        spent = self._spent if packed.ahead is not None or packed.copying else []
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
-        self.table[slot] = content
+        self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = [operand for block in blocks for operand in (*block.held, self._where(slot, block))]
@@ -258,9 +258,9 @@ class SlotArrays:
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
             self._run(slot, self._job(()), [*ranks, self._index(slot, 0, 0, 0)], donate)
-            self._ranks[slot] = content.ranks
+            self._ranks[slot] = packed.ranks
         self.dirty.discard(slot)
-        content.ahead = None
+        packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
 
@@ -314,7 +314,7 @@ class SlotArrays:
         at = tuple((block.chunk, block.row) for block in blocks)
         if at not in self._jobs:
             key, places = self._task(at) if at else (_RANKS, self._of_ranks())
-            program = self._program(key, tuple(self._lie[i] for i in places))
+            program = self._program(key, tuple(self._placements[i] for i in places))
             self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
         return self._jobs[at]
 
@@ -350,7 +350,7 @@ class SlotArrays:
     def _index(self, *where: int) -> jax.Array:
         """Return int32 [slot, row, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
         if where not in self._indices:
-            (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._lie[0])])
+            (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._placements[0])])
         return self._indices[where]
 
     def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
@@ -360,10 +360,10 @@ class SlotArrays:
 
     def _targets(self, block: Block) -> tuple[ArrayPlacement, ArrayPlacement]:
         """Return the placements of A and B of a block for the write: sharded like the slots, else replicated."""
-        spec, lie = block.chunk.spec, [self._lie[i] for i in self._of_factors(block.chunk.sites[:1])]
-        if as_sharded(spec, lie):
+        spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_factors(block.chunk.sites[:1])]
+        if as_sharded(spec, placements):
             return of_blocks(spec, whole=block.row is None)
-        whole = everywhere(lie[0])
+        whole = everywhere(placements[0])
         return whole, whole
 
     def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
@@ -386,7 +386,8 @@ class SlotArrays:
         with self._compiling:
             if self._programs:
                 return
-            self._lie = list(map(as_said, self._lie, self.arrays()))  # the model may have moved since wrapping
+            # The model may have moved since it was wrapped.
+            self._placements = list(map(refreshed, self._placements, self.arrays()))
             wanted = self._wanted()
             with ThreadPoolExecutor() as threads:
                 made = list(threads.map(self._program, *zip(*wanted, strict=True)))
@@ -398,19 +399,19 @@ class SlotArrays:
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
         tasks.append((_RANKS, self._of_ranks()))
-        return {(key, tuple(self._lie[i] for i in places)) for key, places in tasks}
+        return {(key, tuple(self._placements[i] for i in places)) for key, places in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
         """Return one row of each site of a chunk."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key, lie: tuple[ArrayPlacement, ...]) -> Launch:
-        found = self._programs.get((key, lie))
+    def _program(self, key: Key, placements: tuple[ArrayPlacement, ...]) -> Launch:
+        found = self._programs.get((key, placements))
         if found is not None:
             return found
         if key == _RANKS:
-            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, lie)
-        return compiled_write(key, self._stamps, lie)
+            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, placements)
+        return compiled_write(key, self._stamps, placements)
 
 
 _is_deleted = operator.methodcaller("is_deleted")

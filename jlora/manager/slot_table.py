@@ -52,47 +52,47 @@ class SlotTable:
         This holds for the newest version of a name, and for versions that an open batch or a handle holds.
         """
         held = self._leases.leased() | self._leases.handled()
-        return lambda content: self._cache.newest(content) or content in held
+        return lambda packed: self._cache.newest(packed) or packed in held
 
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(content is not None and content.copying for content in self.pool.table)
+        return any(packed is not None and packed.copying for packed in self.pool.table)
 
     @property
     def active(self) -> int:
         """The number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
-        return sum(content is not None and alive(content) for content in self.pool.table)
+        return sum(packed is not None and alive(packed) for packed in self.pool.table)
 
     def by_use(self) -> list[PackedAdapter]:
         """Return the adapters in slots, least recently used first."""
-        found = [content for content in self.pool.table if content is not None]
-        return sorted(found, key=lambda content: self._used.get(content, 0))
+        found = [packed for packed in self.pool.table if packed is not None]
+        return sorted(found, key=lambda packed: self._used.get(packed, 0))
 
-    def touch(self, content: PackedAdapter) -> None:
+    def touch(self, packed: PackedAdapter) -> None:
         """Mark a use of an adapter, in its slot and on the host."""
         self._tick += 1
-        self._used[content] = self._tick
-        if self._cache.newest(content):
-            self._cache.contents.touch(content.name)
+        self._used[packed] = self._tick
+        if self._cache.newest(packed):
+            self._cache.loaded.touch(packed.name)
 
-    def hit(self, contents: Iterable[PackedAdapter]) -> None:
+    def hit(self, loaded: Iterable[PackedAdapter]) -> None:
         """Mark a use of adapters that were found in slots, and count the hits."""
-        for content in contents:
-            self.touch(content)
+        for packed in loaded:
+            self.touch(packed)
             self._counts["slot_hits"] += 1
 
-    def release(self, content: PackedAdapter) -> None:
+    def release(self, packed: PackedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
-        content.ahead = None
-        self._ahead.pop(content, None)
-        if content in self._leases.leased():
+        packed.ahead = None
+        self._ahead.pop(packed, None)
+        if packed in self._leases.leased():
             return
         for slot, held in enumerate(self.pool.table):
-            if held is content:
+            if held is packed:
                 self.pool.clear(slot)
-        self._used.pop(content, None)
+        self._used.pop(packed, None)
 
     def _may_donate(self) -> bool:
         """Return True if no step can be using the slot arrays. Another thread with an open batch may be in its step."""
@@ -103,14 +103,14 @@ class SlotTable:
         if not self.pool.intact():
             self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
-        for slot, content in enumerate(self.pool.table):
+        for slot, packed in enumerate(self.pool.table):
             # A pinned name keeps its slot until the new version is written there.
-            if content is not None and not alive(content) and not self._cache.contents.pinned(content.name):
+            if packed is not None and not alive(packed) and not self._cache.loaded.pinned(packed.name):
                 self.pool.clear(slot)
-                self._used.pop(content, None)
+                self._used.pop(packed, None)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
             held = set(self.pool.table)
-            self._used = {content: tick for content, tick in self._used.items() if content in held}
+            self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
     def activate(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> list[PackedAdapter]:
         """Write adapters into slots. Return the adapters that were written.
@@ -127,7 +127,7 @@ class SlotTable:
     def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> SlotPlan:
         """Return the slot of each adapter to write, in order; None for adapters that do not fit. See `activate`."""
         self.sweep()
-        missing = [content for content in wanted if content not in self.pool.table]
+        missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
             return {}
         places = self._places(missing, wanted)
@@ -139,12 +139,12 @@ class SlotTable:
 
     def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
         """Write the slots of a plan and mark a use of all wanted adapters. Return the adapters that were written."""
-        written = [content for content, slot in plan.items() if slot is not None]
-        for content in written:
-            self.write(cast("int", plan[content]), content)
-        self.hit(content for content in wanted if content not in plan)
-        for content in written:
-            self.touch(content)
+        written = [packed for packed, slot in plan.items() if slot is not None]
+        for packed in written:
+            self.write(cast("int", plan[packed]), packed)
+        self.hit(packed for packed in wanted if packed not in plan)
+        for packed in written:
+            self.touch(packed)
         return written
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
@@ -156,18 +156,18 @@ class SlotTable:
         alive = self.alive()
         stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
         places: dict[PackedAdapter, int | None] = {}
-        for content in missing:
-            slot = stale.get(content.name) if self._cache.newest(content) else None
-            if slot is not None and slot in content.slots:
-                places[content] = stale.pop(content.name)
+        for packed in missing:
+            slot = stale.get(packed.name) if self._cache.newest(packed) else None
+            if slot is not None and slot in packed.slots:
+                places[packed] = stale.pop(packed.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
-        for content in sorted(missing, key=lambda c: len(c.slots)):
-            if content not in places:
-                slot = next((s for s in rest if s in content.slots), None)
-                places[content] = slot
+        for packed in sorted(missing, key=lambda c: len(c.slots)):
+            if packed not in places:
+                slot = next((s for s in rest if s in packed.slots), None)
+                places[packed] = slot
                 if slot is not None:
                     rest.remove(slot)
-        return [places[content] for content in missing]
+        return [places[packed] for packed in missing]
 
     def _make_room(
         self, missing: list[PackedAdapter], places: list[int | None], wanted: Sequence[PackedAdapter]
@@ -180,7 +180,7 @@ class SlotTable:
           The adapters to write, with the moved ones, and their slots; `missing` and `places` if moving does not help.
         """
         table, leased = self.pool.table, self._leases.leased()
-        left = [content.slots for content, slot in zip(missing, places, strict=True) if slot is None]
+        left = [packed.slots for packed, slot in zip(missing, places, strict=True) if slot is None]
         held = {table.index(c): c for c in wanted if c in table and c not in leased}
         movable = [c for at, c in held.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
         more = [*missing, *movable]
@@ -206,17 +206,17 @@ class SlotTable:
         )
 
     def _free(self) -> list[int]:
-        return [slot for slot, content in enumerate(self.pool.table) if content is None]
+        return [slot for slot, packed in enumerate(self.pool.table) if packed is None]
 
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
-        pinned = self._cache.contents.pinned
+        pinned = self._cache.loaded.pinned
         slots = {
-            slot: self._used.get(content, 0)
-            for slot, content in enumerate(self.pool.table)
-            if content is not None and alive(content) and content not in busy and content.on_host
-            and not (pinned(content.name) and self._cache.newest(content))
+            slot: self._used.get(packed, 0)
+            for slot, packed in enumerate(self.pool.table)
+            if packed is not None and alive(packed) and packed not in busy and packed.on_host
+            and not (pinned(packed.name) and self._cache.newest(packed))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 
@@ -232,53 +232,53 @@ class SlotTable:
             self.write(slot, new, changed)
             self.touch(new)
 
-    def write(self, slot: int, content: PackedAdapter, only: Sequence[Block] | None = None) -> None:
+    def write(self, slot: int, packed: PackedAdapter, only: Sequence[Block] | None = None) -> None:
         """Write an adapter into a slot, replacing the adapter there.
 
         Args:
           slot: index of the slot.
-          content: the adapter.
+          packed: the adapter.
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         started = time.monotonic()
         victim = self.pool.table[slot]
-        self.pool.write(slot, content, donate=self._may_donate(), only=only)
-        self._ahead.pop(content, None)
+        self.pool.write(slot, packed, donate=self._may_donate(), only=only)
+        self._ahead.pop(packed, None)
         for other, held in enumerate(self.pool.table):
-            if held is content and other != slot:  # it was moved to make room
+            if held is packed and other != slot:  # it was moved to make room
                 self.pool.clear(other)
-        if victim is not None and victim is not content:
+        if victim is not None and victim is not packed:
             self._used.pop(victim, None)
-            if victim.name != content.name:
+            if victim.name != packed.name:
                 self._counts["slot_evictions"] += 1
                 _log.info("evicted %r from slot %d", victim.name, slot)
         seconds = time.monotonic() - started
-        if content.placements:
+        if packed.placements:
             self._counts["slot_loads"] += 1
             self.seconds.add(seconds)
-        _log.info("wrote %r (version %d) into slot %d in %.4f s", content.name, content.version, slot, seconds)
+        _log.info("wrote %r (version %d) into slot %d in %.4f s", packed.name, packed.version, slot, seconds)
         if _log.isEnabledFor(logging.DEBUG):
-            brought = {placement.site for placement in content.placements}
+            brought = {placement.site for placement in packed.placements}
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, content: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
+    def move_ahead(self, packed: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
-        size = sum(block.nbytes for block in content.blocks)
+        size = sum(block.nbytes for block in packed.blocks)
         with lock:
-            if size > max_bytes or content in self.pool.table or content in self._ahead:
+            if size > max_bytes or packed in self.pool.table or packed in self._ahead:
                 return
-            self._ahead[content] = None
+            self._ahead[packed] = None
             while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
             self.pool.let_go()  # freed here, because no step waits for this thread
-        moved, _ = self.pool.move(content.blocks)
+        moved, _ = self.pool.move(packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if content in self._ahead and content not in self.pool.table:
-                content.ahead = moved
+            if packed in self._ahead and packed not in self.pool.table:
+                packed.ahead = moved
             else:
-                self._ahead.pop(content, None)
+                self._ahead.pop(packed, None)

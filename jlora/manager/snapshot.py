@@ -27,7 +27,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from jlora._compat import asked_for
+from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
 from jlora.config import LoRARequest
@@ -114,12 +114,12 @@ def save(
         with open(folder / "lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state_lock:
-                taken, contents = _take(slots, cache, base, without)
+                taken, loaded = _take(slots, cache, base, without)
             files: dict[str, str] = {}
-            for content in contents:
-                data = _pack_file(content)
-                files[content.name] = hashlib.sha256(data).hexdigest()
-                _write(weights / files[content.name], data)
+            for packed in loaded:
+                data = _pack_file(packed)
+                files[packed.name] = hashlib.sha256(data).hexdigest()
+                _write(weights / files[packed.name], data)
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
@@ -136,41 +136,41 @@ def _take(
     slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
 ) -> tuple[_Snapshot, list[PackedAdapter]]:
     """Return the current state, and its adapters without requests. Called under the state lock."""
-    cached = {name: cache.contents[name] for name in cache.contents if name not in without}
+    cached = {name: cache.loaded[name] for name in cache.loaded if name not in without}
     known = {name: request for name, request in cache.known.items() if name not in without}
-    requests = {**known, **{name: content.request for name, content in cached.items()}}
+    requests = {**known, **{name: packed.request for name, packed in cached.items()}}
     entries: list[_Entry] = []
     for name, request in requests.items():
         version, key = cache.last[name]
         entries.append(_Entry(name, version, key, request, None, cache.pinned(name), name in cached))
-    in_slots = (content.name for content in slots.by_use() if cached.get(content.name) is content)
+    in_slots = (packed.name for packed in slots.by_use() if cached.get(packed.name) is packed)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)
-    return taken, [content for content in cached.values() if content.request is None]
+    return taken, [packed for packed in cached.values() if packed.request is None]
 
 
-def _pack_file(content: PackedAdapter) -> bytes:
+def _pack_file(packed: PackedAdapter) -> bytes:
     """Return the factors of an adapter as a safetensors file, in the layout and dtype of its slot, without padding."""
-    ranks = _ranks(content.placements)
-    factors = unpack(content.blocks, ranks.keys())
+    ranks = _ranks(packed.placements)
+    factors = unpack(packed.blocks, ranks.keys())
     arrays: dict[str, np.ndarray] = {}
     for i, (row, rank) in enumerate(ranks.items()):
         a, b = factors[row]
         arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
-    about = content.about or Adapter(name=content.name, modules={})
-    said = {
+    about = packed.about or Adapter(name=packed.name, modules={})
+    header = {
         "about": {key: getattr(about, key) for key in _ABOUT},
         "placements": [
             [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
-            for p in content.placements
+            for p in packed.placements
         ],
     }
     try:
-        text = json.dumps(said, default=_plain)
+        text = json.dumps(header, default=_plain)
     except (TypeError, ValueError) as error:
-        raise LoRAError(f"adapter {content.name!r} cannot be saved: its fields are not JSON: {error}") from error
+        raise LoRAError(f"adapter {packed.name!r} cannot be saved: its fields are not JSON: {error}") from error
     bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # no bfloat16 there
-    return safetensors.numpy.save({**bits, "said": np.frombuffer(text.encode(), np.uint8)})
+    return safetensors.numpy.save({**bits, "header": np.frombuffer(text.encode(), np.uint8)})
 
 
 def _plain(value: Any) -> Any:
@@ -189,16 +189,16 @@ def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
+def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
     """Return a SHA-256 digest that distinguishes base models.
 
     It covers the path, shape, dtype and first two values of each parameter, and the rules for layer names
-    (`SiteIndex.said`). Reading all values of a large model would take longer than a restart.
+    (`SiteIndex.rules`). Reading all values of a large model would take longer than a restart.
 
     Raises:
       LoRAError: a parameter was donated.
     """
-    found = hashlib.sha256(json.dumps(said, default=repr).encode())
+    found = hashlib.sha256(json.dumps(rules, default=repr).encode())
     parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, parameter in sorted(parameters):
         array: Any = parameter.get_value()
@@ -209,7 +209,7 @@ def base_digest(model: nnx.Module, said: Sequence[Any] = ()) -> str:
         found.update(f"{path} {array.shape} {array.dtype} ".encode())
         first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
         if first is not None and first.size:
-            with asked_for():
+            with explicit_transfers():
                 few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
                 found.update(np.asarray(few[:2]).tobytes())  # each shard has at least these
     return found.hexdigest()
@@ -246,19 +246,19 @@ def restore(
             "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
         )
     same_layers = saved.layers == layers_digest(slots)
-    contents = _load(folder, saved, same_layers, host, slots, cache)
+    loaded = _load(folder, saved, same_layers, host, slots, cache)
     slots.pool.compile()
     with step_lock, state_lock:
         _check_new(cache)
         try:
-            _fill_cache(saved, contents, host, cache, same_layers)
-            _fill_slots(saved, contents, slots)
+            _fill_cache(saved, loaded, host, cache, same_layers)
+            _fill_slots(saved, loaded, slots)
             for entry in saved.adapters:
-                if entry.name in contents:
-                    cache.contents.touch(entry.name)
+                if entry.name in loaded:
+                    cache.loaded.touch(entry.name)
         except BaseException:
-            for content in contents.values():
-                slots.release(content)
+            for packed in loaded.values():
+                slots.release(packed)
             cache.clear()
             raise
         return frozenset(cache.last)
@@ -313,11 +313,11 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     if hashlib.sha256(data).hexdigest() != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
     arrays = safetensors.numpy.load(data)
-    said: Any = json.loads(arrays["said"].tobytes())
+    header: Any = json.loads(arrays["header"].tobytes())
     pool = slots.pool
     sites = {(site.path, site.prefix): site for site in pool.sites}
     placements = tuple(
-        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in said["placements"]
+        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in header["placements"]
     )
     for p in placements:
         if p.rank > p.site.spec.max_rank:
@@ -328,7 +328,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         if not host.allow_nonfinite and not (all_finite(a) and all_finite(b)):
             raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
         factors[row] = a, b
-    about: Any = {**said["about"], "unchecked": tuple(said["about"]["unchecked"])}
+    about: Any = {**header["about"], "unchecked": tuple(header["about"]["unchecked"])}
     return PackedAdapter(
         name=entry.name,
         version=entry.version,
@@ -365,30 +365,30 @@ def _load(
 
     wanted = [entry for entry in reversed(saved.adapters) if entry.cached or entry.pinned]
     wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
-    contents: dict[str, PackedAdapter] = {}
+    loaded: dict[str, PackedAdapter] = {}
     nbytes = 0
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jlora-restore") as threads:
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]
-            for entry, content in zip(some, threads.map(read, some), strict=True):
-                if content is None:
+            for entry, packed in zip(some, threads.map(read, some), strict=True):
+                if packed is None:
                     continue
-                nbytes += content.nbytes
-                if cache.has_room(len(contents) + 1, nbytes):
-                    content.blocks = host.pinned(content.blocks, contents.values())
-                    contents[entry.name] = content
+                nbytes += packed.nbytes
+                if cache.has_room(len(loaded) + 1, nbytes):
+                    packed.blocks = host.pinned(packed.blocks, loaded.values())
+                    loaded[entry.name] = packed
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
                         f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
                         "from memory; raise max_cpu_loras or max_cpu_bytes"
                     )
                 else:
-                    return contents
-    return contents
+                    return loaded
+    return loaded
 
 
 def _fill_cache(
-    saved: _Snapshot, contents: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
+    saved: _Snapshot, loaded: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
 ) -> None:
     """Add the loaded adapters to the host cache, and the requests and versions of all names."""
     # Versions served after the save, such as before a crash, are unknown, but all are below the clock.
@@ -398,20 +398,20 @@ def _fill_cache(
         cache.last[entry.name] = (entry.version, entry.fingerprint if same_layers else None)
         if entry.pinned:
             cache.pin_when_loaded.add(entry.name)
-        content = contents.get(entry.name)
-        if content is not None:
-            host.put(content, (), entry.version if entry.request is None else cache.version(content))
+        packed = loaded.get(entry.name)
+        if packed is not None:
+            host.put(packed, (), entry.version if entry.request is None else cache.version(packed))
         elif entry.request is not None:
             cache.known[entry.name] = entry.request
 
 
-def _fill_slots(saved: _Snapshot, contents: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
+def _fill_slots(saved: _Snapshot, loaded: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
-    slots.activate([contents[entry.name] for entry in saved.adapters if entry.pinned and entry.name in contents])
-    slots.activate([contents[name] for name in reversed(saved.slots) if name in contents], partly=True)
+    slots.activate([loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded])
+    slots.activate([loaded[name] for name in reversed(saved.slots) if name in loaded], partly=True)
     for name in saved.slots:
-        if name in contents and contents[name] in slots.pool.table:
-            slots.touch(contents[name])
+        if name in loaded and loaded[name] in slots.pool.table:
+            slots.touch(loaded[name])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

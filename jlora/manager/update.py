@@ -26,12 +26,12 @@ _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def updated(
-    content: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays, *, allow_nonfinite: bool
+    packed: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays, *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
-    """Return (packed adapter with new weights, its blocks that changed). `content` is not changed.
+    """Return (packed adapter with new weights, its blocks that changed). `packed` is not changed.
 
     Args:
-      content: The current packed adapter.
+      packed: The current packed adapter.
       arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. A factor without a new array keeps its weights. The
         rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
       pool: The slot arrays, whose chunks and sites are used.
@@ -44,7 +44,7 @@ def updated(
       AdapterFormatError: An array is not a matrix of floats, or holds NaN or infinity. Device arrays with a value that
         slot dtype cannot hold raise it too.
     """
-    where = f"adapter {content.name!r}"
+    where = f"adapter {packed.name!r}"
     if not isinstance(arrays, Mapping) or not arrays or not all(isinstance(name, str) for name in arrays):
         raise LoRAUsageError(
             f"{where}: update_adapter takes a mapping of PEFT tensor names to arrays, and at least one"
@@ -55,19 +55,19 @@ def updated(
         shapes = list(map(_shape_and_dtype, arrays.values()))
     except AttributeError:  # `_check` raises the error with details
         shapes = []
-    plan: UpdatePlan | None = content.update_plan
+    plan: UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
-        same = copy.copy(content)  # modules and slots are the same
-        same.blocks = (*_untouched(content.blocks, plan.rows), *written)
+        same = copy.copy(packed)  # modules and slots are the same
+        same.blocks = (*_untouched(packed.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
         same.on_host = same.copying = False
         return same, written
-    had = {placement.module: placement for placement in content.placements}
+    had = {placement.module: placement for placement in packed.placements}
     parts = _parts(names, where)
-    news = [_check(where, had.get(module), content, module, keys, arrays) for module, keys in parts.items()]
+    news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
     changed = {new.placement.module: new for new in news}
-    placements = tuple(changed[p.module].placement if p.module in changed else p for p in content.placements)
+    placements = tuple(changed[p.module].placement if p.module in changed else p for p in packed.placements)
     rows = {(new.placement.site, new.placement.row) for new in news}
     ranks: dict[Row, int] = {}
     for p in placements:
@@ -77,7 +77,7 @@ def updated(
         p, spec = new.placement, new.placement.site.spec
         if (new.a is not None or not spec.in_features) and (new.b is not None or not spec.out_features):
             covered[p.site, p.row] += p.count
-    old = unpack(content.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
+    old = unpack(packed.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
     plan = None
     if on_device:
         plan = plan_update(names, shapes, news, old, ranks, pool)
@@ -86,12 +86,12 @@ def updated(
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
-    on_host = content.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
-    kept: Sequence[Block] = _untouched(content.blocks, rows)
+    on_host = packed.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
+    kept: Sequence[Block] = _untouched(packed.blocks, rows)
     if not (on_device or on_host):
         kept = to_host(kept)
     new = replace(
-        content,
+        packed,
         placements=placements,
         blocks=(*kept, *written),
         ranks=rank_vector(pool.sites, placements),
@@ -119,7 +119,7 @@ def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]
 def _check(
     where: str,
     placement: Placement | None,
-    content: PackedAdapter,
+    packed: PackedAdapter,
     module: str,
     parts: Mapping[str, str],
     arrays: Mapping[str, Any],
@@ -152,7 +152,7 @@ def _check(
     if not 1 <= rank <= site.spec.max_rank:
         raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
     if rank != placement.rank:
-        scaling = scaling_of(placement.alpha, rank, content.about is not None and content.about.use_rslora)
+        scaling = scaling_of(placement.alpha, rank, packed.about is not None and packed.about.use_rslora)
         placement = replace(placement, rank=rank, scaling=scaling)
     return NewFactors(placement, a, b, tuple(parts[name] for name in names if name in parts))
 

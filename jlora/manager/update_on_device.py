@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jlora._compat import asked_for, without_graphs
+from jlora._compat import explicit_transfers, without_graphs
 from jlora.errors import AdapterFormatError
 from jlora.layers.site import SlotSpec
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
@@ -33,7 +33,7 @@ class NewFactors:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Module:
     """Static description of one module in `_assemble`."""
 
     first: int
@@ -54,7 +54,7 @@ class _Shape:
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
-    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Part, ...]], ...]], ...]
+    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Module, ...]], ...]], ...]
     order: tuple[int, ...]
 
 
@@ -121,7 +121,7 @@ def plan_update(
     groups: list[Any] = []
     for chunk, i, rows in chosen:
         starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
-        parts: list[tuple[bool, tuple[_Part, ...]]] = []
+        parts: list[tuple[bool, tuple[_Module, ...]]] = []
         for row in rows:
             if row in old:
                 kept.append(row)
@@ -148,7 +148,7 @@ def blocks_on_device(
         tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
         kept = [_fitted(old[row], tops[row]) for row in plan.old]
     given = _off_explicit(list(arrays.values()))
-    with _auto_axes(), asked_for():
+    with _auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
         made, finite = assemble(plan.shape, given, kept, plan.scales)
     if not allow_nonfinite and not jax.device_get(finite):
@@ -192,9 +192,9 @@ def _auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _part(new: NewFactors) -> _Part:
+def _part(new: NewFactors) -> _Module:
     p = new.placement
-    return _Part(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
+    return _Module(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
 
 
 def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +254,7 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def _fill(
-    spec: SlotSpec, part: _Part, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
+    spec: SlotSpec, part: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
     start = sum(spec.out_sizes[: part.first])

@@ -36,7 +36,7 @@ def warm_up(
     with step_lock, state_lock:
         wrapped.check()
         slots.sweep()
-        slot = next((slot for slot, content in enumerate(pool.table) if content is None), none)
+        slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
         blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
         lease = Lease([blank], (0,) * shape.num_sequences, threading.get_ident())
         leases.add(lease)

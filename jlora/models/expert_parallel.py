@@ -95,10 +95,10 @@ def by_tokens(
 
 def _spec(variable: Any) -> P:
     """Return the mesh axes of a variable from its metadata, else from its array."""
-    said = variable.get_metadata("out_sharding", None)
-    if said is None:
-        said = getattr(getattr(variable.get_value(), "sharding", None), "spec", ())
-    return P(*getattr(said, "spec", said))
+    spec = variable.get_metadata("out_sharding", None)
+    if spec is None:
+        spec = getattr(getattr(variable.get_value(), "sharding", None), "spec", ())
+    return P(*getattr(spec, "spec", spec))
 
 
 def _local(layer: "Experts", routing: Routing) -> Routing:
@@ -128,10 +128,10 @@ def _exchanged(
     with_it = [routing.experts.astype(jnp.int32), bits, origin]
     came = travel(packed(tokens)).reshape(-1, tokens.shape[1])
     # An empty place is routed to an expert that no shard has
-    told = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
-    weights = jax.lax.bitcast_convert_type(told[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
-    mine, origin = _local(layer, Routing(told[:, :k], weights)), told[:, 2 * k]
-    out = layer.routed(came, mine, length, jnp.where(told[:, 0] < layer.num_experts, origin, -1))
+    received = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
+    weights = jax.lax.bitcast_convert_type(received[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
+    mine, origin = _local(layer, Routing(received[:, :k], weights)), received[:, 2 * k]
+    out = layer.routed(came, mine, length, jnp.where(received[:, 0] < layer.num_experts, origin, -1))
     back = travel(out.reshape(shards, *tokens.shape))
     total = jnp.zeros(tokens.shape, jnp.float32)
     for shard in range(shards):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jlora._compat import asked_for
+from jlora._compat import explicit_transfers
 from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
@@ -27,7 +27,7 @@ from jlora.models.partition import ONE_DEVICE, Partition
 from jlora.models.sampling import COLDEST, HOTTEST, Sampling, choose, likeliest
 
 
-@asked_for()
+@explicit_transfers()
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],

@@ -96,7 +96,7 @@ def verify(
     """
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    probe = _Probe(wrapped, forward, inputs, _Layout(num_sequences, token_counts, pad_to, length, batch_axis), seed)
+    probe = _Probe(wrapped, forward, inputs, _RowOwners(num_sequences, token_counts, pad_to, length, batch_axis), seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
         if not served:
@@ -134,7 +134,7 @@ def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> 
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _RowOwners:
     """The mapping from rows of inputs and outputs to sequences."""
 
     sequences: int
@@ -201,7 +201,7 @@ class _Layout:
 class _Probe:
     """One verification: its random factors, and the forwards that serve or merge some of them."""
 
-    def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _Layout, seed: int):
+    def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _RowOwners, seed: int):
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
         self.rng = np.random.default_rng(seed)
         # The factors that experts share are added to the same rows, so checking the other factors suffices.

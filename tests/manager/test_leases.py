@@ -255,5 +255,5 @@ def test_equal_sets_of_sites_are_one():
     m = world.manager
     m.add_adapter(make_adapter("a", modules=["layers.0.q_proj", "layers.1.o_proj"]))
     m.add_adapter(make_adapter("b", modules=["layers.0.q_proj", "layers.1.o_proj"]))
-    contents = m._cache.contents
+    contents = m._cache.loaded
     assert contents["a"].sites is contents["b"].sites

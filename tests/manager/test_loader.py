@@ -501,7 +501,7 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch
     m = world.manager
     m.warmup()
     m.prefetch(store.request("a")).result(30)
-    content = m._cache.contents["a"]
+    content = m._cache.loaded["a"]
     assert all(isinstance(block.a, jax.Array) for block in content.ahead)
     put, moved = jax.device_put, []
     monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (moved.extend(jax.tree.leaves(x)), put(x, *a, **k))[1])
@@ -536,7 +536,7 @@ def test_what_lies_ahead_is_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [m._cache.contents[n] for n in on_host(m) if m._cache.contents[n].ahead]
+        ahead = [m._cache.loaded[n] for n in on_host(m) if m._cache.loaded[n].ahead]
         assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
         assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
     m.remove_adapter("e")

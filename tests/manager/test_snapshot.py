@@ -313,7 +313,7 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     want.add_adapter(make_one())
     want.activate_adapter("x")
     restored.restore(tmp_path)
-    known, found = (manager._cache.contents["x"] for manager in (want, restored))
+    known, found = (manager._cache.loaded["x"] for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
     assert [(p.module, p.site.path, p.row, p.rank) for p in found.placements] == [
         (p.module, p.site.path, p.row, p.rank) for p in known.placements

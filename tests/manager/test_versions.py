@@ -298,7 +298,7 @@ def test_a_handle_of_another_manager(world):
 def test_a_handle_ends(world, end):
     load(world, "a", "b", "c")
     handle = world.manager.hold("a")
-    content = weakref.ref(handle.content)
+    content = weakref.ref(handle.packed)
     load(world, "a", version=1)
     with world.manager.prepare([handle, "b", None]) as batch:
         world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
@@ -312,7 +312,7 @@ def test_a_handle_ends(world, end):
     if end == "collected":
         del handle
     else:
-        assert handle.content is None
+        assert handle.packed is None
         with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
     gc.collect()
@@ -525,7 +525,7 @@ def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, m
     while any(array() is not None for array in before) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(array() is not None for array in before)
-    assert world.manager._cache.contents["a"].on_host != fail
+    assert world.manager._cache.loaded["a"].on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
@@ -544,7 +544,7 @@ def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
         name = "layers.0.q_proj"
         changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
         manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
-        content = manager._cache.contents["a"]
+        content = manager._cache.loaded["a"]
         assert content.on_host
         assert not content.copying
         assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))

@@ -10,7 +10,7 @@ import jax
 import jax.core
 from flax import nnx
 
-from jlora._compat import Device, asked_for, is_committed
+from jlora._compat import Device, explicit_transfers, is_committed
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.embedding import embed_methods
@@ -135,7 +135,7 @@ def _allocate(
         if make is allocate:  # other functions make shapes, possibly for devices that are absent
             check_room(sites, device)
             make = functools.partial(allocate, device=device)
-        with asked_for():
+        with explicit_transfers():
             arrays = [(site, make(site)) for site in sites]
         jax.block_until_ready([value.get_value() for _, values in arrays for value in values.values()])
     except (MemoryError, RuntimeError, ValueError, OverflowError) as error:

@@ -160,8 +160,8 @@ def _last(alias: str) -> str:
 def _says_tied(model: object) -> bool:
     """Return True if the model or table, or its configuration, declares that logits are computed with an embedding."""
     config: object = own_attribute(model, "config")
-    said = config.get("tie_word_embeddings") if is_mapping(config) else own_attribute(config, "tie_word_embeddings")
-    return own_attribute(model, "tie_word_embeddings") is True or said is True
+    declared = config.get("tie_word_embeddings") if is_mapping(config) else own_attribute(config, "tie_word_embeddings")
+    return own_attribute(model, "tie_word_embeddings") is True or declared is True
 
 
 def packed_modules_of(model: Any, given: PackedModules | None) -> PackedModules:

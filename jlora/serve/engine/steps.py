@@ -214,7 +214,7 @@ class Steps:
         self._begin, self._pick, self._report = begin, pick, report
         self._vocab = int(model.config.vocab_size)
         self._state: tuple[Any, Rows] | None = None
-        self._lies: list[Any] = []  # sharding of each array of the cache
+        self._shardings: list[Any] = []  # sharding of each array of the cache
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -222,12 +222,12 @@ class Steps:
         """Replace the state by an empty one."""
         self._state = None  # free the old state first, since memory may not hold two
         cache, rows = self._fresh()
-        self._lies = [leaf.sharding for leaf in jax.tree.leaves(cache)]
+        self._shardings = [leaf.sharding for leaf in jax.tree.leaves(cache)]
         self._state = (cache, rows) if self._everywhere() is None else self._settle(cache, rows)
 
     def _everywhere(self) -> NamedSharding | None:
         """Return the replicated sharding of the cache's mesh; None if the cache is on no mesh."""
-        meshes = [lies.mesh for lies in self._lies if isinstance(lies, NamedSharding)]
+        meshes = [sharding.mesh for sharding in self._shardings if isinstance(sharding, NamedSharding)]
         return NamedSharding(meshes[0], P()) if meshes else None
 
     def _whole(self, tree: Any) -> Any:
@@ -240,7 +240,7 @@ class Steps:
         if self._everywhere() is None:
             return cache
         leaves, tree = jax.tree.flatten(cache)
-        return jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, self._lies))
+        return jax.tree.unflatten(tree, map(jax.lax.with_sharding_constraint, leaves, self._shardings))
 
     @property
     def lost(self) -> bool:

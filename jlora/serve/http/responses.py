@@ -67,8 +67,8 @@ class ResponseWriter:
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        told = self._told(choice.logprobs)
-        end = {"logprobs": told, "finish_reason": choice.finish_reason}
+        logprobs = self._logprobs_of(choice.logprobs)
+        end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
         if self._chat:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
         return {"index": index, "text": choice.text, **end}
@@ -80,7 +80,7 @@ class ResponseWriter:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
             choice.begun = True
         if piece.text or piece.finish_reason or (self._logprobs and piece.logprobs):
-            end = {"logprobs": self._told(piece.logprobs), "finish_reason": piece.finish_reason}
+            end = {"logprobs": self._logprobs_of(piece.logprobs), "finish_reason": piece.finish_reason}
             if self._chat:
                 delta = {"content": piece.text} if piece.text or not piece.finish_reason else {}
                 deltas.append({"index": index, "delta": delta, **end})
@@ -92,7 +92,7 @@ class ResponseWriter:
         """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
-    def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs_of(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         if self._chat:

@@ -1,4 +1,6 @@
-"""What tests of layers leave behind is taken away."""
+"""Fixtures of the tests of layers."""
+
+from collections.abc import Iterator
 
 import pytest
 
@@ -6,8 +8,8 @@ from jlora.layers.wrap.discover import _describe
 
 
 @pytest.fixture
-def registered():
-    """Classes registered inside a test are forgotten after it."""
+def registered() -> Iterator[None]:
+    """Forget the classes that a test registers."""
     before = dict(_describe)
     yield
     _describe.clear()

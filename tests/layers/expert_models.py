@@ -1,4 +1,4 @@
-"""Experts as four code bases write them, and a NumPy reference that runs tokens and experts one by one."""
+"""Models of experts in the styles of four code bases, and a NumPy reference that loops over tokens and experts."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ def draw(rngs, *shape):
 
 
 def route(logits):
-    """Softmax, the best two, renormalised: experts and weights [T, 2]."""
+    """Return the two best experts of each token and their renormalised weights, [T, 2]."""
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits), CHOSEN)
     return experts, weights / weights.sum(-1, keepdims=True)
 
 
 def sort_pairs(experts):
-    """Order of the pairs by expert, the token and the expert of each sorted row, rows of each expert."""
+    """Return the order of the pairs by expert, the token and expert of each sorted row, and the rows of each expert."""
     flat = experts.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = (flat[:, None] == jnp.arange(EXPERTS, dtype=jnp.int32)[None, :]).sum(0, dtype=jnp.int32)
@@ -31,7 +31,7 @@ def sort_pairs(experts):
 
 
 def weighted_sum(rows, order, weights):
-    """Each token's rows, back in its own order."""
+    """Return the weighted sum of each token's rows, in the order of the tokens."""
     rows = jnp.zeros_like(rows).at[order].set(rows)
     return (rows.reshape(*weights.shape, -1) * weights[..., None]).sum(1)
 
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Seams(nnx.Module):
-    """Its two grouped products are methods, and it says so itself."""
+    """Experts that declare two methods as their grouped products."""
 
     grouped_products = {"gate_up": "wi", "down": "wo"}
     gated = True
@@ -73,7 +73,7 @@ class Seams(nnx.Module):
 
 
 class Gathering(Seams):
-    """Its first product is given the tokens, and takes its rows out of them."""
+    """Experts with a first product that takes all tokens and gathers its rows."""
 
     gathers = ("gate_up",)
 
@@ -89,7 +89,7 @@ class Gathering(Seams):
 
 
 class Interleaved(Seams):
-    """Columns of gate and up alternate."""
+    """Experts with alternating columns of gate and up."""
 
     interleaved = True
 
@@ -108,13 +108,13 @@ class Interleaved(Seams):
 
 
 class Alternating(Seams):
-    """Columns of gate and up alternate in checkpoints, and not here."""
+    """Experts with columns of gate and up that alternate in checkpoints only."""
 
     alternating = ("gate_up",)
 
 
 class Ragged(nnx.Module):
-    """Bare weights and `ragged_dot` over sorted tokens, all in one method: two lines say what the products are."""
+    """Bare weights and `ragged_dot` over sorted tokens in one method, with two calls of `expert_delta`."""
 
     def __init__(self, rngs):
         self.w13, self.w2 = draw(rngs, EXPERTS, HIDDEN, 2 * INNER), draw(rngs, EXPERTS, INNER, HIDDEN)
@@ -144,9 +144,9 @@ jlora.register_layer(
 
 
 class OneHot(nnx.Module):
-    """A dense one-hot dispatch with capacity: [E, C] places, some empty, and tokens that find none are dropped.
+    """A dense one-hot dispatch with a capacity of [E, C] places. Tokens above the capacity are dropped.
 
-    Kernels are [E, out, in], and gate and up are apart.
+    Kernels are [E, out, in]. Gate and up are separate products.
     """
 
     capacity = 9
@@ -169,7 +169,7 @@ class OneHot(nnx.Module):
         experts, weights = route(logits.reshape(-1, EXPERTS))
         flat = experts.reshape(-1)
         chosen = (flat[:, None] == jnp.arange(EXPERTS)[None, :]).astype(jnp.int32)
-        place = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1  # of each pair among those of its expert
+        place = (jnp.cumsum(chosen, axis=0) * chosen).sum(1) - 1  # the rank of each pair within its expert
         pairs = jnp.arange(len(flat)) // CHOSEN
         inside = jnp.where(place < self.capacity, place, self.capacity)
         token = jnp.full((EXPERTS, self.capacity), -1).at[flat, inside].set(pairs, mode="drop")
@@ -183,7 +183,7 @@ class OneHot(nnx.Module):
 
 
 class Roomy(OneHot):
-    """The same with a place for every token, so that nobody's result depends on who shares the batch."""
+    """`OneHot` with a place for every token, so that a result does not depend on the other rows of the batch."""
 
     capacity = 21
 
@@ -229,7 +229,7 @@ class Model(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """The same with its layers stacked, under `nnx.scan`."""
+    """`Model` with stacked layers under `nnx.scan`."""
 
     def __init__(self, cls, rngs):
         @nnx.split_rngs(splits=LAYERS)
@@ -248,7 +248,7 @@ class Scanned(nnx.Module):
 
 
 def kernels(model, layer):
-    """(router [H, E], gate [E, H, I], up [E, H, I], down [E, I, H]) of one layer, float64."""
+    """Return router [H, E], gate [E, H, I], up [E, H, I] and down [E, I, H] of one layer in float64."""
 
     def read(param):
         value = np.asarray(param[...], np.float64)
@@ -267,7 +267,7 @@ def kernels(model, layer):
 
 
 def reference(model, x, adapters):
-    """The forward of x [T, H], each token with the weights of its adapter merged; adapters [T] of Adapter or None."""
+    """Compute the forward of x [T, H] with the merged weights of adapters[t] (or None) for token t."""
     x = np.array(x, np.float64)
     experts = model.layers.experts if isinstance(model, Scanned) else model.layers[0].experts
     capacity = getattr(experts, "capacity", len(x) * CHOSEN)

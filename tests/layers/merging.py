@@ -1,4 +1,4 @@
-"""What the tests of the layers compare with: the same Flax model, unwrapped, its weights merged in float64 NumPy."""
+"""Reference for the tests of layers: an unwrapped Flax model with weights merged in float64 NumPy."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from jlora.manager.manager import LoRAManager
 
 @dataclass(frozen=True)
 class Target:
-    """One module of a checkpoint, and what its delta [N, K] adds to which base parameter of the test model.
+    """One module of a checkpoint, and the base parameter of the test model that its delta [N, K] changes.
 
-    `into` turns the delta into the shape of `param[at]`; by default it is transposed.
+    `into` maps the delta to the shape of `param[at]`. The default transposes it.
     """
 
     name: str
@@ -44,12 +44,12 @@ def make_module(rng, k: int, n: int, rank: int, kind: str = "linear") -> ModuleL
 
 
 def delta(module: ModuleLoRA) -> np.ndarray:
-    """scaling * B @ A in float64: [N, K]."""
+    """Return scaling * B @ A, [N, K] float64."""
     return module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)
 
 
 def at_path(model, path: str):
-    """The object at a dotted path through attributes, lists and dicts."""
+    """Return the object at a dotted path through attributes, lists and dicts."""
 
     def step(node, key):
         if isinstance(node, Mapping):
@@ -60,7 +60,7 @@ def at_path(model, path: str):
 
 
 def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None) -> nnx.Module:
-    """A copy of an unwrapped model with one adapter merged into its weights."""
+    """Return a copy of an unwrapped model with one adapter merged into its weights."""
     copy = nnx.clone(model)
     for target in targets:
         if adapter is not None and target.name in adapter.modules:
@@ -96,6 +96,11 @@ def rounding_of(slots) -> float:
     return 2**-8 if jax.default_backend() != "cpu" and jnp.dtype(slots).itemsize == 2 else 1e-6
 
 
+def wrapped_paths(manager: LoRAManager) -> list[str]:
+    """Return the paths of the wrapped layers."""
+    return [layer.path for layer in manager.layers() if layer.wrapped]
+
+
 def assert_close(found, expected, tolerance: float = 2e-5) -> None:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     chex.assert_equal_shape([found, expected])
@@ -103,7 +108,7 @@ def assert_close(found, expected, tolerance: float = 2e-5) -> None:
 
 
 def expected_rows(twins: Mapping[str | None, nnx.Module], names: Sequence[str | None], x, step=run) -> np.ndarray:
-    """Row i of what the model merged with the i-th sequence's adapter computes. Checks that each adapter matters."""
+    """Return row i from the model merged with the adapter of sequence i. Check that each adapter changes its rows."""
     outputs = {name: np.asarray(step(twins[name], x), np.float64) for name in {*names, None}}
     for i, name in enumerate(names):
         if name is not None:
@@ -116,7 +121,7 @@ def check_against_merged(
     model: nnx.Module, targets: Sequence[Target], x, *, adapters: Sequence[Adapter] | None = None, **kwargs
 ) -> LoRAManager:
     """Wrap `model`, serve two adapters and the base in one batch of three, compare with merged weights, then unwrap
-    and compare with the base. Returns the manager, whose model is wrapped no longer."""
+    and compare with the base. Return the manager of the unwrapped model."""
     if adapters is None:
         adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[:1], 1)]
     names = [adapters[0].name, None, adapters[-1].name]

@@ -1,4 +1,4 @@
-"""Layers of every kind on a mesh, each beside the others: what the tests of meshes serve, and merged twins of it."""
+"""Models with every kind of layer on a mesh, and their copies with merged weights."""
 
 from collections.abc import Mapping
 
@@ -18,32 +18,32 @@ NAMES = ["one", None, "two", "one"]
 
 
 class Opaque(nnx.Linear):
-    """A product that nobody can reach."""
+    """A layer with a product that the wrapper cannot replace."""
 
     def __call__(self, x):
         return jnp.einsum("...k,kn->...n", x, self.kernel[...])
 
 
 class Twice(nnx.Linear):
-    """Calls its parent, and does something with what comes back."""
+    """A layer that doubles the output of its parent."""
 
     def __call__(self, x):
         return super().__call__(x) + 0
 
 
 class Split(nnx.Linear):
-    """Gives its bias to the caller."""
+    """A layer that returns its bias separately."""
 
     def __call__(self, x):
         return jnp.dot(x, self.kernel[...]), self.bias[...]
 
 
 class PaddedIn(nnx.Linear):
-    """Input heads of 3 features in 4: every fourth feature is padding."""
+    """A layer with input heads of 3 features and one of padding."""
 
 
 class PaddedOut(nnx.Linear):
-    """The same of outputs, the first two exchanged."""
+    """A layer with padded output heads and the first two features exchanged."""
 
 
 REAL = [i for i in range(K) if i % 4 != 3]
@@ -119,7 +119,7 @@ LINEAR = (
     *("column", "row", "both", "whole", "fsdp", "qkv", "per_shard", "copied", "heads", "opaque", "twice"),
     *("padded_in", "padded_out"),
 )
-# Where each kernel lies, by the axes that a mesh may have; of the others it is whole.
+# The spec of each kernel, for meshes with these axes. Other kernels are replicated.
 SPECS: Mapping[str, P] = {
     "column": P(None, "t"),
     "row": P("t"),
@@ -176,20 +176,20 @@ def tokens_of(*shape):
 
 
 def some_devices(count: int) -> list[jax.Device]:
-    """Return the first devices. Skip the test where an accelerator has fewer; on a CPU there are eight."""
+    """Return the first devices, or skip the test if an accelerator has fewer. A CPU has eight."""
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
     return jax.devices()[:count]
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """Of the first devices: as many as the axes ask for."""
+    """Return a mesh of the first devices with these axes."""
     devices = np.array(some_devices(int(np.prod([*axes.values()])))).reshape(*axes.values())
     return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def placed(model: nnx.Module, mesh: Mesh, specs: Mapping[str, P] = SPECS) -> nnx.Module:
-    """The model with its kernels on a mesh, and everything else whole on it."""
+    """Return the model with its kernels split over a mesh and all other arrays replicated."""
     for name, layer in nnx.iter_modules(model):
         spec = specs.get(".".join(map(str, name)), P())
         for attribute, value in vars(layer).items():
@@ -200,7 +200,7 @@ def placed(model: nnx.Module, mesh: Mesh, specs: Mapping[str, P] = SPECS) -> nnx
 
 
 def on(mesh: Mesh, spec: P) -> P:
-    """A spec without the axes that the mesh lacks."""
+    """Return a spec without the axes that the mesh lacks."""
 
     def known(entry):
         names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in mesh.axis_names)
@@ -210,7 +210,7 @@ def on(mesh: Mesh, spec: P) -> P:
 
 
 def rows_of(positions):
-    """The delta of a layer whose inputs are at `positions` of its own."""
+    """Return the delta of a layer with its inputs at `positions`."""
 
     def into(delta):
         full = np.zeros((K, delta.shape[0]))
@@ -221,7 +221,7 @@ def rows_of(positions):
 
 
 def columns_of(source, first: int, count: int):
-    """The delta of the checkpoint's features `first` to `first + count`, for a layer with feature source[i] at i."""
+    """Return the delta of the features [first, first + count), for a layer with feature source[i] at i."""
 
     def into(delta):
         full = np.zeros((delta.shape[1], len(source)))
@@ -258,7 +258,7 @@ def targets_of(zoo: Zoo) -> list[Target]:
 
 
 def tables_of(attend: bool) -> list[Target]:
-    """The lookups, or the logits: a merged table cannot have both."""
+    """Return the targets of the lookups or of the logits. A merged table cannot have both."""
     pad = lambda delta: np.pad(delta, ((0, 3), (0, 0)))  # noqa: E731
     if attend:
         return [
@@ -272,14 +272,14 @@ def tables_of(attend: bool) -> list[Target]:
 
 
 def adapters_of(zoo: Zoo) -> list[jlora.Adapter]:
-    """Ranks 6, 2 and 5; the second leaves layers, and slices of merged ones, alone."""
+    """Return adapters of ranks 6, 2 and 5. The second omits layers, and slices of merged layers."""
     every = [*targets_of(zoo), *tables_of(False), *tables_of(True)]
     some = [t for i, t in enumerate(every) if i % 3]
     return [make_adapter("one", every, 6), make_adapter("two", some, 2), make_adapter("three", every, 5)]
 
 
 def expected(zoo: Zoo, adapters: Mapping[str, jlora.Adapter], names, inputs) -> dict[str, np.ndarray]:
-    """What merged weights compute for each layer and sequence; float32, on one device."""
+    """Return the output of merged weights for each layer and sequence, in float32 on one device."""
     run = jax.jit(lambda model, inputs: model(inputs))
     found: dict[str, np.ndarray] = {}
     for attend in (False, True):

@@ -1,4 +1,4 @@
-"""Three adapters on one projection, and what they do to each of its rows by the oracle: for the tests of rows."""
+"""Three adapters of one projection, and the expected output of each row by the oracle."""
 
 import jax
 import numpy as np
@@ -8,11 +8,11 @@ from tests import oracle
 from tests.layers.merging import Target, make_adapter, make_manager
 
 K, N = 6, 5
-NAMES = ["one", None, "two"]  # who takes what in a batch of three
+NAMES = ["one", None, "two"]  # adapters of a batch of three
 
 
 class Layers(nnx.Module):
-    """Two projections and a lookup; the tests call what they need of it."""
+    """Two projections and a lookup, which tests call separately."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -30,7 +30,7 @@ ADAPTERS = [make_adapter("one", [PROJ], 3), make_adapter("two", [PROJ, LOOKUP], 
 
 
 class World:
-    """The wrapped model, and what each adapter does to each row of `proj`, from the slot arrays, by the oracle."""
+    """A wrapped model, its unwrapped copy, and its manager with all adapters in slots."""
 
     def __init__(self):
         self.model = Layers()
@@ -40,7 +40,7 @@ class World:
             pass  # all in slots from here on
 
     def expected(self, x, adapters, layer="proj") -> np.ndarray:
-        """Row m of `x` [M, K] through a layer with adapters[m]."""
+        """Return row m of `x` [M, K] through a layer with adapters[m]."""
         factors = {a.name: a.modules[layer] for a in ADAPTERS if layer in a.modules}
         names = list(factors)
         a, b = np.zeros((len(names), 1, 3, x.shape[-1])), np.zeros((len(names), 3, N))

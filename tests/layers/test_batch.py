@@ -1,4 +1,4 @@
-"""A batch is arrays, its lease is host state: every copy holds it or raises, and nothing else keeps it alive."""
+"""Batches and their leases: every copy of a batch holds its lease or raises, and no other object keeps it alive."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ X, NAMES = normal(8, 2, 6), ["a", None, "a", "a", None, "a", None, "a"]
 
 
 class World:
-    """One slot, two adapters: whoever asks for `b` takes the slot of `a`, if nothing holds it."""
+    """One slot and two adapters: preparing `b` takes the slot of `a` unless a lease holds it."""
 
     def __init__(self, **config):
         self.model = Model()
@@ -55,7 +55,7 @@ class World:
         assert_close(self.step(self.model, X, batch), expected_rows(self.twins, names, X))
 
     def take_slot(self):
-        """Another adapter is served from the only slot."""
+        """Serve another adapter from the only slot."""
         with self.manager.prepare(["b"] * 8) as batch:
             self.serves(batch, ["b"] * 8)
 
@@ -78,7 +78,7 @@ def shared():
 
 @pytest.fixture
 def world(shared):
-    """One compiled step for all tests, and no lease from one to the next."""
+    """Share one compiled step between tests, and check that no test leaves a lease open."""
     shared.check_free()
     yield shared
     shared.check_free()
@@ -142,7 +142,7 @@ def test_a_copy_made_after_close_raises(world, how):
 
 
 @copies
-def test_a_dying_copy_leaves_the_lease_alone(world, how):
+def test_a_collected_copy_keeps_the_lease_open(world, how):
     batch = world.manager.prepare(NAMES)
     duplicate = COPIES[how](batch)
     del duplicate
@@ -153,7 +153,7 @@ def test_a_dying_copy_leaves_the_lease_alone(world, how):
 
 
 @copies
-def test_what_a_copy_says_of_itself(world, how):
+def test_a_copy_has_the_adapters_and_versions_of_the_original(world, how):
     """`has_adapters` and `versions` are those of the original."""
     for names in (NAMES, [None] * 8):
         with world.manager.prepare(names) as batch:
@@ -199,7 +199,7 @@ OUT_OF_TRACES = {
 @pytest.mark.device(devices=8)
 @pytest.mark.parametrize("how", OUT_OF_TRACES)
 def test_a_batch_that_comes_out_of_a_traced_function_raises_when_used(how):
-    """JAX hands back the static part of the first call: here that of `a`, when `b` is asked for."""
+    """JAX returns the static part of the first call, which belongs to `a` even if the second call serves `b`."""
     world = World()
     with world.manager.prepare(NAMES) as batch:
         world.serves(batch)  # the step is compiled before
@@ -228,7 +228,7 @@ def test_nnx_jit_takes_a_batch(world):
     del world.traces[traced:]
 
 
-def test_inside_a_traced_function_a_batch_does_not_tell(world):
+def test_a_traced_batch_hides_its_versions(world):
     seen = []
 
     @jax.jit
@@ -240,15 +240,15 @@ def test_inside_a_traced_function_a_batch_does_not_tell(world):
 
     with world.manager.prepare([None] * 8) as batch:
         step(batch)
-    assert seen == [True]  # what is compiled must serve both
+    assert seen == [True]  # the compiled step serves batches with and without adapters
 
 
 # --- Ways to hand it over -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counts", [None, [2] * 8])
-def test_donated_batches(world, counts):
-    """The next `prepare` of the same does not hand out what a step consumed."""
+def test_donated_batches_are_not_reused(world, counts):
+    """The next `prepare` of the same adapters does not return arrays that a step consumed."""
     x = X if counts is None else X.reshape(16, 6)
 
     def step(model, x, batch):
@@ -256,7 +256,7 @@ def test_donated_batches(world, counts):
             y = model(x)
         return y, *jax.tree.leaves(
             (batch.slots + 1, batch.token_slots, batch.stamps + 1)
-        )  # results that take the batch's place
+        )  # results that reuse the buffers of the batch
 
     step = jax.jit(step, donate_argnums=2)
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_donated_batches(world, counts):
 
 @pytest.mark.device(devices=8)
 def test_batches_on_a_mesh(world):
-    """Moved to all devices, a batch still holds its lease; sharded, each shard sees its own sequences."""
+    """A batch moved to all devices holds its lease. In a sharded batch each shard sees its own sequences."""
 
     def step(model, x, batch):
         with jlora.use(batch):
@@ -301,8 +301,8 @@ def test_vmap_over_a_copy(world):
 
 
 def test_compiled_functions_hold_no_lease(world):
-    """Their caches live as long as they do, and hold the static part of the first call's batch."""
-    # Functions of their own, whose first call this is.
+    """The cache of a compiled function holds the static part of its first batch."""
+    # New functions, so that this is their first call.
     steps = [jax.jit(lambda *args: world.step.__wrapped__(*args)) for _ in range(2)]
     steps += [nnx.jit(lambda *args: world.step.__wrapped__(*args))]
     traced = len(world.traces)
@@ -321,8 +321,8 @@ def test_compiled_functions_hold_no_lease(world):
     del world.traces[traced:], kept
 
 
-def test_compiled_ahead_of_time(world):
-    """From shapes, and called with batches of other leases."""
+def test_a_program_compiled_ahead_of_time_serves_any_lease(world):
+    """A program compiled from shapes serves batches of other leases."""
     traced = len(world.traces)
     batch = world.manager.prepare(NAMES)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -339,7 +339,7 @@ def test_compiled_ahead_of_time(world):
     del world.traces[traced:]
 
 
-def test_contents_die_with_their_names_though_functions_saw_them():
+def test_removed_adapters_are_freed_although_functions_traced_them():
     world = World()
     with world.manager.prepare(NAMES) as batch:
         world.serves(batch)
@@ -347,13 +347,13 @@ def test_contents_die_with_their_names_though_functions_saw_them():
         content = weakref.ref(batch.lease.adapters[0])
     del batch
     world.manager.remove_adapter("a")
-    for i in range(8):  # kept arrays of the last few batches hold what they were made of
+    for i in range(8):  # the kept arrays of the last few batches hold their contents
         world.manager.prepare([None] * (i + 1)).close()
     gc.collect()
     assert content() is None
 
 
-def test_the_last_copy_to_be_collected_ends_the_lease(world):
+def test_collecting_the_last_copy_ends_the_lease(world):
     kept = [world.manager.prepare(NAMES)]
     kept += [jax.device_put(kept[0]), copy.copy(kept[0])]
     while kept:
@@ -372,7 +372,7 @@ def test_a_copy_collected_in_another_thread_ends_the_lease(world):
     world.check_free()
 
 
-def test_copies_in_a_cycle(world):
+def test_copies_in_a_reference_cycle_end_the_lease(world):
     batch = jax.device_put(world.manager.prepare(NAMES))
     batch.itself = [batch, copy.copy(batch)]
     del batch
@@ -391,8 +391,8 @@ def test_an_exception_in_a_step_closes_the_batch(world):
 # --- Traces ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_trace_for_a_new_lease():
-    """Leases, contents, versions and copies are no part of what a function is compiled for."""
+def test_a_new_lease_does_not_retrace():
+    """Compiled functions do not depend on leases, contents, versions or copies."""
     model = Model()
     manager = make_manager(model, [A, B], max_loras=1)
 
@@ -432,7 +432,7 @@ def test_open_leases_are_listed():
     assert world.manager.leases() == ()
 
 
-def test_where_a_lease_was_opened_is_not_recorded_unasked(world):
+def test_the_place_of_a_lease_is_not_recorded_by_default(world):
     with world.manager.prepare(NAMES):
         (lease,) = world.manager.leases()
         assert lease.where is None
@@ -447,8 +447,8 @@ JOINED = {
 
 
 @pytest.mark.parametrize("join", JOINED.values(), ids=JOINED)
-def test_batches_put_together_raise(join):
-    """The whole would hold the lease of the first, and serve the base to the rows of the second."""
+def test_concatenated_batches_raise(join):
+    """A concatenated batch would hold the first lease only, and serve the base to the rows of the second."""
     model = Model()
     manager = make_manager(model, [A, B], max_loras=2)
 
@@ -470,7 +470,7 @@ def test_batches_put_together_raise(join):
 
 
 def test_rows_of_a_closed_batch_are_not_served_by_the_adapter_that_took_its_slot():
-    """Its stamps are older than those of the slot."""
+    """The stamps of the batch are older than those of the slot."""
     adapters = [make_adapter(name, TARGETS, 2) for name in "abc"]
     model = Model()
     manager = make_manager(model, adapters, max_loras=2)

@@ -28,7 +28,7 @@ NOT_CALLED = "it was not called"
 
 
 class World:
-    """A wrapped model and what its users' functions compute of it; `traces` counts theirs."""
+    """A wrapped model and the functions of a user; `traces` counts their traces."""
 
     def __init__(self):
         self.model = Model()
@@ -58,14 +58,14 @@ def world():
     return World()
 
 
-# --- What a step must call ---
+# --- Calls that a step must make ---
 
 
 @pytest.mark.parametrize("names", [NAMES, ["one", None, "one"], [None] * 3])
-def test_a_step_that_leaves_out_a_layer_raises_and_shows_the_ways_out(world, names):
-    """Whatever its batch brings: it is compiled for all."""
+def test_a_step_that_omits_a_layer_raises_with_the_remedies(world, names):
+    """A step raises for every batch, because it is compiled for all of them."""
     with world.manager.prepare(names) as batch:
-        for _ in range(2):  # what raised was not compiled
+        for _ in range(2):  # a step that raised is not compiled
             with pytest.raises(jlora.LoRAError, match=rf"(?s)2 of .*two: {NOT_CALLED}.*three: {NOT_CALLED}") as raised:
                 world.first(world.model, X, batch)
     message = str(raised.value)
@@ -112,7 +112,7 @@ def test_without_takes_names_as_exclude_modules_does():
 @pytest.mark.parametrize(
     ("without", "message"), [(["twoo"], r"without \['twoo'\] match no module"), ("two", "must be a list of names")]
 )
-def test_without_what_is_not_there_raises(world, without, message):
+def test_without_raises_for_an_unknown_name(world, without, message):
     with (
         world.manager.prepare([None] * 3) as batch,
         pytest.raises(jlora.LoRAUsageError, match=message),
@@ -133,7 +133,7 @@ def test_without_does_not_hide_rows_that_fit_no_layout(world):
         odd(world.model, X, batch)
 
 
-def test_parts_of_a_forward_that_make_up_the_whole(world):
+def test_scopes_of_parts_together_cover_the_model(world):
     @jax.jit
     def rest(model, x, batch):
         with jlora.use(batch, without=["one"]):
@@ -146,7 +146,7 @@ def test_parts_of_a_forward_that_make_up_the_whole(world):
     assert world.traces["first"] == 1
 
 
-def test_eagerly(world):
+def test_eager_calls_are_served(world):
     with (
         world.manager.prepare(NAMES) as batch,
         pytest.raises(jlora.LoRAError, match=f"two: {NOT_CALLED}"),
@@ -189,7 +189,7 @@ def test_calls_of_the_base_model_do_not_count(world):
         nested(world.model, X, batch)
 
 
-def test_scopes_of_another_manager_answer_for_themselves(world):
+def test_scopes_of_another_manager_check_their_own_calls(world):
     other = World()
 
     @jax.jit
@@ -207,8 +207,8 @@ def test_scopes_of_another_manager_answer_for_themselves(world):
         both(world.model, other.model, X, batch, of_another)
 
 
-def test_a_function_traced_in_an_eager_scope_answers_for_itself(world):
-    """JAX keeps its trace, which a later eager scope would not see."""
+def test_a_function_traced_in_an_eager_scope_checks_its_own_calls(world):
+    """JAX caches the trace, so a later eager scope would not see the calls in it."""
     with world.manager.prepare(NAMES) as batch:
         for _ in range(2):
             with jlora.use(batch, without=["*"]):
@@ -219,7 +219,7 @@ def test_a_function_traced_in_an_eager_scope_answers_for_itself(world):
 
 @pytest.mark.parametrize("wrap", [jax.jit, nnx.jit, jax.checkpoint], ids=["jit", "nnx.jit", "remat"])
 def test_layers_called_in_an_inner_function_count(world, wrap):
-    """Whose trace JAX keeps: the second outer function does not run its Python, and must know what it calls."""
+    """JAX caches the trace of an inner function. A second outer function must still count its calls."""
     inner = wrap(lambda layer, x: layer(x))
 
     def outer(model, x, batch):
@@ -232,7 +232,7 @@ def test_layers_called_in_an_inner_function_count(world, wrap):
                 assert_close(step(world.model, X, batch), expected_rows(world.twins, NAMES, X))
 
 
-def test_an_inner_function_that_leaves_out_a_layer(world):
+def test_an_inner_function_that_omits_a_layer_raises(world):
     inner = jax.jit(lambda layer, x: layer(x))
 
     @jax.jit
@@ -245,10 +245,10 @@ def test_an_inner_function_that_leaves_out_a_layer(world):
             outer(world.model, X, batch)
 
 
-# --- What verify finds ---
+# --- Layers that verify finds unserved ---
 
 
-def test_layers_that_verify_found_unserved_refuse_adapters_until_it_finds_otherwise(world):
+def test_unserved_layers_refuse_adapters_until_verify_sees_them_served(world):
     world.serves(*NAMES)
     assert world.manager.unserved == {}
     report = world.manager.verify(world.first, X)
@@ -270,7 +270,7 @@ def test_layers_that_verify_found_unserved_refuse_adapters_until_it_finds_otherw
     world.serves(*NAMES)
 
 
-def test_a_change_of_what_is_unserved_retraces_each_step_once(world):
+def test_a_change_of_unserved_retraces_each_step_once(world):
     def traced_by(call):
         before = world.traces["full"]
         call()
@@ -281,11 +281,11 @@ def test_a_change_of_what_is_unserved_retraces_each_step_once(world):
     assert traced_by(lambda: world.serves("one", None, None)) == 1
     for names in (["one"] * 3, [None, "one", None], [None] * 3):
         assert traced_by(lambda names=names: world.serves(*names)) == 0
-    world.manager.verify(lambda model, x, batch: world.first(model, x, batch), X)  # it finds the same
+    world.manager.verify(lambda model, x, batch: world.first(model, x, batch), X)  # the result is the same
     assert traced_by(lambda: world.serves("one", None, None)) == 0
 
 
-def test_a_batch_that_is_open_while_verify_runs_serves_as_it_was_prepared(world):
+def test_verify_does_not_change_an_open_batch(world):
     expected = expected_rows(world.twins, NAMES, X)
     with world.manager.prepare(NAMES) as batch:
         assert_close(world.full(world.model, X, batch), expected)
@@ -294,8 +294,8 @@ def test_a_batch_that_is_open_while_verify_runs_serves_as_it_was_prepared(world)
         assert_close(world.full(world.model, X, jax.device_put(batch)), expected)
 
 
-def test_calls_in_all_scopes_of_verify_count(world):
-    """A forward of several steps, of which each leaves out the layers of the others; none raises."""
+def test_verify_counts_calls_in_all_its_scopes(world):
+    """No step of a forward raises, although each omits the layers of the others."""
 
     @jax.jit
     def rest(model, x, batch):
@@ -321,7 +321,7 @@ def test_verify_that_fails_changes_nothing(world):
 
 
 class Sees(nnx.Module):
-    """Images that all sequences share."""
+    """A model with images that all sequences share."""
 
     def __init__(self):
         self.vision = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
@@ -332,8 +332,8 @@ class Sees(nnx.Module):
         return self.proj(x + self.vision(images).mean(0)[None, None])
 
 
-def test_a_layer_that_verify_found_unserved_is_not_served_by_coincidence():
-    """Five sequences and three images are no rows of a batch; three and three look like it."""
+def test_an_unserved_layer_stays_unserved_if_its_rows_fit_later():
+    """Three images fit no layout of five sequences, but they look like rows of a batch of three."""
     vision, proj = Target("vision", 6, 6, "vision.kernel"), Target("proj", 6, 6, "proj.kernel")
     model, adapters = Sees(), [make_adapter("look", [vision], 2), make_adapter("text", [proj], 2)]
     twins = {"text": merge(model, [proj], adapters[1]), None: nnx.clone(model)}

@@ -1,4 +1,4 @@
-"""What devices say to each other, counted from compiled programs beside those of the unwrapped model."""
+"""Collectives of compiled programs, compared with those of the unwrapped model."""
 
 import re
 from collections import Counter
@@ -22,12 +22,19 @@ ROWS = len(NAMES) * LENGTH
 
 
 def collectives(text: str) -> Counter[tuple[str, int]]:
-    """(kind, number of values that a device gets) of every array that the program sends around."""
+    """Count the collectives of a program by kind and number of values that a device receives."""
     found: Counter[tuple[str, int]] = Counter()
     for shapes, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", text):
         for dims in re.findall(r"\w+\[([\d,]*)\]", shapes):
             found[kind, int(np.prod([int(n) for n in dims.split(",") if n]))] += 1
     return found
+
+
+def collectives_of_writes(manager: jlora.LoRAManager) -> Counter[tuple[str, int]]:
+    """Return the collectives of the programs that write slots; no public name leads to these programs."""
+    programs = manager._pool._programs.values()
+    assert len(programs) > 3
+    return sum((collectives(program.compiled.as_text()) for program in programs), Counter())
 
 
 def test_collectives_are_found():
@@ -38,7 +45,7 @@ def test_collectives_are_found():
 
 
 def programs(make, mesh, specs, adapter, **config):
-    """The collectives of the unwrapped model's program and of the wrapped one's."""
+    """Return the collectives of the unwrapped and of the wrapped program."""
 
     def own(model, inputs):
         return model(inputs)
@@ -59,7 +66,7 @@ def programs(make, mesh, specs, adapter, **config):
 
 
 class Chain(Small):
-    """Flax's own layers, one into the next: heads and an einsum too."""
+    """A chain of Flax layers, including heads and an einsum."""
 
     def __init__(self):
         super().__init__()
@@ -91,14 +98,14 @@ CHAIN_TARGETS = [
     ("axes", "config"),
     [({"t": 4}, {}), pytest.param({"data": 2, "t": 2}, {"data_axes": ["data"]}, marks=pytest.mark.slow)],
 )
-def test_projections_of_flax_take_no_collective_more(axes, config):
+def test_flax_projections_add_no_collective(axes, config):
     base, found = programs(Chain, mesh_of(**axes), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK), **config)
     assert base
     assert found == base
 
 
-def test_fully_sharded_takes_one_of_rank_size_for_each_projection():
-    """x A^T of column-parallel is gathered, that of row-parallel is summed: 3 each here."""
+def test_fully_sharded_adds_one_collective_of_rank_size_for_each_projection():
+    """x A^T is gathered for column-parallel layers and summed for row-parallel ones, 3 of each here."""
     base, found = programs(Chain, mesh_of(t=4), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK), fully_sharded=True)
     more = found - base
     assert not base - found
@@ -106,7 +113,7 @@ def test_fully_sharded_takes_one_of_rank_size_for_each_projection():
 
 
 class Hidden(nnx.Module):
-    """A row-parallel product that cannot be reached, and a lookup in a table that is split by rows."""
+    """A row-parallel product that cannot be replaced, and a lookup in a table that is split by rows."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -121,7 +128,7 @@ class Hidden(nnx.Module):
         return self.down(jnp.tanh(self.embed(tokens)))
 
 
-def test_what_cannot_be_joined_takes_one_reduction_of_rank_size():
+def test_an_opaque_product_adds_one_reduction_of_rank_size():
     targets = [Target("embed", 12, 16, "", kind="embedding"), Target("down", 16, 8, "")]
     specs = {"embed": P("t"), "down": P("t")}
     base, found = programs(Hidden, mesh_of(t=4), specs, make_adapter("one", targets, RANK))
@@ -131,7 +138,7 @@ def test_what_cannot_be_joined_takes_one_reduction_of_rank_size():
 
 # --- Slot arrays ------------------------------------------------------------------------------------------------------
 
-# What a device has of A [S, n, R, K] and B [S, R, N] of each layer, on 4 shards: (R, K) and (R, N).
+# Shapes (R, K) of A [S, n, R, K] and (R, N) of B [S, R, N] on each of 4 shards.
 LOCAL = {
     False: {"embed": ((6, 3), (6, 8)), "up": ((6, 8), (6, 4)), "down": ((6, 4), (6, 8)), "head": ((6, 8), (6, 3))},
     True: {"embed": ((6, 3), (6, 2)), "up": ((2, 8), (6, 4)), "down": ((6, 4), (6, 2)), "head": ((2, 8), (6, 3))},
@@ -140,7 +147,7 @@ LOCAL = {
 
 @pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_slot_array_is_whole_on_a_device(fully):
-    """After the manager was made, a load, a swap, a step, an update; and nothing is sent around to write a slot."""
+    """Before and after a load, a swap, a step and an update. Slot writes contain no collective."""
     mesh = mesh_of(t=4)
     model = placed(Small(), mesh, SMALL)
     manager = make_manager(model, [ONE], max_lora_rank=RANK, max_loras=1, fully_sharded=fully)
@@ -170,16 +177,12 @@ def test_no_slot_array_is_whole_on_a_device(fully):
     manager.update_adapter("two", {"base_model.model.down.lora_A.weight": jnp.ones((5, 16))})
     with manager.prepare(["two"] * 4):
         check()
-    written = manager._pool._programs
-    assert len(written) > 3
-    for program in written.values():
-        assert not collectives(program.compiled.as_text())
+    assert not collectives_of_writes(manager)
 
 
-def test_blocks_go_to_the_shards():
-    """What is moved ahead lies on each device as far as its slots need it."""
-    mesh = mesh_of(t=4)
-    model = placed(Small(), mesh, SMALL)
+def test_staged_blocks_are_split_like_the_slots():
+    """Each device receives only the part of a block that its slots need. Staged blocks have no public name."""
+    model = placed(Small(), mesh_of(t=4), SMALL)
     manager = make_manager(model, [ONE], max_lora_rank=RANK)
     content = manager._host.newest("one")
     for block in manager._pool.move(content.blocks)[0]:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.wrap.discover import _describe
+from tests import oracle
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -29,6 +29,7 @@ from tests.layers.expert_models import (
     Seams,
     reference,
 )
+from tests.layers.merging import wrapped_paths
 from tests.matrix import thinned
 
 pytestmark = pytest.mark.device
@@ -46,7 +47,7 @@ PROJECTIONS = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_p
 
 
 def make_adapter(name, seed, *, experts=range(EXPERTS), projections=tuple(PROJECTIONS), rank=2, router=True):
-    """`rank` of an int, or a function of the expert."""
+    """Return an adapter. `rank` is an int, or a function of the expert."""
     rng = np.random.default_rng(seed)
 
     def pair(k, n, r):
@@ -114,7 +115,7 @@ def world(request):
     return world_of(request.param)
 
 
-def test_tokens_that_find_no_place_are_dropped_with_their_adapters():
+def test_tokens_above_the_capacity_are_dropped_with_their_adapters():
     world = world_of("one-hot with capacity")
     found = world.serve(NAMES)
     assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
@@ -134,7 +135,7 @@ def test_each_row_has_its_own_adapter(world):
     found = world.serve(NAMES)
     assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
     base = np.asarray(world.forward(world.model, world.x, None))
-    assert np.abs(found - base)[[0, 2, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter does something
+    assert np.abs(found - base)[[0, 2, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter changes its rows
 
 
 def test_rows_without_adapter_are_the_base_bitwise(world):
@@ -143,7 +144,7 @@ def test_rows_without_adapter_are_the_base_bitwise(world):
     np.testing.assert_array_equal(world.serve(NAMES)[rows], base[rows])
 
 
-def test_other_adapters_in_other_slots_are_no_retrace(world):
+def test_swaps_of_adapters_do_not_retrace(world):
     names = ["down", "one", None, "all", "some", "some", "one"]
     assert_close(world.serve(names), world.expected([name for name in names for _ in range(3)], world.x))
     world.manager.remove_adapter("some")
@@ -153,8 +154,8 @@ def test_other_adapters_in_other_slots_are_no_retrace(world):
     assert world.manager.stats().compilations == 1
 
 
-def test_what_an_adapter_leaves_out_is_not_what_its_slot_held_before(world):
-    """One slot after the other, in every order that four adapters and four slots give."""
+def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(world):
+    """Load four adapters into four slots in several orders."""
     for first in ("all", "some", "one", "down"):
         for name in ("all", "some", "one", "down"):
             world.manager.remove_adapter(name)
@@ -195,7 +196,7 @@ def test_verify_agrees(world):
     assert not report.unserved
 
 
-def test_exported_as_it_came(world):
+def test_an_exported_adapter_equals_the_loaded_one(world):
     world.serve(NAMES)
     found = world.manager.export_adapter("some")
     assert found.modules.keys() == ADAPTERS["some"].modules.keys()
@@ -204,7 +205,7 @@ def test_exported_as_it_came(world):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
 
 
-def test_unwrapped_as_it_was(world):
+def test_unwrap_restores_the_model(world):
     model = STYLES[world.style](nnx.Rngs(0))
 
     def seen():
@@ -220,7 +221,109 @@ def test_unwrapped_as_it_was(world):
         assert mine is theirs
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- several products in one forward ----------------------------------------------------------------------------------
+
+
+class Chosen(nnx.Module):
+    """The product of each row with the kernel of its expert; the rows are gathered from the tokens of the batch."""
+
+    def __init__(self, experts):
+        self.w = nnx.Param(jax.random.normal(jax.random.key(experts), (experts, HIDDEN, INNER)))
+
+    def __call__(self, x, rows):
+        taken = rows.source if rows.taken is None else rows.taken
+        y = jnp.einsum("mk,mkn->mn", x[taken], self.w[...][rows.expert])
+        return jlora.expert_delta(self, "down", x, y, rows)
+
+
+class Products(nnx.Module):
+    def __init__(self):
+        self.few, self.many = Chosen(3), Chosen(EXPERTS)
+
+    def __call__(self, x, few, many):
+        return self.few(x, few), self.many(x, many)
+
+
+@pytest.fixture
+def products(registered):
+    """Return a wrapped model of two products, and a function that computes the rows of one by the oracle."""
+    jlora.register_layer(
+        Chosen,
+        lambda layer: jlora.ExpertsSpec(
+            layer.w.shape[0], {"down": jlora.LinearSpec(HIDDEN, INNER, param="w")}, gathers=["down"]
+        ),
+    )
+    model, rng = Products(), np.random.default_rng(0)
+    sizes = {"few": 3, "many": EXPERTS}
+    pairs = {
+        name: {
+            f"{layer}.{e}.down_proj": (rng.normal(size=(2, HIDDEN)), rng.normal(size=(INNER, 2)))
+            for layer, experts in sizes.items()
+            for e in range(experts)
+        }
+        for name in ("one", "two")
+    }
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2))
+    for name, arrays in pairs.items():
+        manager.add_adapter(
+            jlora.Adapter.from_arrays(
+                name, {key: (a.astype(np.float32), b.astype(np.float32)) for key, (a, b) in arrays.items()}, alpha=2
+            )
+        )
+
+    def expected(layer, x, adapters, expert):
+        count = sizes[layer]
+        factors = [pairs[name][f"{layer}.{e}.down_proj"] for name in pairs for e in range(count)]
+        a, b = np.stack([a[None] for a, _ in factors]), np.stack([b.T for _, b in factors])
+        kernels = np.asarray(getattr(model, layer).w[...], np.float64)
+        base = np.stack([row @ kernels[e] for row, e in zip(np.asarray(x, np.float64), expert, strict=True)])
+        first = {None: -count} | {name: i * count for i, name in enumerate(pairs)}
+        groups = [first[name] + e for name, e in zip(adapters, expert, strict=True)]
+        return oracle.add_lora(base, x, groups, a, b)
+
+    return manager, expected
+
+
+def test_layers_with_other_numbers_of_experts_share_a_step(products):
+    """Two layers that share their row arrays need different plans if their numbers of experts differ."""
+    manager, expected = products
+    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
+    source, expert = np.array([3, 0, 1, 2, 1, 3]), np.array([0, 2, 1, 1, 2, 0])
+    names = ["one", None, "two", "two"]
+
+    @jax.jit
+    def step(model, x, source, expert, batch):
+        rows = jlora.RowMap(source, of="tokens", expert=expert)
+        with jlora.use(batch):
+            return model(x, rows, rows)
+
+    with manager.prepare(names, length=1) as batch:
+        found = step(manager.model, x, source, expert, batch)
+    for layer, rows in zip(("few", "many"), found, strict=True):
+        assert_close(rows, expected(layer, x[source], [names[i] for i in source], expert))
+
+
+def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
+    """Two maps have equal `source` and `expert` arrays but different `taken`."""
+    manager, expected = products
+    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
+    source, expert = np.array([3, 0, 1, 2]), np.array([0, 2, 1, 1])
+    first, second = np.array([0, 1, 2, 3]), np.array([2, 0, 3, 1])
+    names = ["one", None, "two", "two"]
+
+    @jax.jit
+    def step(model, x, source, expert, first, second, batch):
+        maps = [jlora.RowMap(source, of="tokens", expert=expert, taken=taken) for taken in (first, second)]
+        with jlora.use(batch, without=["few"]):
+            return [model.many(x, rows) for rows in maps]
+
+    with manager.prepare(names, length=1) as batch:
+        found = step(manager.model, x, source, expert, first, second, batch)
+    for taken, rows in zip((first, second), found, strict=True):
+        assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
+
+
+# --- adapters that do not fit ---------------------------------------------------------------------------------------
 
 
 def small(cls=Seams, **config):
@@ -255,13 +358,13 @@ def adapter_of(modules):
         ("layers.0.router", ((2, 8), (5, 2)), "the model has no module"),
     ],
 )
-def test_modules_that_no_expert_takes(manager, name, shapes, message):
+def test_modules_that_fit_no_expert_are_refused(manager, name, shapes, message):
     with pytest.raises(AdapterMismatchError, match=message):
         manager.add_adapter(adapter_of({"layers.0.gate": ((2, 8), (5, 2)), name: shapes}))
     assert not manager.list_adapters()
 
 
-def test_an_adapter_of_experts_for_a_dense_model():
+def test_an_adapter_of_experts_is_refused_by_a_dense_model():
     class Dense(nnx.Module):
         def __init__(self):
             self.experts = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
@@ -271,9 +374,9 @@ def test_an_adapter_of_experts_for_a_dense_model():
         dense.add_adapter(adapter_of({"experts.0.gate_proj": ((2, 8), (6, 2))}))
 
 
-def test_a_product_that_is_left_out():
+def test_an_excluded_product_serves_the_base():
     manager = small(Ragged, target_modules=["down_proj"])
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.0.experts.w2", "layers.1.experts.w2"]
+    assert wrapped_paths(manager) == ["layers.0.experts.w2", "layers.1.experts.w2"]
     with pytest.raises(AdapterMismatchError, match="not among the configured target_modules"):
         manager.add_adapter(adapter_of({"layers.0.experts.0.gate_proj": ((2, 8), (6, 2))}))
     manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), router=False))
@@ -284,30 +387,26 @@ def test_a_product_that_is_left_out():
     assert_close(found, reference(manager.model, x.reshape(-1, HIDDEN), [down] * 3 + [None] * 3).reshape(x.shape))
 
 
-def test_ranks_of_experts_are_their_own():
+def test_ranks_are_configured_for_each_layer():
     model = Model(Seams, nnx.Rngs(0))
     manager = jlora.LoRAManager(
         model, jlora.LoRAConfig(max_loras=2, max_lora_rank={"*": 8, "experts": 2, "experts.wo": 3})
     )
-    ranks = {site.path.partition(".")[2]: site.spec.max_rank for site in manager._pool.sites}
-    assert ranks == {f"{i}.{name}": r for i in "01" for name, r in (("gate", 8), ("experts.wi", 2), ("experts.wo", 3))}
+    manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), rank=3))
     with pytest.raises(AdapterMismatchError, match="rank 3 is above max_lora_rank=2"):
         manager.add_adapter(make_adapter("x", 0, rank=3))
+    with pytest.raises(AdapterMismatchError, match="rank 4 is above max_lora_rank=3"):
+        manager.add_adapter(make_adapter("x", 0, projections=("down_proj",), rank=4))
+    manager.add_adapter(adapter_of({"layers.0.gate": ((8, HIDDEN), (EXPERTS, 8))}))
     with pytest.raises(LoRAUsageError, match=r"max_lora_rank \['expert'\] match no layer"):
         jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
 
 
-# --- what a class says of itself --------------------------------------------------------------------------------------
+# --- specs of a class -----------------------------------------------------------------------------------------------
 
 
 class Own(Ragged):
-    """Registered anew by each test."""
-
-
-@pytest.fixture
-def register():
-    yield functools.partial(jlora.register_layer, Own)
-    _describe.pop(Own, None)
+    """A class that each test registers with its own spec."""
 
 
 def linear(k=HIDDEN, n=2 * INNER, param="w13"):
@@ -331,32 +430,30 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
          "no 5 slices of one size"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("unchecked_calls")
-def test_specs_that_their_class_contradicts(register, spec, message):
-    """The others are served."""
-    register(lambda layer: spec())
+@pytest.mark.usefixtures("registered", "unchecked_calls")
+def test_a_spec_that_contradicts_its_class_leaves_the_layer_unwrapped(spec, message):
+    """The other layers are served."""
+    jlora.register_layer(Own, lambda layer: spec())
     layers = small(Own).layers()
     assert [layer.path for layer in layers if layer.wrapped] == ["layers.0.gate", "layers.1.gate"]
     (reason,) = {layer.reason for layer in layers if not layer.wrapped}
     assert re.search(message, reason or "")
 
 
-def test_a_method_needs_rows(register):
+@pytest.mark.usefixtures("registered")
+def test_a_product_that_is_a_method_needs_rows():
     class Methods(Seams):
         grouped_products = None
 
     jlora.register_layer(Methods, lambda layer: jlora.ExpertsSpec(5, {"gate_up": linear(param="wi")}))
-    try:
-        manager = small(Methods)
-        refused = pytest.raises(LoRAError, match="has no `rows`")
-        with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
-            manager.model(jnp.ones((1, 2, HIDDEN)))
-    finally:
-        _describe.pop(Methods)
+    manager = small(Methods)
+    refused = pytest.raises(LoRAError, match="has no `rows`")
+    with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
+        manager.model(jnp.ones((1, 2, HIDDEN)))
 
 
 @pytest.mark.parametrize("said", [{}, {"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi", None])
-def test_attributes_that_only_look_like_grouped_products(said):
+def test_malformed_grouped_products_are_ignored(said):
     class Other(nnx.Module):
         def __init__(self):
             self.plain = nnx.Param(jnp.ones((2, 2)))
@@ -368,10 +465,10 @@ def test_attributes_that_only_look_like_grouped_products(said):
 
     Other.grouped_products = said
     manager = jlora.LoRAManager(Holder(), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["other.linear"]
+    assert wrapped_paths(manager) == ["other.linear"]
 
 
-def test_a_subclass_that_overrides_a_product():
+def test_a_subclass_that_overrides_a_product_is_not_wrapped():
     class Louder(OneHot):
         def down(self, x, token):
             return 2 * super().down(x, token)
@@ -392,7 +489,7 @@ def test_a_subclass_that_overrides_a_product():
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls")
-def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
+def test_row_maps_that_do_not_fit_the_product_are_refused(ragged, rows, message):
     layer = ragged.model.layers[0].experts
     source, expert = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
     with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAUsageError, match=message):
@@ -409,7 +506,7 @@ def test_rows_that_are_not_those_of_the_product(ragged, rows, message):
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls")
-def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
+def test_arrays_that_do_not_fit_the_product_are_refused(ragged, x, y, message):
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
     with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAError, match=message):
         jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
@@ -417,7 +514,7 @@ def test_arrays_that_are_not_those_of_the_product(ragged, x, y, message):
 
 @pytest.mark.parametrize(("packed", "rows"), [(False, 4), (True, 6)])
 @pytest.mark.usefixtures("unchecked_calls")
-def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
+def test_a_product_that_gathers_takes_all_tokens(packed, rows):
     manager = small(Gathering)
     layer, of = manager.model.layers[0].experts, jnp.zeros(3, jnp.int32)
     where = Rows(of, of, jnp.array([3, 0, 0, 0, 0], jnp.int32), None if packed else 2)
@@ -429,7 +526,7 @@ def test_a_product_that_gathers_is_given_all_tokens(packed, rows):
                 layer.gate_up(jnp.ones((other, HIDDEN)), where)
 
 
-def test_expert_delta_without_a_manager_or_a_scope(ragged):
+def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragged):
     y = jnp.ones((4, 12))
     rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
     assert jlora.expert_delta(Ragged(nnx.Rngs(0)), "gate_up", jnp.ones((4, 8)), y, rows) is y
@@ -438,7 +535,7 @@ def test_expert_delta_without_a_manager_or_a_scope(ragged):
 
 
 def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
-    """Another shard's experts, and places that no token has, keep the product's own rows, bit by bit."""
+    """Rows of experts on other shards and rows without a token keep the bits of the product."""
     ragged.add_adapter(make_adapter("all", 0))
     layer = ragged.model.layers[0].experts
     x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
@@ -455,7 +552,7 @@ def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
     assert (np.asarray(served) != np.asarray(y)).all()
 
 
-def test_a_row_map_of_experts_for_a_dense_layer(manager):
+def test_a_dense_layer_refuses_a_row_map_of_experts(manager):
     x = jnp.ones((1, 2, HIDDEN))
     rows = jlora.RowMap(jnp.zeros(2, jnp.int32), expert=jnp.zeros(2, jnp.int32))
     refused = pytest.raises(LoRAUsageError, match="for the products of experts")
@@ -465,6 +562,6 @@ def test_a_row_map_of_experts_for_a_dense_layer(manager):
 
 @pytest.mark.parametrize("expert", [jnp.zeros(3, jnp.int32), jnp.zeros(2), jnp.zeros((2, 1), jnp.int32)])
 @pytest.mark.usefixtures("unchecked_calls")
-def test_row_maps_with_wrong_experts(expert):
+def test_row_maps_with_malformed_experts_are_refused(expert):
     with pytest.raises(LoRAUsageError, match=r"RowMap.expert must be integers \[2\]"):
         jlora.RowMap(jnp.zeros(2, jnp.int32), expert=expert)

@@ -1,6 +1,4 @@
-"""Adapters of experts on meshes of virtual devices: the reference decoder by both dispatches, and models of others."""
-
-import time
+"""Adapters of experts on meshes of virtual devices, for the reference decoder with both dispatches and other models."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from jlora.models import Decoder, DecoderConfig
 from jlora.models.config import MoEConfig
 from jlora.models.expert_parallel import spread_over
 from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned, Seams
+from tests.layers.test_collectives import collectives_of_writes
 from tests.manager.test_shared_experts import NAMES, World
 from tests.models.test_mesh import collectives, make_mesh
 
@@ -26,7 +25,7 @@ BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
 
 
 def adapter(name, seed, rank, experts=range(EXPERTS)):
-    """LoRA of the router, of attention's queries, and of some of the experts, each apart."""
+    """Return an adapter of the router, the queries of attention, and some of the experts."""
     rng = np.random.default_rng(seed)
 
     def pair(k, n):
@@ -48,7 +47,7 @@ ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(
 
 
 class Served:
-    """A decoder with a layer of experts, and its answers to three batches that swap adapters."""
+    """A decoder with a layer of experts, its manager, and a jitted forward."""
 
     def __init__(self, axes=None, dispatch="all_gather", **config):
         shape = DecoderConfig(
@@ -66,7 +65,7 @@ class Served:
         for one in ADAPTERS:
             self.manager.add_adapter(one)
 
-        self.traces = 0  # chex counts those of all functions of one name in a test
+        self.traces = 0  # chex would add up all functions of one name in a test
 
         @jax.jit
         def forward(model, tokens, batch):
@@ -87,8 +86,12 @@ class Served:
         with self.manager.prepare(BATCHES[0]) as batch:
             return collectives(self.forward.lower(self.model, self.tokens, batch).compile())
 
-    def sites(self):
-        return {site: layer for site, layer in self.manager._wrapped.modules.items() if site.spec.experts}
+    def slots_of_experts(self):
+        """Return path -> slot array or ranks of the products of experts."""
+        state = nnx.state(self.model, jlora.SlotParam)
+        return {
+            path: value for path, value in nnx.to_flat_state(state) if "experts" in path and "stamps" not in path[-1]
+        }
 
 
 def _logits(model, tokens):
@@ -122,14 +125,16 @@ def test_answers_equal_one_device(expected, axes, dispatch, config):
     served = Served(axes, dispatch, **config)
     close(served.answers(), expected)
     assert served.traces == served.manager.stats().compilations == 1
-    for site, layer in served.sites().items():
-        a, b, ranks = (vars(layer)[name].get_value() for name in site.attributes)
-        experts, tensor = axes.get("expert", 1), axes.get("tensor", 1)
-        fully = tensor if config.get("fully_sharded") else 1
-        for array, split in ((a, experts * (fully if "gate" in site.path else tensor)),
-                             (b, experts * (tensor if "gate" in site.path else fully)), (ranks, experts)):  # fmt: skip
-            assert {shard.data.size * split for shard in array.addressable_shards} == {array.size}, site.path
-    for one in (ADAPTERS[i] for i in (2, 3)):  # those that the last batch left in slots
+    experts, tensor = axes.get("expert", 1), axes.get("tensor", 1)
+    fully = tensor if config.get("fully_sharded") else 1
+    arrays = served.slots_of_experts()
+    assert len(arrays) == 2 * 3 * LAYERS
+    for path, variable in arrays.items():
+        array, (product, kind) = variable.get_value(), path[-1].removeprefix("jlora_").rsplit("_", 1)
+        split = {"a": fully if product == "gate_up" else tensor, "b": tensor if product == "gate_up" else fully}
+        for shard in array.addressable_shards:
+            assert shard.data.size * experts * split.get(kind, 1) == array.size, path
+    for one in (ADAPTERS[i] for i in (2, 3)):  # adapters that are still in slots after the last batch
         found = served.manager.export_adapter(one.name)
         assert found.modules.keys() == one.modules.keys()
         for name, module in one.modules.items():
@@ -152,8 +157,6 @@ def test_one_expert_is_updated_in_the_shard_that_has_it(expected, on_device):
     for world in (served, one):
         world.serve(["c", None, "a", "c"])
         world.manager.update_adapter("c", arrays)
-        while not world.manager._host.newest("c").on_host:  # until it is copied back, it keeps its slot
-            time.sleep(0.01)
     answers = one.answers()
     assert np.abs(answers - expected)[0, 3].max() > 1e-3
     close(served.answers(), answers)
@@ -162,21 +165,18 @@ def test_one_expert_is_updated_in_the_shard_that_has_it(expected, on_device):
 def test_slot_writes_need_no_collective():
     served = Served({"expert": 2, "tensor": 2}, fully_sharded=True)
     served.serve(["a", None, "c", None])
-    programs = served.manager._pool._programs.values()
-    assert len(programs) > 3
-    for program in programs:
-        assert not collectives(program.compiled)
+    assert not collectives_of_writes(served.manager)
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_a_copy_of_what_a_shard_is_given_is_not_taken_for_the_batch():
-    """Rows of a shard are of tokens of others too: `taken` says where they lie, `source` whose they are."""
+def test_a_row_map_with_taken_of_another_length_is_refused():
+    """On a shard `taken` is the index of the row's input, and `source` the index of its token."""
     with pytest.raises(LoRAError, match=r"RowMap.taken must be integers \[3\]"):
         jlora.RowMap(jnp.arange(3), of="tokens", length=1, expert=jnp.arange(3), taken=jnp.arange(2))
 
 
 def on_mesh(model, axes, split):
-    """The model with the kernels of its experts split over "expert", or over "tensor" along one axis of them."""
+    """Return the model with the kernels of its experts split over "expert", or along one axis over "tensor"."""
     mesh = make_mesh(axes)
     for path, param in nnx.iter_graph(model):
         if not isinstance(param, nnx.Param):
@@ -199,8 +199,8 @@ def on_mesh(model, axes, split):
     ],
     ids=["methods", "methods, K", "methods, N", "scanned", "one-hot"],
 )
-def test_models_that_leave_it_to_the_compiler(make, axes, split):
-    """Rows of all experts in one array, which the compiler lays out: against experts one by one in float64."""
+def test_experts_partitioned_by_the_compiler_equal_the_reference(make, axes, split):
+    """One array holds the rows of all experts, and the compiler partitions it."""
     world = World(on_mesh(make(), axes, split))
     world.fill().check()
     world.check([*reversed(NAMES)])

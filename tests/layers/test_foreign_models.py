@@ -1,4 +1,4 @@
-"""Models written the way other codebases write them, wrapped as they are and compared with merged weights."""
+"""Models in the style of other codebases, compared with merged weights."""
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def test_gemma_style_einsum_attention():
 
 
 def decode(model, x, batch=None):
-    """Token by token through a jitted step that carries the model's state, as nnx loops do."""
+    """Decode token by token through a jitted step that carries the state of the model, as nnx loops do."""
 
     @nnx.jit
     def step(model, x, batch):
@@ -95,7 +95,7 @@ def decode(model, x, batch=None):
 
 
 class CachedAttention(nnx.Module):
-    """Writes its cache in the call, one token at a time."""
+    """Attention that writes its cache in the call, one token at a time."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -162,8 +162,8 @@ PROJ = Target("proj", 6, 6, "proj.kernel")
 
 
 @pytest.mark.parametrize("target", [LOOKUP, LOGITS])
-def test_a_layer_that_is_never_called(target):
-    """Its adapters are refused, and others served, once `verify` has seen it, or where it is left out."""
+def test_a_layer_that_is_never_called_refuses_adapters(target):
+    """Adapters of the layer are refused and others are served, after `verify` or if it is excluded."""
     model, tokens = ReadsItsTable(), tokens_of(3, 4)
     good, bad = make_adapter("good", [PROJ], 2), make_adapter("bad", [PROJ, target], 2)
     twins = {"good": merge(model, [PROJ], good), None: nnx.clone(model)}
@@ -233,7 +233,7 @@ def test_layers_under_nnx_scan(axes, remat):
     check_against_merged(Scanned(axes, remat), targets, normal(3, 2, 6), adapters=adapters)
 
 
-def test_nnx_scan_that_does_not_map_the_slots_says_so():
+def test_nnx_scan_that_does_not_map_the_slots_raises():
     model = Scanned(nnx.StateAxes({nnx.Param: 0, ...: None}))
     manager = make_manager(model)
     with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"map jlora\.SlotParam over axis 0"):
@@ -281,7 +281,7 @@ class Bonsai(nnx.Module):
         return self.output(x)
 
 
-@pytest.mark.usefixtures("as_users_compile")  # else the wrapped program rounds the base unlike the unwrapped one
+@pytest.mark.usefixtures("as_users_compile")  # otherwise both programs round the base differently
 def test_name_map_from_hugging_face_names():
     name_map = {
         r"^model\.layers\.(\d+)\.self_attn\.(q|o)_proj$": r"layer_stack.\1.attn.\2",
@@ -311,7 +311,7 @@ def test_name_map_from_hugging_face_names():
      ("bfloat16", "float32", None)],
 )  # fmt: skip
 def test_slot_dtype_apart_from_the_models(param, compute, slots):
-    """Base output plus float64 delta of what the slots hold, rounded once to the base's own output dtype."""
+    """The output is the base plus the float64 delta of the slots, rounded once to the dtype of the base."""
 
     class Model(nnx.Module):
         def __init__(self):

@@ -1,6 +1,6 @@
-"""Layers whose product is made together with their LoRA, by kernels that are interpreted here, and those where not.
+"""Layers with fused kernels for product and LoRA, interpreted on a CPU, and layers that are not fused.
 
-Every shape has an entry in the tuned table; calls of the kernels are counted while a step is traced.
+Every shape has an entry in the tuned table. Calls of the kernels are counted while a step is traced.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from tests.layers.merging import Target, assert_close, expected_rows, make_manag
 from tests.matrix import thinned
 from tests.pallas.triton.test_product import TILES
 
-# What XLA's optimisations make of kernels that are interpreted, nobody runs.
+# No user runs interpreted kernels, so XLA's optimisations are of no interest.
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
 KERNEL = triton_product.linear_lora
@@ -36,14 +36,14 @@ TOLERANCE = 2e-2  # of bfloat16 through several layers; `manager.verify` allows 
 
 
 def write(folder, shapes, rows=(2, 4, 8, 16, 128, 256), dtypes=("bfloat16", "float16", "float32")):
-    """A table for an H200 with entries for (K, N)."""
+    """Write a table for an H200 with entries for (K, N)."""
     keys = [Key("linear_lora", dtype, m, k, n, 16) for dtype in dtypes for m in rows for k, n in shapes]
     (folder / "nvidia_h200.json").write_text(json.dumps([entry_of(key, TILES) for key in keys]))
 
 
 @pytest.fixture
 def fused(monkeypatch, tmp_path):
-    """The kernels that make both together are interpreted: (rows, K, N) of each call. XLA stands in for the others."""
+    """Interpret the fused kernels, and return the list of (rows, K, N) of their calls. XLA computes the others."""
     monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
     write(tmp_path, [(16, 24), (24, 32), (32, 16), (16, 16)])
     calls = []
@@ -58,7 +58,7 @@ def fused(monkeypatch, tmp_path):
 
 
 def served(step=lambda model, x: model(x)):
-    """A step of its own: what another test has traced is none of this one's."""
+    """Return a new jitted step, which shares no trace with another test."""
 
     @jax.jit
     def serve(model, x, batch):
@@ -69,7 +69,7 @@ def served(step=lambda model, x: model(x)):
 
 
 class Model(nnx.Module):
-    """All kinds of layers whose kernels flatten freely, and one whose does not (`turned`)."""
+    """Layers with kernels that flatten without a transpose, and one that needs a transpose (`turned`)."""
 
     packed_modules = {"qkv_proj": {"q": 16, "k": 8, "v": 8}}
 
@@ -87,7 +87,7 @@ class Model(nnx.Module):
 
 
 class Pair(nnx.Module):
-    """The first two of them."""
+    """The first two layers of `Model`."""
 
     packed_modules = Model.packed_modules
 
@@ -131,7 +131,7 @@ TARGETS = [
 
 
 def make_adapter(name, targets, rank, seed=0):
-    """One whose factors are the same in bfloat16."""
+    """Return an adapter with factors that bfloat16 represents exactly."""
     rng = np.random.default_rng((seed, rank))
 
     def values(*shape):
@@ -154,7 +154,7 @@ NAMES = ["one", None, "two", None, "one"]
 
 
 def in_float32(model, cls=Model, **options):
-    """The same weights in a model that computes in float32."""
+    """Return a model with the same weights that computes in float32."""
     twin = cls(jnp.float32, **options)
     values = jax.tree.map(lambda v: v.astype(jnp.float32), nnx.state(model, nnx.Param))
     nnx.update(twin, values)
@@ -162,7 +162,7 @@ def in_float32(model, cls=Model, **options):
 
 
 def merged(model, targets=TARGETS, adapters=(ONE, TWO), **kwargs):
-    """float32 models by name: the base, and one for each adapter."""
+    """Return float32 models by name: the base, and one merged model for each adapter."""
     twin = in_float32(model, **kwargs)
     return {None: twin} | {adapter.name: merge(twin, targets, adapter) for adapter in adapters}
 
@@ -212,7 +212,7 @@ def test_packed_rows(fused):
 
 
 def test_one_trace_for_all_batches_and_swaps_between_them(fused):
-    """Three adapters in one slot, the base alone, and an adapter of another rank in a slot that was used."""
+    """Serve three adapters in one slot, the base alone, and an adapter of another rank in a used slot."""
     adapters = [*PAIR, make_adapter("third", TARGETS[:3], 4, seed=1)]
     twins = merged(Pair(), TARGETS[:4], adapters, cls=Pair)
     model, manager = wrapped(Pair(), adapters, max_loras=1)
@@ -230,8 +230,8 @@ def test_one_trace_for_all_batches_and_swaps_between_them(fused):
     assert fused == [(4, *size) for size in CALLS[:2]]
 
 
-def test_what_is_as_without_lora(fused):
-    """`use(None)`, and the model once more unwrapped: the unwrapped model's bits."""
+def test_the_base_keeps_the_bits_of_the_unwrapped_model(fused):
+    """`use(None)` and a model after unwrap give the bits of the unwrapped model."""
     bare = Holder()
     base = np.asarray(jax.jit(lambda model, x: model(x))(bare, X), np.float32)
     model, manager = wrapped(Holder(), SINGLE)
@@ -244,7 +244,7 @@ def test_what_is_as_without_lora(fused):
     np.testing.assert_array_equal(np.asarray(jax.jit(lambda model, x: 1 * model(x))(model, X), np.float32), base)
 
 
-def test_a_sequence_has_the_same_bits_whoever_shares_its_batch(fused):
+def test_a_sequence_has_the_same_bits_in_every_batch(fused):
     model, manager = wrapped(Holder(), SINGLE)
     step, found = served(), {}
     for names, order in ((NAMES, [0, 1, 2, 3, 4]), (["two", "one", "two", None, None], [2, 4, 0, 1, 3])):
@@ -256,8 +256,8 @@ def test_a_sequence_has_the_same_bits_whoever_shares_its_batch(fused):
     assert len(fused) == 1
 
 
-def test_verify(fused):
-    """It compares with a merge of its own."""
+def test_verify_passes(fused):
+    """`verify` passes on fused layers."""
     _, manager = wrapped(Holder(), SINGLE)
 
     def forward(model, x, batch):
@@ -272,7 +272,7 @@ def test_verify(fused):
 
 
 def test_gradients_through_the_model(fused):
-    """Of the slots and of the inputs, against those of the same model served in float32, by XLA."""
+    """Gradients of slots and inputs agree with those of the same model in float32 on XLA."""
     weight, found = normal(5, 1, 32, seed=3), {}
     for dtype, backend in ((jnp.bfloat16, "triton"), (jnp.float32, "xla")):
         model = Pair() if dtype == jnp.bfloat16 else in_float32(Pair(), Pair)
@@ -297,8 +297,8 @@ def test_gradients_through_the_model(fused):
         assert np.linalg.norm(other) > 0
 
 
-def test_under_vmap_it_is_the_same_model(fused):
-    """A model written for one sequence [1, K]: the products have the rows of all of them, by XLA."""
+def test_vmap_serves_the_same_values(fused):
+    """A model for one sequence [1, K] under vmap uses XLA for the rows of all sequences."""
     twins = merged(Holder(), PROJ, SINGLE, cls=Holder)
     model, manager = wrapped(Holder(), SINGLE)
     with manager.prepare(NAMES) as batch:
@@ -307,7 +307,7 @@ def test_under_vmap_it_is_the_same_model(fused):
 
 
 class Nested(nnx.Module):
-    """A layer within `jax.checkpoint` and `lax.scan`, and one called twice."""
+    """A model with a layer inside `jax.checkpoint` and `lax.scan`, and one called twice."""
 
     def __init__(self, dtype=jnp.bfloat16):
         self.proj = nnx.Linear(16, 16, param_dtype=dtype, rngs=nnx.Rngs(0))
@@ -319,7 +319,7 @@ class Nested(nnx.Module):
 
 
 @pytest.mark.slow
-def test_in_a_scan_and_a_checkpoint(fused):
+def test_scan_and_checkpoint_serve_fused_products(fused):
     targets = [Target("proj", 16, 16, "proj.kernel"), Target("again", 16, 16, "again.kernel")]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:], 1)]
     twins = merged(Nested(), targets, adapters, cls=Nested)
@@ -342,7 +342,7 @@ def general(*sizes, **options):
 
 
 def into(*shape, order):
-    """Delta [N, K] -> kernel, given the shape its transpose unflattens to and the kernel's order of axes."""
+    """Return a function from the delta [N, K] to the kernel, for the shape of its transpose and the order of axes."""
     return lambda d: d.T.reshape(shape).transpose(order)
 
 
@@ -411,7 +411,7 @@ NOT = {  # the layer, dtype, what else is configured
 
 
 def serve_one(model, x=X, **config):
-    """Rows with an adapter for `proj`, and whether those without have the unwrapped model's bits."""
+    """Check the rows with an adapter, and return True if the others have the bits of the unwrapped model."""
     adapter, x = make_adapter("one", PROJ, 3), x.astype(model.proj.kernel.dtype)
     bare = np.asarray(jax.jit(lambda model, x: model(x))(model, x), np.float32)
     manager = make_manager(model, [adapter], **{"backend": "triton", **config})
@@ -422,8 +422,8 @@ def serve_one(model, x=X, **config):
 
 
 @pytest.mark.parametrize("what", NOT)
-def test_layers_that_are_served_apart(fused, what):
-    """Their rows without an adapter have the unwrapped model's bits."""
+def test_unsupported_layers_are_not_fused(fused, what):
+    """Rows without an adapter have the bits of the unwrapped model."""
     build, dtype, config = NOT[what]
     assert serve_one(Holder(dtype, build), **config)
     assert fused == []
@@ -442,20 +442,20 @@ def test_a_bias_of_another_dtype(fused):
     assert fused == []
 
 
-def test_the_same_layer_is_fused_without_all_that(fused):
+def test_the_plain_layer_is_fused(fused):
     serve_one(Holder())
     assert fused == [(5, 16, 16)]
 
 
 @pytest.mark.parametrize(("length", "is_fused"), [(25, True), (26, False)])
-def test_prefill_is_served_apart(fused, length, is_fused):
+def test_prefill_is_not_fused(fused, length, is_fused):
     """5 sequences: 125 rows, and 130."""
     x = np.asarray(jnp.asarray(normal(5, length, 16), jnp.bfloat16))
     assert serve_one(Holder(), x) or is_fused
     assert fused == [(5 * length, 16, 16)] * is_fused
 
 
-def test_a_table_without_the_shape(fused, tmp_path):
+def test_a_shape_without_a_table_entry_is_not_fused(fused, tmp_path):
     write(tmp_path, [(16, 24)])
     assert serve_one(Holder())
     write(tmp_path, [(16, 16)], rows=[4])
@@ -479,7 +479,7 @@ def test_an_array_of_numpy_is_served(fused):
 
 @pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], 0))
 def test_with_a_mesh_in_context(fused, kind):
-    """Where the kernels would not know how their operands are split. The model itself lies on one device."""
+    """A mesh in context disables fusion, although the model is on one device."""
     model = Holder()
     manager = make_manager(model, [make_adapter("one", PROJ, 3)], backend="triton")
     with (
@@ -491,7 +491,7 @@ def test_with_a_mesh_in_context(fused, kind):
 
 
 class Padded(nnx.Linear):
-    """The last three outputs, or runs of them, are padding."""
+    """A layer with padding in its last three outputs, or in runs of them."""
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ class Padded(nnx.Linear):
     ids=["real_vocab", "out_blocks", "in_index"],
 )
 def test_padded_columns(fused, tmp_path, registered, padding):
-    """Whatever the table has: neither all of the columns nor those that are real are fused."""
+    """Padded columns are not fused, with entries for all columns or for the real ones only."""
     write(tmp_path, [(k, n) for k in (13, 16) for n in (13, 16)])
     register_layer(Padded, lambda layer: LinearSpec(layer.in_features, layer.out_features, **padding))
     model = Holder(build=lambda dtype, r: Padded(16, 16, use_bias=False, param_dtype=dtype, rngs=r))
@@ -532,7 +532,7 @@ class Stack(nnx.Module):
 
 
 def test_a_stack_of_layers(fused):
-    """Its kernel is a slice, which XLA's own product reads where it lies."""
+    """The kernel is a slice, which the product of XLA reads in place."""
     model = Stack()
     bare = np.asarray(jax.jit(lambda model, x: model(x))(model, X), np.float32)
     adapter = make_adapter("one", [Target(f"proj.{i}", 16, 16, "") for i in range(3)], 3)
@@ -545,20 +545,20 @@ def test_a_stack_of_layers(fused):
 
 
 class Subclass(nnx.Linear):
-    """A call of its own: what it makes of the product is not known."""
+    """A layer with its own call, which may change the product."""
 
     def __call__(self, inputs, out_sharding=None):
         return 2 * super().__call__(inputs)
 
 
-def test_a_call_of_ones_own(fused, registered):
+def test_a_subclass_with_its_own_call_is_not_fused(fused, registered):
     register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     assert serve_one(Holder(build=lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r)))
     assert fused == []
 
 
-def test_rows_of_ones_own(fused, registered):
-    """A spec that says which rows are whose is asked, and not the product."""
+def test_a_spec_with_rows_is_not_fused(fused, registered):
+    """A spec with `rows` selects the rows of the layer, so its product is not fused."""
 
     class Layer(nnx.Linear):
         pass
@@ -579,7 +579,7 @@ def test_no_rows(fused):
     assert fused == []
 
 
-def test_a_table_for_a_smaller_rank_is_none(fused, tmp_path):
+def test_a_table_entry_of_a_smaller_rank_is_not_used(fused, tmp_path):
     (key,) = [Key("linear_lora", "bfloat16", 8, 16, 16, 2)]
     tiles = dataclasses.replace(TILES, product_split_k=1)
     (tmp_path / "nvidia_h200.json").write_text(json.dumps([entry_of(key, tiles)]))

@@ -1,4 +1,4 @@
-"""Every layer kind that is wrapped serves what merged weights compute, through its own axes and its own call."""
+"""Every kind of layer, with its own axes and call, compared with merged weights."""
 
 import chex
 import jax
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
 
 class Holder(nnx.Module):
-    """One layer, under the name that adapters use."""
+    """A model of one layer, under the name in the adapters."""
 
     def __init__(self, layer):
         self.proj = layer
@@ -40,7 +40,7 @@ class Holder(nnx.Module):
 
 
 def into(*shape, order=None):
-    """Delta [N, K] -> kernel, given the shape its transpose [K, N] unflattens to and the kernel's order of axes."""
+    """Return a function from the delta [N, K] to the kernel, for the shape of its transpose and the order of axes."""
     return lambda d: d.T.reshape(shape).transpose(order or range(len(shape)))
 
 
@@ -117,7 +117,7 @@ def test_einsum_gemma_kv():
 
 
 def test_einsum_equation_of_the_call():
-    """A caller may give another equation for the same kernel, by keyword or position, for other axes of the rows."""
+    """A call may pass another equation for the same kernel, by keyword or position."""
 
     class Model(nnx.Module):
         def __init__(self):
@@ -131,7 +131,7 @@ def test_einsum_equation_of_the_call():
     check_against_merged(Model(), [target], normal(3, 2, 6))
 
 
-def test_einsum_call_that_turns_the_kernel_round_is_refused():
+def test_einsum_call_that_transposes_the_kernel_is_refused():
     model = Holder(nnx.Einsum("BTD,DF->BTF", (6, 6), rngs=nnx.Rngs(0)))
     manager = make_manager(model)
 
@@ -163,7 +163,7 @@ class Tied(nnx.Module):
 
 @pytest.mark.parametrize("head_name", ["embed", "lm_head"])
 def test_embedding_and_tied_logits(head_name):
-    """Lookup and logits share a table but not their LoRA: float64 NumPy, since no merged table says that."""
+    """Lookup and logits share a table but not their LoRA, so the reference is float64 NumPy."""
     model = Tied(head_name)
     rng = np.random.default_rng(0)
     modules = {
@@ -231,7 +231,7 @@ def test_multi_head_attention():
 
 @pytest.mark.parametrize("pytree", [True, False])
 def test_registered_layer(registered, pytree):
-    """A user's own layer: other parameter name, kernel [N, K], input by keyword, flax pytree or not."""
+    """A layer of the user with another parameter name, a kernel [N, K], and its input by keyword."""
 
     class Dense(nnx.Module, pytree=pytree):
         def __init__(self, n_in, n_out, rngs):
@@ -288,7 +288,7 @@ def test_registered_layer_with_rows_of_its_own(registered):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_registered_layer_says_why_not(registered):
+def test_a_wrong_registration_raises_with_the_reason(registered):
     class Dense(nnx.Linear):
         def __call__(self, x):
             return super().__call__(x)
@@ -302,7 +302,7 @@ def test_registered_layer_says_why_not(registered):
 
 
 class Kept(nnx.Linear):
-    """Overrides nothing that matters."""
+    """A subclass that keeps the call."""
 
     def extra(self):
         return self.kernel.shape
@@ -319,7 +319,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_wrapped_is_refused_with_the_reason(kind):
+def test_layers_that_cannot_be_wrapped_raise_with_the_reason(kind):
     build, reason = REFUSED[kind]
 
     class Model(nnx.Module):

@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """compact and setup, one block under remat."""
+    """A model with compact and setup modules, and one block under remat."""
 
     def setup(self):
         self.embed = nn.Embed(11, 6)
@@ -47,7 +47,7 @@ TARGETS = [
 
 
 def expected(variables, module, adapter):
-    """The logits with one adapter: merged parameters, but for the table, whose two uses have deltas of their own."""
+    """Return the logits with one adapter merged. The two uses of the table have separate deltas."""
     params = jax.tree.map(np.array, variables["params"])
     d = {name: delta(m).T for name, m in adapter.modules.items()} if adapter else {}
     for block, name in (("first", "up"), ("first", "Dense_0"), ("again", "up")):
@@ -94,7 +94,7 @@ def test_linen_model(bridge):
     assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
 
 
-def test_what_linen_cannot_serve_is_refused():
+def test_unsupported_linen_models_are_refused():
     class Doubled(nn.Dense):
         def __call__(self, x):
             return 2 * super().__call__(x)
@@ -123,7 +123,7 @@ def test_what_linen_cannot_serve_is_refused():
             jlora.LinenModule(*arguments)
 
 
-def test_a_linen_module_in_the_bridge_says_what_to_write():
+def test_a_bare_linen_module_raises_with_the_line_to_write():
     class Held(nnx.Module):
         def __init__(self):
             self.linen = nnx.bridge.ToNNX(nn.Dense(6), rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 6), np.float32))

@@ -1,4 +1,4 @@
-"""`RowMap`: says which rows are whose, where no shape can. Permuted, dropped, nested, and under transformations."""
+"""`RowMap`: permuted, dropped and nested rows, also under transformations."""
 
 import chex
 import jax
@@ -46,7 +46,7 @@ batches = st.lists(st.sampled_from(["one", "two", None]), min_size=3, max_size=3
 
 @given(batches, indices)
 def test_rows_of_sequences(world, names, source):
-    """Beams: permuted, repeated, left out; an index outside the batch takes no adapter."""
+    """Beams may be permuted, repeated or omitted. An index outside the batch takes no adapter."""
     x = normal(7, K)
     with world.manager.prepare(names) as batch:
         found = mapped(world.model, x, np.array(source, np.int32), batch)
@@ -58,7 +58,7 @@ def test_rows_of_sequences(world, names, source):
 
 @given(batches, st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any), st.data())
 def test_rows_of_packed_tokens(world, names, counts, data):
-    """Sorted, dropped and repeated tokens; those of the padding take no adapter."""
+    """Tokens may be sorted, dropped or repeated. Padding takes no adapter."""
     source = data.draw(st.lists(st.integers(-2, 12), min_size=7, max_size=7))
     x = normal(7, K)
     with world.manager.prepare(names, token_counts=counts, pad_to=9) as batch:
@@ -77,7 +77,7 @@ def test_rows_of_tokens_by_length(world, names, order, dropped):
     assert_close(found, world.expected(x, named([name for name in names for _ in range(2)], source)))
 
 
-def test_tokens_of_a_length_that_a_layer_has_shown_or_the_map_says(world):
+def test_the_length_of_tokens_comes_from_an_earlier_layer_or_the_map(world):
     source = np.array([5, 0, 3, 1], np.int32)
     x, adapters = normal(4, K), named(["one", "one", None, None, "two", "two"], source)
 
@@ -113,8 +113,8 @@ def test_tokens_of_two_lengths_are_not_guessed(world):
         step(world.model, normal(4, K), batch)
 
 
-def test_one_row_a_sequence_of_packed_tokens_where_both_are_as_many(world):
-    """[0, 1, 2] tokens for three sequences: packed, and a layer that then sees one row a sequence is told so."""
+def test_a_map_selects_one_row_a_sequence_among_as_many_packed_tokens(world):
+    """Three sequences of 0, 1 and 2 tokens: a map distinguishes one row a sequence from three packed rows."""
     x, last = normal(3, K), normal(3, K, seed=1)
 
     @jax.jit
@@ -130,7 +130,7 @@ def test_one_row_a_sequence_of_packed_tokens_where_both_are_as_many(world):
     assert_close(logits, world.expected(last, ["one", "two", None]))
 
 
-def test_a_lookup_of_mapped_rows(world):
+def test_mapped_rows_of_a_lookup_take_their_adapters(world):
     """The embedding reads a column of A for each row by its slot."""
     tokens, source = np.array([3, 10, 3, 0], np.int32), np.array([2, 0, 1, 2], np.int32)
 
@@ -181,14 +181,14 @@ def test_a_map_ends_with_an_exception(world):
 @pytest.mark.parametrize("rows", [(6,), (3, 3), (8,), ()])
 def test_rows_of_another_number_than_the_map_are_refused(world, rows):
     with (
-        world.manager.prepare(["odd", None, None]) as batch,  # a layer that no adapter of the batch touches, even
+        world.manager.prepare(["odd", None, None]) as batch,  # also for a layer without weights in the batch's adapters
         pytest.raises(jlora.LoRAUsageError, match=r"proj: .* rows of shape .*, and a RowMap of 7 rows"),
     ):
         mapped(world.model, normal(*rows, K), np.zeros(7, np.int32), batch)
 
 
 def test_rows_of_a_map_in_any_shape(world):
-    """[beams, L, F]: one index for each row of the flattened axes."""
+    """Rows [beams, L, F] take one index for each row of the flattened axes."""
     x, source = normal(2, 3, K), np.array([2, 2, 2, 0, 0, 1], np.int32)
     with world.manager.prepare(NAMES) as batch:
         found = mapped(world.model, x, source, batch)
@@ -206,7 +206,7 @@ def test_rows_of_a_map_in_any_shape(world):
         (np.zeros(3, np.int32), "rows", r"""must be "sequences" or "tokens", got 'rows'"""),
     ],
 )
-def test_what_is_no_map(source, of, reason):
+def test_malformed_maps_are_refused(source, of, reason):
     with pytest.raises(jlora.LoRAUsageError, match=reason):
         jlora.RowMap(source, of=of)
 
@@ -242,8 +242,8 @@ def test_one_trace_for_all_maps_of_a_size(world):
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", "plain"])
-def test_a_function_called_inside_a_map_and_outside(world, wrap):
-    """JAX keeps the trace of `block`; it must not be taken for other rows."""
+def test_a_shared_function_is_traced_for_each_map(world, wrap):
+    """JAX caches the trace of `block`, which must not be reused for other rows."""
     block = wrap(lambda layer, x: layer(x))
 
     @jax.jit
@@ -269,8 +269,8 @@ def test_a_function_called_inside_a_map_and_outside(world, wrap):
         assert_close(out, world.expected(x, names))
 
 
-def test_a_map_opened_outside_jit(world):
-    """It would be baked in, and a function compiled without it would not see it."""
+def test_a_map_opened_outside_jit_raises(world):
+    """The map would become a constant, and functions compiled without it would ignore it."""
 
     @jax.jit
     def step(model, x, batch):
@@ -289,13 +289,13 @@ def test_a_map_opened_outside_jit(world):
                 assert_close(step(world.model, X[:3], batch), world.expected(X[:3], NAMES))
 
 
-def test_eagerly(world):
+def test_eager_calls_are_served(world):
     with world.manager.prepare(NAMES) as batch, jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(SOURCE)):
         assert_close(world.model.proj(jnp.asarray(X)), world.expected(X, named(NAMES, SOURCE)))
 
 
 def test_gradients(world):
-    """Of sum(w * y) with respect to x: w times the merged kernel of each row's own adapter."""
+    """The gradient of sum(w * y) by x is w times the merged kernel of each row's adapter."""
     w = normal(4, N, seed=2)
     kernel = np.asarray(world.bare.proj.kernel[...], np.float64)
     loras = {a.name: a.modules["proj"] for a in ADAPTERS if "proj" in a.modules}
@@ -321,7 +321,7 @@ def test_gradients(world):
 
 
 def test_scan_over_maps(world):
-    """Beams that change their parents at every step: the map is made inside the body."""
+    """The body makes a new map at every step, as for beams that change their parents."""
     sources = np.stack([SOURCE, SOURCE[::-1], np.array([-1, 3, 2, 1], np.int32)])
 
     @jax.jit
@@ -352,7 +352,7 @@ def test_scan_inside_a_map(world):
 
 
 def test_vmap_over_maps(world):
-    """Candidates that assign rows to sequences, each its own way."""
+    """Each candidate assigns rows to sequences differently."""
     sources = np.stack([SOURCE, SOURCE[::-1]])
 
     @jax.jit

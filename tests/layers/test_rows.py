@@ -1,4 +1,4 @@
-"""Which rows are whose: layouts that are served, and rows that are nobody's."""
+"""Layouts of rows that are served, and rows of no sequence."""
 
 import re
 
@@ -32,7 +32,7 @@ def through_proj(model, x, batch):
 
 @jax.jit
 def through_both(model, x, odd, batch):
-    """`other` on rows that may fit no layout, then `proj` on those of the batch."""
+    """Run `other` on rows that may fit no layout, then `proj` on rows of the batch."""
     with jlora.use(batch, without=["*"]):
         return model.other(odd), model.proj(x)
 
@@ -43,8 +43,8 @@ def through_both(model, x, odd, batch):
 @pytest.mark.parametrize(
     "between", thinned([((),), ((1,),), ((4,),), ((2, 4),), ((2, 1, 3),), ((3,),), ((3, 3),)], 0, 2, 4, 6)
 )
-def test_the_batch_leads_whatever_lies_between(world, between):
-    """[B, heads, L, F] and deeper, also where an axis between is as long as the batch."""
+def test_the_first_axis_is_the_batch(world, between):
+    """[B, heads, L, F] and deeper, also if another axis is as long as the batch."""
     x = normal(3, *between, K)
     repeats = int(np.prod(between))
     with world.manager.prepare(NAMES) as batch:
@@ -56,7 +56,7 @@ def test_the_batch_leads_whatever_lies_between(world, between):
 @pytest.mark.parametrize("lead", [(), (1,)])
 @pytest.mark.parametrize("counts", [[0, 1, 2], [1, 1, 1], [3, 0, 0], [2, 4, 1]])
 def test_packed_rows(world, counts, lead):
-    """[T, F] and [1, T, F]; with as many rows as there are sequences they are packed all the same."""
+    """[T, F] and [1, T, F] rows are packed, even if there are as many rows as sequences."""
     x = normal(sum(counts) + 1, K)
     for pad in (0, 1):
         rows = x[: sum(counts) + pad]
@@ -84,22 +84,22 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
         for out in outs.values():
             assert_close(out.reshape(-1, N), world.expected(x, adapters))
         with pytest.raises(jlora.LoRAError, match=r"proj: its rows of shape \(6,\) fit no layout"):
-            seen(world.model, x, batch, jnp.zeros(2))  # before any layer has shown the length
+            seen(world.model, x, batch, jnp.zeros(2))  # before any layer defines the length
     with world.manager.prepare(NAMES, length=2) as batch:
         for order in (1, 2):
             for out in seen(world.model, x, batch, jnp.zeros(order)).values():
                 assert_close(out.reshape(-1, N), world.expected(x, adapters))
 
 
-def test_a_length_is_seen_in_its_own_forward_only(world):
+def test_a_length_holds_for_one_forward(world):
     with world.manager.prepare(NAMES) as batch:
         chex.assert_shape(through_proj(world.model, normal(3, 2, K), batch), (3, 2, N))
         with pytest.raises(jlora.LoRAError, match="fit no layout"):
             through_proj(world.model, normal(6, K), batch)
 
 
-def test_deeper_rows_show_no_length(world):
-    """Two axes between the batch and the features: neither is known to be the length."""
+def test_rows_of_four_axes_define_no_length(world):
+    """With two axes between batch and features, neither defines the length."""
 
     @jax.jit
     def step(model, deep, flat, batch):
@@ -121,9 +121,9 @@ def test_a_length_is_a_positive_integer(world, length):
         jlora.RowMap(np.zeros(2, np.int32), of="tokens", length=length)
 
 
-# --- Rows that are nobody's -----------------------------------------------------------------------------------------
+# --- Rows of no sequence --------------------------------------------------------------------------------------------
 
-# What each of them is, its rows, and how the batch of three was prepared.
+# Kind of rows, their shape, and the options of the batch of three.
 NOBODYS = {
     "patches of an image that the sequences share": ((12,), {}),
     "packed rows whose token_counts were forgotten": ((9,), {}),
@@ -142,8 +142,8 @@ NOBODYS = {
 
 @optimised
 @pytest.mark.parametrize("what", thinned(list(NOBODYS), 0, 1, 2, 4, 6, 10))
-def test_rows_of_nobody_raise_until_verify_has_seen_them_and_then_hurt_nobody(what):
-    """Afterwards adapters for that layer are refused, all others are served, and it is bitwise the base."""
+def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what):
+    """After verify, adapters for that layer are refused, others are served, and it serves the bits of the base."""
     world = World()
     lead, options = NOBODYS[what]
     packed = "token_counts" in options
@@ -181,7 +181,7 @@ def test_base_sequences_are_bitwise_the_base_beside_others(world):
     assert (bits(found[::2]) != bits(base_of(world.bare.proj, x)[::2])).any()
 
 
-def test_a_layer_that_saw_rows_of_nobody_once_is_refused_though_it_saw_others(world):
+def test_one_call_with_foreign_rows_raises(world):
     @jax.jit
     def both(model, x, odd, batch):
         with jlora.use(batch, without=["*"]):

@@ -1,4 +1,4 @@
-"""Rows of every layout on a mesh, and transformations of JAX and Flax around layers there, against merged weights."""
+"""Rows of every layout on a mesh, and transformations of JAX and Flax there, compared with merged weights."""
 
 import functools
 
@@ -134,7 +134,7 @@ def test_rows_of_a_map(served, want):
 
 
 def test_rows_without_an_adapter_are_the_base(served):
-    """To the bit, where the product is not made anew; and `use(None)` everywhere."""
+    """Rows keep the bits of the base if the product is not replaced, and with `use(None)` everywhere."""
     model, manager = served
     bare = placed(Small(), the_mesh(), SMALL)
 
@@ -159,7 +159,7 @@ def test_rows_without_an_adapter_are_the_base(served):
 
 
 def test_inside_a_shard_map_over_the_sequences(served, want):
-    """Its mesh has an axis more, along which the code is not a shard's: the layers map that."""
+    """The mesh has one more axis, which the layers map themselves."""
     model, manager = served
     mapped = jax.jit(
         jax.shard_map(
@@ -176,8 +176,8 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
 
 
 @pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_inside_a_shard_map_over_everything(twins, fully):
-    """There the user sums what row-parallel layers give, and LoRA is in the parts of that sum."""
+def test_inside_a_shard_map_over_all_axes(twins, fully):
+    """The user sums the outputs of row-parallel layers, and each part of the sum contains its LoRA."""
     model, manager = serving(adapters=[TWO], fully_sharded=fully, exclude_modules=["embed"])
     model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(the_mesh(), P("t"))))
     specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
@@ -209,7 +209,7 @@ def test_inside_a_shard_map_over_everything(twins, fully):
 
 
 def test_gradients_are_those_of_one_device(served):
-    """Of every slot array, through `nnx.split`: A and B, split or not."""
+    """Gradients of every slot array through `nnx.split`, for A and B, split or not."""
     single = Small()
     adapters = {"mesh": served, "single": (single, make_manager(single, [ONE, TWO], max_lora_rank=3))}
     grads = {}
@@ -231,11 +231,11 @@ def test_gradients_are_those_of_one_device(served):
         grads[where] = {path: np.asarray(value[...])[order] for path, value in found}
     assert grads["mesh"].keys() == grads["single"].keys()
     for path, value in grads["single"].items():
-        assert np.abs(value).max() > 0 or "jlora_attend" in str(path)  # nobody calls that
+        assert np.abs(value).max() > 0 or "jlora_attend" in str(path)  # never called
         assert_close(grads["mesh"][path], value, 1e-5)
 
 
-def test_mapped_over_its_sequences(served, want):
+def test_vmap_over_sequences(served, want):
     model, manager = served
     mapped = jax.jit(jax.vmap(forward, in_axes=(None, 0, 0)))
     with manager.prepare(NAMES) as batch:
@@ -243,7 +243,7 @@ def test_mapped_over_its_sequences(served, want):
 
 
 @pytest.mark.slow
-def test_recomputed(served, want):
+def test_remat(served, want):
     model, manager = served
 
     @jax.jit
@@ -283,16 +283,16 @@ def test_flax_jit_split_models_and_one_trace(twins):
             assert_close(merged(manager.slots, rest, TOKENS, batch), expected_rows(twins, names, TOKENS))
 
 
-@pytest.mark.slow  # JAX compiles every small step of it, in none of which there is anything to optimise
+@pytest.mark.slow  # JAX compiles every small step separately, and none can be optimised
 @pytest.mark.usefixtures("quickly_compiled")
-def test_called_without_jit(served, want):
+def test_eager_calls_on_a_mesh(served, want):
     model, manager = served
     with manager.prepare(NAMES) as batch:
         assert_close(forward(model, TOKENS, batch), want)
 
 
 class Stack(nnx.Module):
-    """Layers as one, for `nnx.scan`."""
+    """Stacked layers for `nnx.scan`."""
 
     def __init__(self, layers=3):
         self.layers = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs))(nnx.Rngs(0).split(layers))
@@ -337,7 +337,7 @@ def test_a_stack_that_is_split_is_refused():
 
 
 class Written(Small):
-    """With every sharding written out, as Explicit axes ask for it."""
+    """A model with every sharding written out, as Explicit axes require."""
 
     def __call__(self, tokens):
         lead = ("data",) if tokens.ndim > 1 else (None,)

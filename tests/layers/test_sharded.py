@@ -1,4 +1,4 @@
-"""Layers on a mesh: what they compute is what merged weights compute on one device."""
+"""Layers on a mesh, compared with merged weights on one device."""
 
 import functools
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-5
 
 def inputs_of(sequences: int, length: int = 3):
     tokens = np.random.default_rng(1).integers(0, 24, (sequences, length)).astype(np.int32)
-    tokens[0, 0] = -1  # as the table itself is indexed; padding, of a table that has any
+    tokens[0, 0] = -1  # as an index of the table; padding, if the table has any
     return tokens, normal(sequences, length, K)
 
 
@@ -34,8 +34,8 @@ def check(found, want):
             raise AssertionError(name) from error
 
 
-def test_the_truth_tells_adapters_apart():
-    """Else nothing below proves anything."""
+def test_the_expected_values_differ_between_adapters():
+    """Equal expected values would hide a wrong adapter."""
     want = truth(4, tuple(NAMES))
     base = truth(4, (None,) * 4)
     for name, values in want.items():
@@ -78,12 +78,14 @@ def test_every_kind_of_layer(axes, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fully", [False, True])
-def test_eight_shards(fully):
-    check(served({"t": 8}, 8, {"fully_sharded": fully}), truth(8, tuple(NAMES)))
-
-
-@pytest.mark.slow
-def test_sequences_that_the_data_axis_does_not_divide():
-    names = ["one", "two", None]
-    check(served({"data": 2, "t": 2}, 4, {"data_axes": ["data"]}, names), truth(4, tuple(names)))
+@pytest.mark.parametrize(
+    ("axes", "parts", "config", "names"),
+    [
+        ({"t": 8}, 8, {"fully_sharded": False}, NAMES),
+        ({"t": 8}, 8, {"fully_sharded": True}, NAMES),
+        ({"data": 2, "t": 2}, 4, {"data_axes": ["data"]}, ["one", "two", None]),
+    ],
+    ids=["eight shards", "eight shards, fully sharded", "three sequences on two shards"],
+)
+def test_eight_shards_and_sequences_that_the_mesh_does_not_divide(axes, parts, config, names):
+    check(served(axes, parts, config, names), truth(parts, tuple(names)))

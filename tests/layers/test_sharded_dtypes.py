@@ -1,4 +1,4 @@
-"""Dtypes on a mesh: a layer there computes what the same layer, wrapped, computes on one device."""
+"""Dtypes on a mesh, compared with the same wrapped layer on one device."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class Pair(nnx.Module):
 
 
 def both(x, config, **options):
-    """What the mesh computes, and what one device computes."""
+    """Return the outputs of the mesh and of one device."""
     found = []
     for where in (lambda model: placed(model, the_mesh(), SPECS), lambda model: model):
         model = where(Pair(**options))
@@ -57,43 +57,43 @@ def compare(x, tolerance, config=None, **options):
 
 @pytest.mark.slow
 def test_half_precision_with_sums_in_float32():
-    """The base product sums in float32; LoRA's inputs are the same bits."""
+    """The base product sums in float32, and LoRA reads inputs with the same bits."""
     options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
     compare(jnp.asarray(normal(4, 2, 16), jnp.bfloat16), 1e-5, use_bias=False, **options)
 
 
-def test_input_of_more_precision_than_the_layer_computes_in():
-    """LoRA reads what the layer was given, as PEFT does, and not what it rounds that to."""
+def test_lora_reads_the_input_before_the_layer_rounds_it():
+    """LoRA reads the input of the layer before rounding, as PEFT does."""
     options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32, "use_bias": False}
     compare(normal(4, 2, 16), 1e-5, {"dtype": np.float32}, **options)
 
 
 @pytest.mark.slow
 def test_bfloat16():
-    """Each shard's part of the sum is rounded, as that of the base model is: a few parts in 2**8."""
+    """Each shard's part of the sum is rounded, as in the base model, within a few parts in 2**8."""
     options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
     compare(jnp.asarray(normal(4, 2, 16), jnp.bfloat16), 2e-2, **options)
 
 
 def halved(*args, **kwargs):
-    """A product of the user's own."""
+    """Compute half of the product, as a custom product."""
     return lax.dot_general(*args, **kwargs) / 2
 
 
 def scaled(arrays, *, dtype):
-    """A promotion of the user's own, which scales its input: LoRA's is the layer's."""
+    """Promote the operands and scale the input, which LoRA must not see."""
     x, *rest = arrays
     return (2 * x, *rest)
 
 
 @pytest.mark.parametrize("options", [{"dot_general": halved}, {"promote_dtype": scaled}])
-def test_products_that_are_not_plain_are_left_alone(options):
-    """They are not made anew: LoRA is added to what they give."""
+def test_custom_products_are_kept(options):
+    """LoRA is added to the output of a custom product."""
     compare(normal(4, 2, 16), 1e-5, **options)
 
 
 class Own:
-    """What `dot_general_cls` makes."""
+    """A product that `dot_general_cls` creates."""
 
     def __call__(self, *args, **kwargs):
         return lax.dot_general(*args, **kwargs)
@@ -108,7 +108,7 @@ class Own:
     ],
 )
 def test_products_of_general_layers(options):
-    """One that a class makes is not the attribute that could be replaced: LoRA must not be lost there."""
+    """LoRA is served if a class creates the product, which is then no attribute that the wrapper can replace."""
 
     class General(nnx.Module):
         def __init__(self):
@@ -128,7 +128,7 @@ def test_products_of_general_layers(options):
 
 
 class Masked(nnx.Linear):
-    """Takes no notice of every fourth input, which is padding and may hold anything."""
+    """A layer that ignores every fourth input, which is padding with any value."""
 
     def __call__(self, x):
         return super().__call__(jnp.where(np.arange(16)[None, None] % 4 != 3, x, 0))
@@ -156,7 +156,7 @@ def test_padding_of_inputs_may_hold_anything():
 
 
 def test_ranks_of_several_blocks_in_several_shards():
-    """Ranks come in blocks of 16, the last of which overlaps; 42 ranks in 4 parts are 11 each, and 2 of padding."""
+    """Ranks have blocks of 16, and the last one overlaps. 42 ranks in 4 parts are 11 each with 2 of padding."""
     model = placed(Pair(), the_mesh(), SPECS)
     adapters = [make_adapter(f"of {rank}", TARGETS, rank) for rank in (42, 23, 16, 3, 33)]
     manager = make_manager(model, adapters, max_loras=1, max_lora_rank=42, fully_sharded=True)
@@ -172,7 +172,7 @@ def test_ranks_of_several_blocks_in_several_shards():
 
 
 class Padding(nnx.Linear):
-    """Its last five outputs of 16 are padding: all that the last of four shards has, and one of another's."""
+    """A layer with 5 of 16 outputs as padding: all of the last of four shards, and one of another shard."""
 
 
 jlora.register_layer(Padding, lambda layer: jlora.LinearSpec(16, 16, real_vocab=11))
@@ -180,7 +180,7 @@ jlora.register_layer(Padding, lambda layer: jlora.LinearSpec(16, 16, real_vocab=
 
 @pytest.mark.parametrize("fully", [False, True])
 def test_padding_of_outputs_keeps_the_bits_of_the_base(fully):
-    """Even where an adapter's own sums overflow, and where adding a zero would change the sign of one."""
+    """Padding keeps its bits even if the sums of an adapter overflow or adding zero would change a sign."""
 
     class Model(nnx.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Models on a mesh as people bring them: shardings from metadata, odd meshes, calls that LoRA cannot follow."""
+"""Models on a mesh: shardings from metadata, unusual meshes, and calls that LoRA does not support."""
 
 import contextlib
 import functools
@@ -69,7 +69,7 @@ def check(model, manager, twins, names=NAMES, tokens=TOKENS):
 
 
 def test_shardings_from_metadata():
-    """Of `nnx.with_partitioning`, under a mesh that is set; and of the shapes alone, before there are arrays."""
+    """Shardings come from `nnx.with_partitioning` under a mesh that is set, with arrays or shapes alone."""
 
     class Annotated(Small):
         def __init__(self):
@@ -100,7 +100,7 @@ def test_devices_that_are_not_the_default_ones(twins):
 
 
 def test_a_mesh_of_one_device(twins):
-    """What was written for many devices runs on one."""
+    """A model for many devices runs on one device."""
     model, manager = serving(mesh_of(data=1, t=1), fully_sharded=True)
     check(model, manager, twins)
 
@@ -156,7 +156,7 @@ def test_a_loop_that_decodes(twins):
 
 
 def test_trained_slots_keep_their_layout(twins):
-    """What a step of training gives back lies as it did, be it said in other words; the next write compiles nothing."""
+    """A training step returns slots with an equivalent layout, so the next write does not compile."""
     model, manager = serving(max_loras=1)
     with manager.prepare(["one"] * 4):
         _, _, slots, _ = nnx.split(model, SlotRanks, jlora.SlotParam, ...)
@@ -174,7 +174,7 @@ def test_trained_slots_keep_their_layout(twins):
 
 
 class Written(Small):
-    """With the sharding of sequences written out."""
+    """A model with the sharding of sequences written out."""
 
     def __call__(self, tokens):
         x = self.embed(tokens, out_sharding=P("data", *(None,) * tokens.ndim))
@@ -200,7 +200,7 @@ def test_updates_from_explicit_arrays():
             assert (manager.export_adapter("two").modules["up"].a == 1).all()
 
 
-# --- What LoRA cannot follow ------------------------------------------------------------------------------------------
+# --- Calls without support --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("equation", ["BTN,KN->BTK", "BTK,KN->BT"])
@@ -245,7 +245,7 @@ def test_a_lookup_inside_a_shard_map_over_the_vocabulary():
         lookup(nnx.state(model), TOKENS, batch)
 
 
-def test_a_shard_map_over_some_of_the_axes_of_a_kernel():
+def test_a_shard_map_over_some_axes_of_a_kernel_raises():
     model, manager = serving(mesh_of(data=2, u=2, t=2), specs=SMALL | {"down": P(("u", "t"))})
     whole = mapped(model, lambda model, tokens: model(tokens), {"data", "u"}, P(), P("data"))
     with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=r"down: .* 'u' and 't', .* over 'u' alone"):

@@ -1,4 +1,4 @@
-"""Which shards of experts, and which experts, are a process's own."""
+"""The shards of experts, and the experts, of each process."""
 
 import jax
 import numpy as np
@@ -24,12 +24,12 @@ def spec_of(experts, sharding):
         ([0, 0, 0, 0, 0, 0, 0, 0], (0, 1, 2, 3), (range(12),), 4),
         ([0, 0, 1, 1, 0, 0, 1, 1], (0, 1), (range(6),), 2),
         ([1, 0, 0, 1, 1, 0, 0, 1], (1, 2), (range(3, 9),), 2),
-        ([0, 1, 0, 0, 1, 1, 1, 1], (0, 2, 3), (range(3), range(6, 12)), 4),  # the other has a copy of all
+        ([0, 1, 0, 0, 1, 1, 1, 1], (0, 2, 3), (range(3), range(6, 12)), 4),  # the other process has a copy of all
         ([0, 2, 2, 2, 1, 1, 3, 3], (0,), (range(3),), 3),
         ([1, 1, 1, 1, 2, 2, 2, 2], (), (), 4),  # a process without a device of the mesh
     ],
 )
-def test_own(monkeypatch, processes, shards, experts, most):
+def test_own_shards_and_experts_follow_the_devices_of_the_process(monkeypatch, processes, shards, experts, most):
     monkeypatch.setattr(rules, "process_of", lambda device: processes[device.id])
     spec = spec_of(12, KernelSharding(mesh_of_eight(), experts=("x",)))
     assert (tuple(spec.own_shards), spec.own_experts, spec.most_shards) == (shards, experts, most)
@@ -45,7 +45,7 @@ def test_own(monkeypatch, processes, shards, experts, most):
     ],
     ids=["no mesh", "not split", "no devices"],
 )
-def test_all_are_own_where_no_process_has_less(monkeypatch, sharding_of):
+def test_all_experts_are_own_unless_the_mesh_splits_them(monkeypatch, sharding_of):
     sharding = sharding_of(mesh_of_eight())
     monkeypatch.setattr(rules, "process_of", lambda device: 1)
     spec = spec_of(12, sharding)

@@ -1,4 +1,4 @@
-"""The dtype of a layer's slots: configured, else of its spec, of the layer, of its parameter; never 8 bits."""
+"""The dtype of the slots: from the configuration, the spec, the layer or its parameter, and never 8 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ FLOAT8 = jnp.float8_e4m3fn
 
 
 class Dense(nnx.Module):
-    """A product in float32, whatever its kernel is held in."""
+    """A product in float32 for every dtype of the kernel."""
 
     def __init__(self, stored, **attributes):
         self.w = nnx.Param(jnp.asarray(normal(D, D)).astype(stored))
@@ -58,18 +58,18 @@ def slot_dtype(manager):
         (None, None, jnp.bfloat16, FLOAT8, jnp.bfloat16),
         (None, None, jnp.float32, jnp.int8, jnp.float32),
         (None, None, None, jnp.bfloat16, jnp.bfloat16),
-        (None, None, FLOAT8, jnp.bfloat16, jnp.bfloat16),  # computed in 8 bits, as no slot is held
+        (None, None, FLOAT8, jnp.bfloat16, jnp.bfloat16),  # computed in 8 bits, which slots do not support
         (None, None, "of the config", jnp.float32, jnp.float32),
     ],
 )
-def test_who_says_the_dtype_of_the_slots(config, spec, layer, stored, expected):
+def test_the_dtype_of_the_slots_has_a_fixed_precedence(config, spec, layer, stored, expected):
     register(spec)
     assert slot_dtype(make_manager(Model(stored, dtype=layer), dtype=config)) == expected
 
 
 @pytest.mark.parametrize("stored", [FLOAT8, jnp.float8_e5m2, jnp.int8])
 @pytest.mark.parametrize("layer", [None, FLOAT8])
-def test_a_kernel_of_8_bits_gives_no_dtype_and_the_layer_says_what_to_write(stored, layer):
+def test_a_kernel_of_8_bits_needs_a_configured_dtype(stored, layer):
     register()
     manager = make_manager(Model(stored, dtype=layer))
     reason = rf"parameter 'w' is {jnp.dtype(stored).name}, .*LoRAConfig\(dtype=.*jlora\.LinearSpec\(\.\.\., dtype="
@@ -91,7 +91,7 @@ def test_a_float8_kernel_is_served_as_precisely_as_its_slots(how):
     assert_close(found, base + change)
 
 
-def test_tables_and_experts_take_it_from_their_specs():
+def test_tables_and_experts_take_the_dtype_of_their_specs():
     class Table(nnx.Module):
         def __init__(self):
             self.t = nnx.Param(jnp.ones((11, D), FLOAT8))
@@ -120,7 +120,7 @@ def test_tables_and_experts_take_it_from_their_specs():
     assert model.experts.jlora_down_a.dtype == jnp.bfloat16
 
 
-def test_an_einsum_spec_takes_it_too():
+def test_an_einsum_spec_takes_a_dtype():
     register_layer(Dense, lambda layer: jlora.einsum_spec("btd,df->btf", layer.w.shape, dtype="bfloat16"))
     assert slot_dtype(make_manager(Model(FLOAT8))) == jnp.bfloat16
 
@@ -135,6 +135,6 @@ def test_an_einsum_spec_takes_it_too():
     ],
 )
 @pytest.mark.parametrize("dtype", [FLOAT8, jnp.int8, "floaty", 3])
-def test_a_spec_of_a_dtype_that_slots_cannot_have(make, dtype):
+def test_a_spec_with_an_unsupported_dtype_is_refused(make, dtype):
     with pytest.raises(LoRAUsageError, match=r"Spec.dtype must be None or one of"):
         make(dtype)

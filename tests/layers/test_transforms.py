@@ -1,4 +1,4 @@
-"""JAX and Flax transformations inside and around a wrapped model: right values, one trace, nothing leaked or reused."""
+"""JAX and Flax transformations inside and around a wrapped model: values, traces and leaks."""
 
 import chex
 import jax
@@ -89,7 +89,7 @@ BLOCKS = {"jit": jax.jit(lambda layer, x: layer(x)), "remat": jax.checkpoint(lam
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_function_shared_by_two_compiled_functions(served, kind):
-    """JAX keeps the trace of `block`; it must not be taken for another batch, or for the base model."""
+    """JAX caches the trace of `block`, which must not be reused for another batch or the base model."""
     model, manager, expected, twins = served
     block = BLOCKS[kind]
 
@@ -108,13 +108,13 @@ def test_a_function_shared_by_two_compiled_functions(served, kind):
 
 
 def stacked(model):
-    """Three copies of the model's layers with weights of their own, as a lax.scan over layers holds them."""
+    """Return three stacked copies of the layers with different weights, for a `lax.scan` over layers."""
     graphdef, state = nnx.split(model)
     return graphdef, jax.tree.map(lambda v: jnp.stack([v, v if v.dtype == jnp.int32 else 2 * v, v]), state)
 
 
 def test_lax_scan_over_layers(served):
-    """The body is traced once for all layers, outside which none of its values may be seen."""
+    """The body is traced once for all layers, and its values must not leak."""
     model, manager, _, twins = served
 
     def scan(model, x):
@@ -146,7 +146,7 @@ def test_lax_scan_over_layers(served):
 
 
 def test_no_tracer_leaks(served):
-    """JAX's own check: a scope keeps no value of a scan's or a remat's trace."""
+    """`jax.checking_leaks` finds no value of a scan or a remat in a scope."""
     model, manager, _, _ = served
 
     def step(model, x, batch):
@@ -163,7 +163,7 @@ def test_no_tracer_leaks(served):
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_of_slots_and_inputs(remat):
-    """One linear: the gradients of sum(w * y) written out in float64."""
+    """The gradients of sum(w * y) through one linear layer equal those written out in float64."""
 
     class One(nnx.Module):
         def __init__(self):
@@ -211,7 +211,7 @@ def test_gradients_of_slots_and_inputs(remat):
 
 
 def test_vmap_over_sequences_with_their_batch(served):
-    """A model written for one sequence [length, features]."""
+    """vmap over sequences of a model for one sequence [length, features]."""
     model, manager, expected, _ = served
     with manager.prepare(NAMES) as batch:
         assert_close(jax.jit(jax.vmap(forward, in_axes=(None, 0, 0)))(model, X, batch), expected)
@@ -219,7 +219,7 @@ def test_vmap_over_sequences_with_their_batch(served):
 
 
 def test_vmap_over_whole_batches(served):
-    """An axis that is not the sequences': candidates, say."""
+    """vmap over another axis than the sequences, such as candidates."""
     model, manager, expected, twins = served
     both = np.stack([X, -X])
     with manager.prepare(NAMES) as batch:
@@ -231,7 +231,7 @@ def test_vmap_over_whole_batches(served):
 @pytest.mark.parametrize("length", [8, 16, 3])
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())], ids=["plain", "grad"])
 def test_vmap_over_sequences_without_their_batch_is_refused(served, length, wrap):
-    """The rows of one sequence look like one row a sequence (8), or like flattened rows (16), and are neither."""
+    """The rows of one sequence look like one row a sequence (8) or like flattened rows (16)."""
     model, manager, _, _ = served
 
     @jax.jit
@@ -260,7 +260,7 @@ def test_shard_map_over_sequences(served):
 
 @pytest.mark.device(devices=8)
 def test_shard_map_over_packed_rows(served):
-    """A shard's rows may belong to more sequences than the shard has, and to sequences of other shards."""
+    """A shard may have rows of more sequences than its own, including those of other shards."""
     model, manager, expected, _ = served
     counts = [1, 2, 1, 1, 2, 0, 1, 2]  # 10 rows and 6 of padding, 2 a shard
     rows = np.concatenate([X[i, :n] for i, n in enumerate(counts)] + [X[0, :1]] * 6)

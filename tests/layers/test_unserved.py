@@ -1,4 +1,4 @@
-"""A layer that cannot be served: the others are, its reason is shown, and adapters that bring weights for it get it."""
+"""Layers that cannot be served: the others are served, and adapters with weights for them raise the reason."""
 
 import dataclasses
 import re
@@ -24,6 +24,7 @@ from tests.layers.merging import (
     merge,
     normal,
     serve,
+    wrapped_paths,
 )
 from tests.layers.mesh_models import mesh_of, placed
 
@@ -38,7 +39,7 @@ X = normal(3, 2, D)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Quantised:
-    """As quantisers leave it where a kernel was: an attribute that is no `nnx.Variable`."""
+    """A kernel replaced by an attribute that is no `nnx.Variable`, as quantisers do."""
 
     values: jax.Array
     scale: jax.Array
@@ -63,7 +64,7 @@ def quantised(rngs):
 
 
 class Renamed(nnx.Embed):
-    """An embedding whose table has another name, which `__getattr__` gives under the old one."""
+    """An embedding with a renamed table, available under the old name through `__getattr__`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -78,7 +79,7 @@ class Renamed(nnx.Embed):
 
 
 class Looked(nnx.Module):
-    """Takes features, and looks up what they round to."""
+    """A lookup of rounded features."""
 
     def __init__(self, rngs):
         self.table = Renamed(11, D, rngs=rngs)
@@ -143,7 +144,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_one_odd_layer_leaves_the_others_served(kind):
+def test_an_unsupported_layer_leaves_the_others_served(kind):
     make, reason = REASONS[kind]
     model = Model(make)
     odd = model.odd
@@ -165,7 +166,7 @@ def test_one_odd_layer_leaves_the_others_served(kind):
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_an_excluded_layer_may_be_anything(kind):
+def test_an_excluded_layer_may_be_of_any_class(kind):
     manager = make_manager(Model(REASONS[kind][0]), exclude_modules=["odd"])
     (reason,) = [layer.reason for layer in manager.layers() if layer.path == "odd"]
     assert reason == "it is among the configured exclude_modules (odd)"
@@ -188,7 +189,7 @@ def test_one_of_several_layers_that_a_target_names_may_be_odd():
             self.layers = nnx.List([Model(quantised), Model(lambda rngs: nnx.Linear(D, D, rngs=rngs))])
 
     manager = make_manager(Two(), target_modules=["odd"])
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers.1.odd"]
+    assert wrapped_paths(manager) == ["layers.1.odd"]
 
 
 def test_a_renamed_table_names_the_line_that_serves_it():
@@ -210,7 +211,7 @@ def write(message, cls):
 
 
 class Bare(nnx.Module):
-    """Layers of one class that nobody registered."""
+    """A model with layers of one unregistered class."""
 
     def __init__(self):
         self.layers = nnx.List([Unknown(nnx.Rngs(i)) for i in range(3)])
@@ -234,7 +235,7 @@ def test_a_model_with_nothing_to_serve_lists_its_candidates_and_the_line_for_eac
     check_against_merged(model, targets, X)
 
 
-def test_a_model_without_a_matrix_says_so():
+def test_a_model_without_a_matrix_raises():
     class Empty(nnx.Module):
         def __init__(self):
             self.norm = nnx.RMSNorm(D, rngs=nnx.Rngs(0))
@@ -272,10 +273,10 @@ def test_a_class_with_an_equation_of_several_parameters_gets_it_in_its_line():
     check_against_merged(Model(Scaled), [Target("odd", D, D, "odd.w"), PROJ], X)
 
 
-# --- exclude_modules, of what was not read ---------------------------------------------------------------------------
+# --- exclude_modules of unread layers --------------------------------------------------------------------------------
 
 
-def test_names_of_what_an_excluded_layer_may_hold_are_no_mistakes():
+def test_names_inside_an_excluded_layer_are_accepted():
     class Tied(nnx.Module):
         def __init__(self):
             self.embed = nnx.Embed(11, D, rngs=nnx.Rngs(0))
@@ -283,7 +284,7 @@ def test_names_of_what_an_excluded_layer_may_hold_are_no_mistakes():
 
     ranks = {"*": 4, "embed.attend": 2, "embed": 3}
     manager = make_manager(Tied(), exclude_modules=["embed", "lm_head"], max_lora_rank=ranks)
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["proj"]
+    assert wrapped_paths(manager) == ["proj"]
     for name, kind in (("embed", "embedding"), ("embed", "linear"), ("embed.attend", "linear")):
         with pytest.raises(AdapterMismatchError, match=r"is not wrapped: .* exclude_modules \(embed\)"):
             manager.add_adapter(make_adapter("x", [Target(name, 11, D, "", kind=kind)], 2))
@@ -293,7 +294,7 @@ def test_names_of_what_an_excluded_layer_may_hold_are_no_mistakes():
 
 
 class Pieces(nnx.Linear):
-    """q, k and v of sizes that lie in pieces of one column."""
+    """q, k and v of sizes that a mesh splits into single columns."""
 
     output_sizes = (63, 130, 127)
 
@@ -311,7 +312,7 @@ ON_MESH = {
 
 
 class Beside(Model):
-    """The odd layer is not called: what it computes is of no matter here."""
+    """A model that does not call its unsupported layer."""
 
     def __call__(self, x):
         return self.proj(self.norm(x))
@@ -334,7 +335,7 @@ def test_a_layer_that_the_mesh_does_not_serve_leaves_the_others_served(kind):
     assert "exclude_modules" in next(layer.reason for layer in manager.layers() if layer.path == "odd")
 
 
-def test_an_excluded_layer_may_lie_on_another_mesh():
+def test_an_excluded_layer_may_be_on_another_mesh():
     model = placed(Beside(lambda r: nnx.Linear(D, D, rngs=r)), mesh_of(t=2), {"proj": P(None, "t")})
     for param in (model.odd.kernel, model.odd.bias):
         param.set_value(jax.device_put(np.asarray(param[...]), NamedSharding(mesh_of(x=4), P())))
@@ -344,4 +345,4 @@ def test_an_excluded_layer_may_lie_on_another_mesh():
     manager = make_manager(model, [one], exclude_modules=["odd"])
     found = jax.device_get(manager.model.proj.jlora_a[...])
     assert not found.any()
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["proj"]
+    assert wrapped_paths(manager) == ["proj"]

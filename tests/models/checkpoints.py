@@ -30,7 +30,7 @@ DENSE = {
 
 
 def write(folder, fields, *, dtype=np.float32, seed=0):
-    """config.json and model.safetensors; the tensors."""
+    """Write config.json and model.safetensors, and return the tensors."""
     config = {**SIZES, **fields}
     rng = np.random.default_rng(seed)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]

@@ -52,7 +52,7 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def build(torch, transformers, model_type: str, seed: int, **fields):
-    """A float32 model with weights large enough that every part of it shows in the logits."""
+    """Return a float32 model with weights large enough to make every part matter in the logits."""
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)

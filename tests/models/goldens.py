@@ -1,4 +1,4 @@
-"""The committed checkpoints and what transformers computed with them (see make_goldens.py)."""
+"""The committed checkpoints and their outputs by transformers (see make_goldens.py)."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 
 def relative_error(got, want) -> float:
-    """Largest difference over the largest value of `want`."""
+    """Return the largest difference divided by the largest value of `want`."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     chex.assert_equal_shape([got, want])
     return float(np.abs(got - want).max() / np.abs(want).max())

@@ -1,4 +1,4 @@
-"""Writes tests/models/goldens: small checkpoints with logits and greedy answers by transformers (needs the extra
+"""Write tests/models/goldens: small checkpoints with logits and greedy answers by transformers (needs the extra
 `parity`). Run `python -m tests.models.make_goldens` from the repository root; the result is committed."""
 
 import copy

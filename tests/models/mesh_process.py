@@ -1,6 +1,6 @@
 """One of two processes that share a mesh: `python -m tests.models.mesh_process NUMBER PORT CHECKPOINT RESULT`.
 
-Writes the logits, the answers, why an engine refuses the model, and for every stored tensor how often this process read
+Write the logits, the answers, the error of an engine, and for every stored tensor how often this process read
 each of its values.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoint files that count what is read of them."""
+"""Checkpoint files that count reads of their values."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 
 def opened(counts):
-    """`safe_open`, whose files add to `counts[name]`, an array of a tensor's shape, how often each value is read."""
+    """Return a `safe_open` that counts the reads of each value in `counts[name]`, an array of the tensor's shape."""
     return lambda *args, **kwargs: contextlib.nullcontext(_File(safe_open(*args, **kwargs), counts))
 
 

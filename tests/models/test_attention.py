@@ -1,4 +1,4 @@
-"""Attention over caches with rows that hold NaN and infinity where no query of the sequence may see."""
+"""Attention over caches with NaN and infinity at positions that no query of the sequence may read."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def expected(q, k, v, visible, sinks):
-    """In float64, each query over its own visible keys alone."""
+    """Compute attention in float64, each query over its visible keys."""
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     out = np.zeros(q.shape)
     shared = q.shape[2] // k.shape[2]
@@ -64,7 +64,7 @@ def extend(model, *args):
 
 
 def answer(model, cache):
-    """Logits after each chunk of 8 of prompts padded to 24, and after each of three decode steps."""
+    """Return the logits after each chunk of 8 of padded prompts, and after each of three decode steps."""
     tokens = jax.random.randint(jax.random.key(1), (len(PROMPTS), 32), 0, 32)
     ends, places = np.array(PROMPTS), np.arange(8)
     found = []
@@ -84,7 +84,7 @@ def answer(model, cache):
 
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunked_prefill_and_decode_do_not_depend_on_what_the_cache_held(dtype, poison):
+def test_chunked_prefill_and_decode_do_not_depend_on_the_old_cache(dtype, poison):
     model = Decoder(CONFIG, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     fresh = model.init_cache(len(PROMPTS), 32)
     want = answer(model, fresh)
@@ -109,7 +109,7 @@ def test_padding_that_is_not_finite_changes_no_real_token():
 
 
 @pytest.mark.parametrize("moe", [None, EXPERTS])
-def test_what_a_sequence_wrote_itself_is_not_hidden(moe):
+def test_values_that_are_not_finite_show_in_their_own_sequence_only(moe):
     """A real token that is not finite still shows in the logits of its own sequence, and in no other's."""
     model = Decoder(dataclasses.replace(CONFIG, moe=moe), rngs=nnx.Rngs(0))
     table = model.model.embed_tokens.embedding

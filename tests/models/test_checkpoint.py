@@ -1,4 +1,4 @@
-"""Reading checkpoint folders: the layouts that exist, and damage of every kind, each with its error."""
+"""Reading checkpoint folders: the known layouts, and an error for each kind of damage."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.models import goldens
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the single-file llama checkpoint (tied embeddings)."""
+    """Return a copy of the single-file llama checkpoint with tied embeddings."""
     return shutil.copytree(goldens.FOLDER / "llama-tied-linear", tmp_path / "model")
 
 
@@ -99,7 +99,7 @@ def test_tied_head_may_be_stored_twice_if_equal(folder):
         from_pretrained(folder)
 
 
-def test_home_is_expanded_and_progress_is_told(folder, monkeypatch):
+def test_home_is_expanded_and_progress_is_reported(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     steps = []
     from_pretrained("~/model", progress=lambda done, total: steps.append((done, total)))

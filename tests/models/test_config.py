@@ -60,7 +60,7 @@ def test_fields_that_are_set():
     assert config.eos_token_ids == (1, 2)
 
 
-def test_families():
+def test_fields_of_families():
     qwen2, qwen3 = parse_config(QWEN2), parse_config({**QWEN2, "model_type": "qwen3"})
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 4)
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
@@ -159,7 +159,7 @@ def test_gpt_oss():
         (QWEN2_MOE | {"qkv_bias": None}, "qkv_bias must be true or false"),
     ],
 )
-def test_what_is_not_served_of_experts_is_refused_by_name(fields, message):
+def test_unsupported_fields_of_experts_are_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
         parse_config(fields)
 
@@ -262,7 +262,7 @@ def test_yarn_options_reach_the_frequencies():
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types contradicts"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(fields, message):
+def test_unsupported_fields_are_refused_by_name(fields, message):
     with pytest.raises(ModelError, match=message):
         parse_config({**LLAMA, **fields})
 

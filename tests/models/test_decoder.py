@@ -1,4 +1,4 @@
-"""The decoder's values against transformers' (committed), and its cache against its own uncached forward."""
+"""The decoder compared with committed values of transformers, and with its uncached forward."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_cached_logits_equal_uncached(golden, name):
         assert goldens.relative_error(logits, want[:, start - 1]) < 1e-5
 
 
-def test_window_hides_what_lies_before_it():
+def test_window_hides_earlier_tokens():
     """Through one layer, a changed token reaches exactly the `window` positions from its own on."""
     config = dataclasses.replace(TINY, num_hidden_layers=1, sliding_windows=(3,))
     model = Decoder(config, rngs=nnx.Rngs(0))
@@ -107,7 +107,7 @@ def test_paths_are_those_of_the_checkpoint():
 
 
 def test_paths_of_experts():
-    """Those of transformers 5; a layer without experts beside one with."""
+    """Paths of experts are those of transformers 5, also beside a layer without experts."""
     config = dataclasses.replace(TINY, sinks=True, moe=dataclasses.replace(EXPERTS, layers=(False, True)))
     model = Decoder(config, rngs=nnx.Rngs(0))
     shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
@@ -150,7 +150,7 @@ def test_bfloat16_stays_bfloat16_with_float32_logits(tied, moe):
 def test_bfloat16_is_near_float32(golden, name):
     """Rounding to 8 bits in some ten places adds up to 1-2.3% of the logits, root mean square.
 
-    Where a rounded score chooses another expert, a token is far off (in transformers as well): the median counts.
+    A rounded score may choose another expert and change a token much, so the test uses the median.
     """
     expected = goldens.expected(name)
     model = from_pretrained(goldens.FOLDER / name, dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The generation loop: against transformers' greedy answers, a NumPy sampler, and itself under other batch mates."""
+"""The generation loop compared with greedy answers of transformers, a NumPy sampler, and other batches."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jlora.models import Decoder, ModelError, generate, generation
+from jlora.models import Decoder, ModelError, generate
 from jlora.models.sampling import HOTTEST
 from tests.matrix import thinned
 from tests.models import goldens
@@ -167,12 +167,16 @@ def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
 
 def test_model_is_an_argument_of_the_compiled_function(golden):
     """Two models of one shape share the compiled function and keep their own answers."""
-    config = golden(NAME).config
-    models = [Decoder(config, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
-    answers = [generate(models[0], [[1, 2, 3]], max_new_tokens=16)]
-    before = generation._run._cache_size()
-    answers.append(generate(models[1], [[1, 2, 3]], max_new_tokens=16))
-    assert generation._run._cache_size() == before
+    traces = []
+
+    class Counting(Decoder):
+        def extend(self, *args, **kwargs):
+            traces.append(args)
+            return super().extend(*args, **kwargs)
+
+    models = [Counting(golden(NAME).config, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    answers = [generate(model, [[1, 2, 3]], max_new_tokens=16) for model in models]
+    assert len(traces) == 2  # the prompt pass and the loop body
     assert answers[0] != answers[1]
 
 

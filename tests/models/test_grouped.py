@@ -1,11 +1,13 @@
-"""Grouped products against a plain loop, by every way they are computed, and which way is taken where.
+"""Grouped products compared with a plain loop, and the choice of their implementation.
 
 On a GPU: JAX_PLATFORMS=cuda python -m pytest tests/models/test_grouped.py
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import logging
+import sys
 import types
 
 import jax
@@ -15,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.aot_tpu import _sharding
 from jlora.models import grouped
@@ -47,6 +48,11 @@ def problem(counts, k, n, dtype):
     return x, w, jnp.array(counts, jnp.int32), want
 
 
+def compiled_anew():
+    """Return a jitted product that shares no trace with another test."""
+    return jax.jit(lambda x, w, counts: grouped.grouped_matmul(x, w, counts))
+
+
 def assert_near(got, want, dtype):
     assert got.dtype == dtype
     tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 6e-3}[dtype]
@@ -56,7 +62,7 @@ def assert_near(got, want, dtype):
 @pytest.mark.parametrize("dtype", thinned(["float32", "bfloat16", "float16"], 0, 1))
 @pytest.mark.parametrize(("counts", "k", "n"), SHAPES)
 def test_values(counts, k, n, dtype):
-    """By what is taken on the machine that runs this."""
+    """The product of this machine has the right values."""
     x, w, counts, want = problem(counts, k, n, dtype)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         assert_near(jax.jit(grouped.grouped_matmul)(x, w, counts), want, dtype)
@@ -72,10 +78,11 @@ def test_any_groups(counts):
 @pytest.mark.skipif(ON_GPU, reason="a CPU computes what a TPU would")
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(("counts", "k", "n"), thinned(SHAPES, 0, 2, 3))
-def test_values_on_tpu_interpreted(counts, k, n, dtype):
+def test_values_on_tpu_interpreted(on, counts, k, n, dtype):
     x, w, counts, want = problem(counts, k, n, dtype)
+    on("tpu")
     with pltpu.force_tpu_interpret_mode():
-        assert_near(jax.jit(grouped._megablox)(x, w, counts), want, dtype)
+        assert_near(compiled_anew()(x, w, counts), want, dtype)
 
 
 @pytest.mark.skipif(ON_GPU, reason="compiled ahead of time")
@@ -92,76 +99,87 @@ def test_values_on_tpu_interpreted(counts, k, n, dtype):
         ("v6e", 3, 5, 33, 65),
     ],
 )
-def test_compiles_for_tpus(chip, rows, experts, k, n):
+def test_compiles_for_tpus(on, chip, rows, experts, k, n):
+    on("tpu")
     operands = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(chip))
         for shape, dtype in (((rows, k), jnp.bfloat16), ((experts, k, n), jnp.bfloat16), ((experts,), jnp.int32))
     ]
-    program = jax.jit(grouped._megablox).lower(*operands).compile()
+    program = compiled_anew().lower(*operands).compile()
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
-    # The matrices are not copied: what is beside them is of the rows' size.
+    # The matrices are not copied; temporary memory has the size of the rows.
     assert program.memory_analysis().temp_size_in_bytes < max(4 * 2 * rows * (k + n), 2 << 20)
 
 
+@pytest.fixture
+def on(monkeypatch):
+    """`on(platform, kind)`: trace for a device of that kind, on a machine with one H200, one A100 and one MI300."""
+    here = {"NVIDIA H200": "9.0", "NVIDIA B200": "10.0", "NVIDIA A100": "8.0", "AMD MI300": "gfx942"}
+    devices = [types.SimpleNamespace(device_kind=kind, compute_capability=number) for kind, number in here.items()]
+
+    def choose(platform, kind=""):
+        monkeypatch.setattr(jax, "local_devices", lambda: devices)
+        monkeypatch.setattr(grouped, "abstract_device", lambda: (platform, kind))
+
+    return choose
+
+
 @pytest.mark.parametrize(
-    ("target", "dtype", "sizes", "installed", "taken"),
+    ("platform", "kind", "dtype", "sizes", "installed", "taken"),
     [
-        (("cpu", None), "bfloat16", (64, 128), True, "_ragged_dot"),
-        (("tpu", None), "bfloat16", (5, 3), False, "_megablox"),
-        (("tpu", None), "float32", (5, 3), False, "_megablox"),
-        (("tpu", None), "float16", (64, 128), False, "_ragged_dot"),
-        (("gpu", 90), "bfloat16", (2880, 5760), True, "_tokamax"),
-        (("gpu", 100), "float16", (64, 128), True, "_tokamax"),
-        (("cuda", None), "bfloat16", (64, 128), True, "_ragged_dot"),  # a machine that is not here
-        (("gpu", 90), "float32", (64, 128), True, "_ragged_dot"),
-        (("gpu", 90), "bfloat16", (64, 72), True, "_ragged_dot"),
-        (("gpu", 90), "bfloat16", (72, 64), True, "_ragged_dot"),
-        (("gpu", 80), "bfloat16", (64, 128), True, "_ragged_dot"),
-        (("gpu", 0), "bfloat16", (64, 128), True, "_ragged_dot"),
-        (("gpu", 90), "bfloat16", (64, 128), False, "_ragged_dot"),
+        ("cpu", "", "bfloat16", (64, 128), True, "ragged_dot"),
+        ("tpu", "TPU v6e", "bfloat16", (5, 3), False, "gmm"),
+        ("tpu", "TPU v6e", "float32", (5, 3), False, "gmm"),
+        ("tpu", "TPU v6e", "float16", (64, 128), False, "ragged_dot"),
+        ("gpu", "NVIDIA H200", "bfloat16", (2880, 5760), True, "tokamax"),
+        ("gpu", "NVIDIA B200", "float16", (64, 128), True, "tokamax"),
+        ("cuda", "a device of another machine", "bfloat16", (64, 128), True, "ragged_dot"),
+        ("gpu", "NVIDIA H200", "float32", (64, 128), True, "ragged_dot"),
+        ("gpu", "NVIDIA H200", "bfloat16", (64, 72), True, "ragged_dot"),
+        ("gpu", "NVIDIA H200", "bfloat16", (72, 64), True, "ragged_dot"),
+        ("gpu", "NVIDIA A100", "bfloat16", (64, 128), True, "ragged_dot"),
+        ("gpu", "AMD MI300", "bfloat16", (64, 128), True, "ragged_dot"),
+        ("gpu", "NVIDIA H200", "bfloat16", (64, 128), False, "ragged_dot"),
     ],
 )
-def test_what_is_taken_where(monkeypatch, target, dtype, sizes, installed, taken):
-    monkeypatch.setattr(grouped, "_target", lambda: target)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
-    choice = grouped._choose(jnp.zeros((4, sizes[0]), dtype), jnp.zeros((2, *sizes), dtype))
-    assert choice is getattr(grouped, taken)
+def test_the_device_the_dtype_and_the_sizes_select_the_product(
+    monkeypatch, on, platform, kind, dtype, sizes, installed, taken
+):
+    calls = []
 
+    def stand_in(x, w, counts, *, preferred_element_type, implementation):
+        assert implementation == "mosaic"
+        calls.append(x.shape)
+        return jnp.zeros((len(x), w.shape[2]), preferred_element_type)
 
-def test_the_mesh_says_what_a_program_is_for(monkeypatch):
-    """In a shard_map as outside; there a GPU's compute capability is that of a device of the mesh's kind."""
-    found = []
-    devices = jax.devices()[:2]  # a machine may have one GPU
-    mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    sharded = jax.shard_map(
-        lambda x: found.append(grouped._target()) or x, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
-    )
-    sharded(jnp.zeros(4))
-    assert {platform for platform, _ in found} == {grouped._target()[0]}
-    if not ON_GPU:
-        here = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
-        monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind="other"), here])
-        monkeypatch.setattr(grouped, "abstract_device", lambda: ("gpu", "NVIDIA H200"))
-        assert grouped._target() == ("gpu", 90)
-        monkeypatch.setattr(grouped, "abstract_device", lambda: ("gpu", "NVIDIA B200"))
-        assert grouped._target() == ("gpu", None)
+    tokamax = types.ModuleType("tokamax")
+    tokamax.__spec__, tokamax.ragged_dot = importlib.machinery.ModuleSpec("tokamax", None), stand_in
+    monkeypatch.setitem(sys.modules, "tokamax", tokamax if installed else None)
+    on(platform, kind)
+    x, w = jnp.zeros((5, sizes[0]), dtype), jnp.zeros((2, *sizes), dtype)
+    program = str(jax.make_jaxpr(compiled_anew())(x, w, jnp.zeros(2, jnp.int32)))
+    found = "tokamax" if calls else "gmm" if "pallas_call" in program else "ragged_dot"
+    assert found == taken
+    assert ("ragged_dot" in program) == (taken == "ragged_dot")
 
 
 @pytest.mark.parametrize("interpreted", [pytest.param(False, id="here"), pytest.param(True, id="tpu")])
-def test_rows_of_no_group_disturb_no_others(interpreted):
-    """As on a shard that has only some of the experts; what the kernel makes of such rows is nobody's."""
+def test_rows_of_no_group_disturb_no_others(on, interpreted):
+    """As on a shard that has only some of the experts. The result of rows of other shards is not defined."""
     if interpreted and ON_GPU:
         return
+    if interpreted:
+        on("tpu")
     x, w, counts, want = problem([130, 0, 7, 64, 1, 0], 192, 320, "bfloat16")
     x = jnp.concatenate([x, jnp.full((150, 192), jnp.nan, x.dtype)])
     with pltpu.force_tpu_interpret_mode() if interpreted else contextlib.nullcontext():
-        got = jax.jit(grouped._megablox if interpreted else grouped.grouped_matmul)(x, w, counts)
+        got = compiled_anew()(x, w, counts)
     assert_near(got[:202], want, "bfloat16")
 
 
-def test_a_missing_extra_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr(grouped, "_target", lambda: ("gpu", 90))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_a_missing_extra_is_logged_once(monkeypatch, on, caplog):
+    on("gpu", "NVIDIA H200")
+    monkeypatch.setitem(sys.modules, "tokamax", None)
     grouped._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="jlora"):
         for _ in range(3):
@@ -172,7 +190,7 @@ def test_a_missing_extra_is_told_once(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not ON_GPU or importlib.util.find_spec("tokamax") is None, reason="needs a GPU and tokamax")
-def test_tokamax_is_what_runs():
+def test_tokamax_runs_on_a_gpu():
     x, w, counts, want = problem([130, 0, 7, 64, 1, 0], 192, 320, "bfloat16")
     run = jax.jit(grouped.grouped_matmul)
     assert "ragged_dot_sm90" in run.lower(x, w, counts).as_text()

@@ -1,4 +1,4 @@
-"""Experts in every layout that checkpoints have, and what is wrong with a file, by name."""
+"""Experts in every layout of checkpoints, and errors that name the fault of a file."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def configure(folder, **fields):
 
 
 def fuse(tensors):
-    """One tensor an expert and projection -> all experts in one, [E, out, in], under transformers 5's names."""
+    """Fuse one tensor an expert and projection into all experts in one [E, out, in], with names of transformers 5."""
     out, experts = {}, {}
     for name, value in tensors.items():
         name = name.replace("block_sparse_moe", "mlp")
@@ -73,7 +73,7 @@ def test_all_experts_in_one_tensor(copy, name):
 
 
 def gates_first(leaf, value):
-    """gpt-oss has the columns of gate and up in turns."""
+    """Return gpt-oss tensors with gate columns before up columns, which alternate in its checkpoints."""
     return np.concatenate([value[..., 0::2], value[..., 1::2]], axis=-1) if "gate_up_proj" in leaf else value
 
 
@@ -87,7 +87,7 @@ def test_gpt_oss_with_gates_first():
 
 
 def pack(tensors, rng):
-    """Random mxfp4 blocks in place of the experts' weights; also their values, by a table and a loop."""
+    """Replace weights of experts by random mxfp4 blocks, and return their values by a table and a loop."""
     values = {}
     for name in [name for name in tensors if re.search(r"\.experts\.(gate_up|down)_proj$", name)]:
         num_experts, inputs, outputs = tensors.pop(name).shape
@@ -105,7 +105,7 @@ def pack(tensors, rng):
 
 @pytest.fixture
 def packed(copy, rng):
-    """gpt-oss with 32 values an expert and two blocks a row of `gate_up`, packed; and what its weights are."""
+    """Return a packed gpt-oss with 32 values an expert and two blocks a row of `gate_up`, and its weights."""
     folder = copy("gpt-oss-square")
     configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     values = {}

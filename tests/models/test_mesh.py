@@ -1,4 +1,4 @@
-"""The decoder on meshes of virtual devices: values, layouts, what is read, and how often devices talk."""
+"""The decoder on meshes of virtual devices: values, layouts, reads of files, and collectives."""
 
 import collections
 import dataclasses
@@ -12,10 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jlora.models import Decoder, DecoderConfig, ModelError, checkpoint, from_pretrained, generate
+from jlora.models import Decoder, DecoderConfig, ModelError, from_pretrained, generate
 from tests.layers.mesh_models import some_devices
 from tests.models import checkpoints, goldens
-from tests.models.recording import opened
 from tests.two_processes import run_two
 
 pytestmark = pytest.mark.mesh
@@ -55,7 +54,7 @@ everywhere = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """`folders(name)` -> (folder, its tensors, the model on one device)."""
+    """Return a function from a name to the folder, its tensors, and the model on one device."""
     root = tmp_path_factory.mktemp("checkpoints")
     made = {}
 
@@ -79,7 +78,7 @@ def extend(model, *args):
 
 
 def in_chunks(model, tokens):
-    """Logits after each chunk of 4, 1, 1, ... tokens through the cache, and the cache."""
+    """Return the logits after each chunk of 4, 1, 1, ... tokens through the cache, and the cache."""
     cache, found, start = model.init_cache(len(tokens), 12), [], 0
     for size in (4, 1, 1):
         positions = np.tile(np.arange(start, start + size), (len(tokens), 1))
@@ -128,7 +127,7 @@ def numbers(model):
 
 
 def shard_of(tensors, name, config, shard, shards):
-    """What shard number `shard` must hold of a parameter: its heads, its inner features, its part of the vocabulary."""
+    """Return the part of a parameter on a shard: its heads, inner features, or part of the vocabulary."""
 
     def part(array, size):
         return array[shard * size : (shard + 1) * size]
@@ -225,7 +224,7 @@ def test_specs_and_blocks():
 
 
 @pytest.mark.parametrize("axes", [None, {"data": 2}, {"data": 2, "tensor": 1}])
-def test_nothing_is_rearranged_where_nothing_is_cut(axes):
+def test_an_uncut_axis_keeps_its_order(axes):
     model = Decoder(TINY, rngs=nnx.Rngs(0), mesh=axes and make_mesh(axes))
     for _, module in nnx.iter_modules(model):
         assert not hasattr(module, "output_blocks")
@@ -258,7 +257,7 @@ def test_random_weights_do_not_depend_on_the_mesh(dtype):
 
 
 def test_sinks_windows_and_cut_biases():
-    """What no dense checkpoint has, set by hand: its heads are in the same order on every mesh."""
+    """Heads of sinks, which no dense checkpoint has, are in the same order on every mesh."""
     config = dataclasses.replace(TINY, sinks=True, sliding_windows=(3, None), qk_norm=True)
     one, many = (Decoder(config, rngs=nnx.Rngs(0), mesh=mesh) for mesh in (None, make_mesh({"tensor": 4})))
     want = forward(one, TOKENS)
@@ -273,7 +272,7 @@ def test_sinks_windows_and_cut_biases():
 
 
 def collectives(compiled):
-    """How many of each there are in a program."""
+    """Count the collectives of a program by kind."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
     return collections.Counter(re.findall(rf"= [^=\n]*? ({kinds})(?:-start)?\(", compiled.as_text()))
 
@@ -289,7 +288,7 @@ def collectives(compiled):
     ids=["plain", "copies and padding", "gpt-oss"],
 )
 def test_two_reductions_a_layer(fields, axes, more):
-    """And one for the vocab-parallel lookup. A vocabulary that is cut is gathered before its padding goes."""
+    """Each layer has two reductions, and the lookup one. A split vocabulary is gathered before its padding is cut."""
     model = Decoder(dataclasses.replace(TINY, **fields), rngs=nnx.Rngs(0), mesh=make_mesh(axes))
     want = collections.Counter({"all-reduce": 2 * 2 + 1} | more)
     assert collectives(forward.lower(model, TOKENS).compile()) == want
@@ -304,13 +303,6 @@ def test_sequences_alone_need_no_collective():
     assert collectives(forward.lower(model, TOKENS).compile()) == {}
 
 
-@pytest.fixture
-def counts(monkeypatch):
-    found = {}
-    monkeypatch.setattr(checkpoint, "safe_open", opened(found))
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "axes", "copies"),
     [
@@ -321,7 +313,7 @@ def counts(monkeypatch):
     ],
 )
 def test_each_byte_is_read_once(folders, counts, name, axes, copies):
-    """But those of key heads, once for each of the shards that hold a copy."""
+    """Key heads are read once for each shard that holds a copy."""
     folder, tensors, _ = folders(name)
     counts.clear()
     from_pretrained(folder, mesh=axes and make_mesh(axes))
@@ -333,7 +325,7 @@ def test_each_byte_is_read_once(folders, counts, name, axes, copies):
 
 @pytest.mark.slow
 def test_two_processes(folders, tmp_path):
-    """Four devices each: the answers of one device, and each reads what its own devices hold."""
+    """Two processes of four devices give the answers of one device, and each reads the parts of its own devices."""
     folder, tensors, one = folders("mistral")
     results = [tmp_path / f"{i}.npz" for i in range(2)]
     run_two("tests.models.mesh_process", lambda i: (folder, results[i]), timeout=200)
@@ -362,14 +354,16 @@ def test_two_processes(folders, tmp_path):
 
 
 def test_host_memory_stays_at_three_shards(tmp_path):
-    """Of the largest parameter, of 16 MiB: a shard, one piece of what it is put together from, and the shard before it
-    where its buffer is not free yet. On a machine that does much else that may be one more: it is tried three times."""
+    """Of the largest parameter of 16 MiB, the host holds a shard, one piece of it, and perhaps the previous shard.
+
+    Under load its buffer may be released later, so the test takes the least of three runs.
+    """
     fields = {**checkpoints.DENSE["llama"], "hidden_size": 256, "intermediate_size": 16384, "vocab_size": 101}
     checkpoints.write(tmp_path, fields, dtype=np.float16)
     shard = 2 * 16384 * 256 * 2 // 8
 
     def peak(mesh):
-        from_pretrained(tmp_path, mesh=mesh)  # what JAX keeps of its own
+        from_pretrained(tmp_path, mesh=mesh)  # allocations that JAX keeps
         tracemalloc.start()
         from_pretrained(tmp_path, mesh=mesh)
         found = tracemalloc.get_traced_memory()[1]

@@ -1,4 +1,4 @@
-"""Adapters on the decoder's meshes: against one device, and against the same weights merged into a checkpoint."""
+"""Adapters on meshes of the decoder, compared with one device and with weights merged into a checkpoint."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ HIDDEN, SCALING = 16, 0.5
 
 
 def of_vocabulary(vocab, rank, tables):
-    """LoRA of some of the tables."""
+    """Return an adapter of some of the tables."""
     rng = np.random.default_rng(rank)
     modules = {}
     for name, kind in (("model.embed_tokens", "embedding"), ("lm_head", "linear")):
@@ -230,7 +230,9 @@ def test_every_format_of_gpt_oss(gpt_oss, inner, axes, shared):
     found = world.logits(manager, world.names)
     for i, name in enumerate(world.names):
         if name is not None:
-            assert goldens.relative_error(world.truths[i], world.of_base[i]) > 0.02, name  # or nothing is compared
+            assert goldens.relative_error(world.truths[i], world.of_base[i]) > 0.02, (
+                name
+            )  # otherwise the comparison is empty
         close(found[i], world.truths[i], name)
         close(found[i], world.of_one_device[i], name)
 

@@ -1,4 +1,4 @@
-"""Experts on meshes of virtual devices: both ways that tokens take to them, what each device holds, and the seam."""
+"""Experts on meshes of virtual devices: both dispatches, parts of each device, and variables of wrappers."""
 
 import dataclasses
 import shutil
@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora.models import Decoder, ModelError, checkpoint, from_pretrained, generate, moe
+from jlora.models import Decoder, ModelError, from_pretrained, generate, moe
 from jlora.models.partition import Partition
 from jlora.models.routing import Routing
 from tests.models import goldens
-from tests.models.recording import opened
 from tests.models.test_checkpoint import edit
 from tests.models.test_decoder import EXPERTS, TINY
 from tests.models.test_layouts import configure, fuse, pack
@@ -71,7 +70,7 @@ def part(array, axis, index, count):
 
 
 def part_of_experts(leaf, whole, expert, experts, shard, shards):
-    """What one device holds of a parameter that one device has as `whole`."""
+    """Return the part of `whole` on one device."""
     whole = part(whole, 0, expert, experts)
     if leaf.startswith("gate_up"):
         return np.concatenate([part(half, -1, shard, shards) for half in np.split(whole, 2, axis=-1)], axis=-1)
@@ -80,7 +79,7 @@ def part_of_experts(leaf, whole, expert, experts, shard, shards):
 
 @pytest.fixture
 def stored(tmp_path, rng):
-    """`stored(name, layout)` -> a checkpoint folder with the experts in that layout."""
+    """Return a function from name and layout to a checkpoint folder with the experts in that layout."""
 
     def make(name, layout):
         folder = shutil.copytree(goldens.FOLDER / name, tmp_path / name)
@@ -104,10 +103,10 @@ def stored(tmp_path, rng):
         ("gpt-oss-square", "mxfp4"),
     ],
 )
-def test_every_device_holds_and_reads_its_part(stored, monkeypatch, name, layout):
-    folder, counts, axes = stored(name, layout), {}, {"data": 2, "expert": 2, "tensor": 2}
+def test_every_device_holds_and_reads_its_part(stored, counts, name, layout):
+    folder, axes = stored(name, layout), {"data": 2, "expert": 2, "tensor": 2}
     whole = numbers(from_pretrained(folder))
-    monkeypatch.setattr(checkpoint, "safe_open", opened(counts))
+    counts.clear()
     mesh = make_mesh(axes)
     model = from_pretrained(folder, mesh=mesh)
     found = {path: param for path, param in numbers(model).items() if ".experts." in path}
@@ -141,8 +140,8 @@ def test_random_weights_do_not_depend_on_the_mesh():
 
 
 class Scaled(moe.Experts):
-    """What a wrapper does: variables of its own, of which each device has those of its experts, numbers of all
-    tokens, and products that use both."""
+    """A wrapper with its own variables, split like the experts, and products that use them with numbers of all
+    tokens."""
 
     def _factor(self, rows):
         slots = self.slots[:, 0]
@@ -160,7 +159,7 @@ class Scaled(moe.Experts):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("axes", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}], ids=label)
-def test_what_a_wrapper_adds_goes_where_the_experts_are(rng, axes, dispatch, bias):
+def test_variables_of_a_wrapper_are_sharded_with_the_experts(rng, axes, dispatch, bias):
     factors = rng.normal(size=(3, 4)).astype(np.float32)
     slots = rng.integers(0, 3, (24, 1)).astype(np.int32)
     x = rng.normal(size=(4, 6, 12)).astype(np.float32)
@@ -197,7 +196,7 @@ def test_what_a_wrapper_adds_goes_where_the_experts_are(rng, axes, dispatch, bia
     ids=label,
 )
 def test_collectives(golden, dispatch, axes, want):
-    """One reduction a block of experts, or three exchanges: tokens, what goes with them, and back."""
+    """A block of experts has one reduction, or three exchanges: tokens, their weights, and results."""
     model = from_pretrained(goldens.FOLDER / "mixtral-window", mesh=make_mesh(axes), dispatch=dispatch)
     tokens = np.zeros((4, 6), np.int32)
     assert collectives(forward.lower(model, tokens).compile()) == want
@@ -211,7 +210,7 @@ def test_collectives(golden, dispatch, axes, want):
         ({"expert": 1}, {"dispatch": "broadcast"}, "dispatch must be one of .* got 'broadcast'"),
     ],
 )
-def test_what_does_not_fit(axes, fields, message):
+def test_meshes_and_dispatches_that_do_not_fit_are_refused(axes, fields, message):
     with pytest.raises(ModelError, match=message):
         Decoder(dataclasses.replace(TINY, moe=EXPERTS), rngs=nnx.Rngs(0), mesh=make_mesh(axes), **fields)
 

@@ -27,7 +27,7 @@ def softmax(x):
 
 
 def best(scores, k):
-    """The k largest, the first of equals first."""
+    """Return the k largest, the first first among equals."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
@@ -36,7 +36,7 @@ def wide(*arrays):
 
 
 def oracle(layer, x, experts, weights):
-    """Each token and each of its experts, one after the other, in float64."""
+    """Compute each token and each of its experts in a loop, in float64."""
     up, down = wide(layer.gate_up_proj[...], layer.down_proj[...])
     count, features, columns = up.shape
     up_bias, down_bias = np.zeros((count, columns)), np.zeros((count, features))
@@ -57,7 +57,7 @@ def oracle(layer, x, experts, weights):
 
 
 def fill(layer, rng, scale=1.0):
-    """Random values for every parameter, large enough that all of them show."""
+    """Fill every parameter with random values, large enough to matter."""
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         param[...] = jnp.asarray(scale * rng.normal(size=param.shape) / 2, param.dtype)
     return layer
@@ -80,7 +80,9 @@ def test_experts_equal_the_loop(rng, options, shape):
     layer = fill(moe.Experts(12, 10, 6, dtype=jnp.float32, rngs=nnx.Rngs(0), **options), rng, scale=3.0)
     x = rng.normal(size=(*shape, 12)).astype(np.float32)
     tokens = np.prod(shape)
-    experts = np.stack([rng.permutation(5)[:3] for _ in range(tokens)]).astype(np.int32)  # none goes to the last one
+    experts = np.stack([rng.permutation(5)[:3] for _ in range(tokens)]).astype(
+        np.int32
+    )  # no token goes to the last expert
     weights = rng.random((tokens, 3)).astype(np.float32)
     got = jax.jit(lambda layer, *args: layer(args[0], routing.Routing(*args[1:])))(layer, x, experts, weights)
     want = oracle(layer, x.reshape(-1, 12), experts, weights)
@@ -159,7 +161,7 @@ GPT_OSS = MoEConfig(
 
 
 def block_oracle(block, x):
-    """A whole block, token by token."""
+    """Compute a whole block token by token."""
     config = block.config
     router = getattr(block, config.router_name)
     logits = x @ np.asarray(router.kernel[...], np.float64)
@@ -195,7 +197,7 @@ def test_block_equals_the_loop(rng, config):
 
 
 class Recording(moe.Experts):
-    """What a wrapper does: the two products, overridden, and the rows they are told of."""
+    """A wrapper that overrides the two products and records their rows."""
 
     def gate_up(self, x, rows):
         self.seen = nnx.data([(x, rows)])
@@ -207,7 +209,7 @@ class Recording(moe.Experts):
 
 
 @pytest.mark.parametrize(("shape", "length"), [((2, 3), 3), ((6,), None)])
-def test_the_seams_are_told_their_rows(rng, shape, length):
+def test_products_receive_the_rows_of_their_experts(rng, shape, length):
     layer = fill(Recording(4, 3, 5, dtype=jnp.float32, rngs=nnx.Rngs(0)), rng)
     x = rng.normal(size=(*shape, 4)).astype(np.float32)
     experts = np.stack([rng.permutation(5)[:2] for _ in range(6)]).astype(np.int32)
@@ -229,7 +231,7 @@ def test_the_seams_are_told_their_rows(rng, shape, length):
 
 @pytest.mark.slow
 @pytest.mark.optimised
-def test_a_token_is_summed_alone(rng):
+def test_the_sum_of_a_token_does_not_depend_on_the_batch(rng):
     """The weighted sum of a token's rows has the same bits whatever the batch around it."""
     rows = jnp.asarray(rng.normal(size=(40, 8)), jnp.float32)
     places = np.stack([rng.permutation(40)[:4] for _ in range(9)])
@@ -239,8 +241,8 @@ def test_a_token_is_summed_alone(rng):
         np.testing.assert_array_equal(jax.jit(moe.combine)(rows, places[t : t + 1], weights[t : t + 1])[0], whole[t])
 
 
-def test_no_token_traces_again(rng):
-    """Whatever the router chooses, the program is the same; models of equal configurations share it, too."""
+def test_routing_does_not_retrace(rng):
+    """The program does not depend on the routing, and models of equal configurations share it."""
     traces = []
 
     @jax.jit

@@ -74,7 +74,7 @@ def test_logits_and_greedy_answers(tmp_path, seed, variant):
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_experts_as_transformers_5_has_them(tmp_path, model_type):
-    """Its own layout, all experts in one tensor, is what it writes when asked not to restore the older one."""
+    """transformers writes all experts in one tensor unless it restores the older layout."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     theirs = build(torch, transformers, model_type, 7, **MOE[model_type])
@@ -101,7 +101,7 @@ def test_mxfp4_as_transformers_reads_it(tmp_path):
 
 
 def compare(torch, ours, theirs, seed):
-    """All logits, and greedy answers."""
+    """Compare all logits and greedy answers."""
     tokens = np.random.default_rng(seed).integers(0, 64, (3, 70))
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens)).logits.numpy()

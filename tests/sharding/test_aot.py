@@ -29,7 +29,7 @@ def small_moe(layers: int) -> DecoderConfig:
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """What "auto" takes there, and small shapes beside those of real models."""
+    """Choose the backends of a TPU, and add small shapes to those of real models."""
     for module in ("api", "moe", "tiles"):
         monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
     monkeypatch.setitem(aot.SHAPES, "small", (small, 2, 8))
@@ -55,7 +55,7 @@ def on_tpu(monkeypatch):
     ],
 )
 def test_no_collective_is_added(chip, model, kind, mesh, step, dispatch):
-    # What lies between two layers, the small ones show: of those of real models one is enough.
+    # Small models have two layers, which shows collectives between them; one layer of a real model is enough.
     row = aot.compare(aot.Case(chip, model, kind, mesh, step, dispatch), layers=2 if model.startswith("small") else 1)
     assert row["base"], "a program without collectives shows nothing"
     assert row["more"] == row["fewer"] == {}, row["other"]
@@ -77,8 +77,8 @@ def test_no_collective_is_added(chip, model, kind, mesh, step, dispatch):
         ),
     ],
 )
-def test_what_is_added_is_of_rank_size(model, kind, mesh, fully, more):
-    """But for the output of an opaque row-parallel layer, which is gathered where B is split too."""
+def test_added_collectives_are_of_rank_size(model, kind, mesh, fully, more):
+    """Added collectives have the size of the rank, except for an opaque row-parallel layer with B split."""
     row = aot.compare(aot.Case("v6e", model, kind, mesh, "decode", fully=fully))
     assert row["more"] == more
     hidden, rank_size = 64 * 512, 64 * 2 * 3 * aot.RANK  # rows of two experts, three slices
@@ -90,7 +90,7 @@ def test_what_is_added_is_of_rank_size(model, kind, mesh, fully, more):
 def check_memory(row):
     assert row["whole"] == (), "arrays of slots that should be split"
     assert row["slot_bytes_of_a_device"] == row["slot_bytes_by_rule"] < row["slot_bytes_of_one_device"]
-    # Of the program's arguments: stamps, and the padding of what is small, come on top.
+    # The bytes of the program's arguments. Stamps and padding of small arrays add to them.
     assert row["slot_bytes_of_a_device"] <= row["argument_bytes_more"] < 1.01 * row["slot_bytes_of_a_device"] + 2**17
     assert row["kernels"] > 0
     assert row["good"]

@@ -1,4 +1,4 @@
-"""The table of `jlora.sharding.rules`: from where a kernel lies, where the slot arrays of its layer lie."""
+"""The table of `jlora.sharding.rules`: from the sharding of a kernel to that of its slot arrays."""
 
 import functools
 import itertools
@@ -38,12 +38,12 @@ def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=None) -> K
         (P(None, ("x", "y")), (), ("x", "y")),
         (P(("y", "x")), ("y", "x"), ()),
         (P(), (), ()),
-        (P("one", "x"), (), ("x",)),  # an axis of size 1 splits nothing
+        (P("one", "x"), (), ("x",)),  # an axis of size 1 does not split
         (P(P.UNCONSTRAINED, "x"), (), ("x",)),
     ],
 )
 def test_table_of_linear_kernels(spec, ins, outs):
-    """Columns split B by N, rows split A by K; what has no axis lies whole."""
+    """Columns split B by N, and rows split A by K. Other arrays are replicated."""
     found = rule(spec)
     assert (found.ins, found.outs, found.experts) == (ins, outs, ())
     assert found.a == ((), (), (), ins)
@@ -66,7 +66,7 @@ def test_fully_sharded_splits_both_factors(spec, a, b):
 
 
 @given(st.permutations(["x", "y", None]), st.booleans())
-def test_every_shard_of_a_factor_is_as_large_as_the_rules_say(order, fully):
+def test_every_shard_of_a_factor_has_the_size_of_the_rules(order, fully):
     """Slot arrays of one shard hold 1 / size of every axis that the rule splits, and no axis of the mesh twice."""
     found = rule(P(*order[:2]), fully=fully)
     for names, shape in ((found.a, (1, 1, 16, 8)), (found.b, (1, 16, 16))):
@@ -108,7 +108,7 @@ HEADS = ((0, 1), (2, 3))
     [
         (P(None, None, "x"), (4, 2, 4, 6), (), ("x",)),
         (P("y", None, "x"), (4, 2, 4, 6), ("y",), ("x",)),
-        (P(None, "x"), (1, 2, 4, 6), ("x",), ()),  # what is before it is of size 1: nothing lies in pieces
+        (P(None, "x"), (1, 2, 4, 6), ("x",), ()),  # the axes before it have size 1, so each part is contiguous
         (P(None, None, None, ("x", "y")), (4, 2, 1, 8), (), ("x", "y")),
     ],
 )
@@ -118,7 +118,7 @@ def test_several_axes_make_one(spec, sizes, ins, outs):
 
 
 def test_axes_flatten_in_the_order_of_the_layer():
-    """An einsum may flatten its kernel's axes in another order than they lie."""
+    """An einsum may flatten the axes of its kernel in another order than that of storage."""
     assert rule(P(None, "x"), ((1, 0), (2,)), (2, 4, 6)).ins == ("x",)
     with pytest.raises(LoRAError, match="in the middle"):
         rule(P("x"), ((1, 0), (2,)), (2, 4, 6))
@@ -128,7 +128,7 @@ def test_axes_flatten_in_the_order_of_the_layer():
     ("spec", "axis", "said"),
     [(P(None, "x"), 1, "'x'"), (P("x", "y"), 1, "'y'"), (P(None, ("x", "y")), 1, "'x' and 'y'")],
 )
-def test_a_split_in_the_middle_is_refused(spec, axis, said):
+def test_a_split_of_an_inner_axis_is_refused(spec, axis, said):
     with pytest.raises(LoRAError) as error:
         rule(spec, HEADS, (4, 4, 4, 6))
     message = str(error.value)
@@ -141,7 +141,7 @@ def test_a_split_in_the_middle_is_refused(spec, axis, said):
     "sharding",
     [None, SingleDeviceSharding(jax.devices()[0]), NamedSharding(Mesh(np.array(jax.devices()[:1]), "x"), P("x"))],
 )
-def test_off_meshes(sharding):
+def test_kernels_without_a_mesh_have_no_sharding(sharding):
     assert kernel_sharding("up.kernel", sharding, LINEAR, (8, 16), (), False) is None
 
 
@@ -161,7 +161,7 @@ def test_partition_and_names_of_are_inverse(axes):
     )
 )
 def test_split_axis_is_the_one_that_may_be_split(case):
-    """Of a group of axes the rule takes one split alone: the first of any size, in the order in which they flatten."""
+    """The rule allows a split of one axis of a group: the first of any size in the order of flattening."""
     sizes, order = case
     sizes = [2 * size if size > 1 else 1 for size in sizes]
     axis = split_axis(order, sizes)
@@ -183,8 +183,8 @@ def test_split_axis_is_the_one_that_may_be_split(case):
     st.integers(1, 3),
     st.lists(st.integers(0, 2), min_size=8, max_size=8),
 )
-def test_shards_of_experts_lie_where_jax_has_them(order, count, processes):
-    """`devices_indices_map` says which device has which row of an array with a row for each shard."""
+def test_shards_of_experts_are_on_the_devices_of_jax(order, count, processes):
+    """Compare with `devices_indices_map` of an array with one row for each shard."""
     names = tuple(order[:count])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(rules, "process_of", lambda device: processes[device.id])
@@ -196,7 +196,7 @@ def test_shards_of_experts_lie_where_jax_has_them(order, count, processes):
     assert found == {process: tuple(sorted(own)) for process, own in expected.items()}
 
 
-def test_devices_say_which_process_is_theirs():
+def test_devices_name_their_process():
     assert KernelSharding(mesh_of_eight(), experts=("x",)).experts_by_process == {jax.process_index(): (0, 1)}
     assert KernelSharding(mesh_of_eight()).experts_by_process == {}
     assert KernelSharding(mesh_of_eight().abstract_mesh, experts=("x",)).experts_by_process == {}

@@ -1,4 +1,4 @@
-"""`manager.verify`: what is right passes and changes nothing; what no shape can tell is exposed, and named."""
+"""`manager.verify`: correct models pass unchanged, and errors that no shape shows are named."""
 
 import chex
 import jax
@@ -9,21 +9,13 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.wrap.discover import _describe, register_layer
+from jlora.layers.wrap.discover import register_layer
+from tests.layers.conftest import registered
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
 from tests.matrix import thinned
 from tests.records import slot_names
 
-pytestmark = pytest.mark.device
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    """Classes registered inside a test are forgotten after it."""
-    before = dict(_describe)
-    yield
-    _describe.clear()
-    _describe.update(before)
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures(registered.__name__)]
 
 
 def forward(model, inputs, batch):
@@ -57,7 +49,7 @@ class Attention(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Tied logits, merged projections, layers under scan."""
+    """A model with tied logits, merged projections, and layers under scan."""
 
     packed_modules = {"kv": ("k", "v")}
 
@@ -105,8 +97,8 @@ def test_bfloat16_is_compared_with_the_float32_merge(compute):
     assert 1e-4 < report.error < report.tolerance == 2e-2
 
 
-def test_it_changes_nothing():
-    """Slots, adapters, base parameters and the compiled step of the user are as they were."""
+def test_verify_keeps_slots_adapters_and_parameters():
+    """Slots, adapters, base parameters and the compiled step of the user are unchanged."""
     model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
 
     @jax.jit
@@ -150,11 +142,11 @@ def test_packed_rows_and_one_row_a_sequence():
     assert report.checked == ("embed", "proj", "lm_head")
 
 
-# --- What must be exposed -------------------------------------------------------------------------------------------
+# --- Errors that verify names------------------------------------------------------------------------------------------
 
 
 def exposed(manager, path, inputs, **options):
-    """The layer is named as off; or, where the scope refuses its rows, it is reported not to serve."""
+    """Check that verify names the layer as wrong, or as unserved if its rows fit no layout."""
     try:
         report = manager.verify(forward, inputs, **options)
     except LoRAError as error:
@@ -166,7 +158,7 @@ def exposed(manager, path, inputs, **options):
 
 
 class SharedPatches(nnx.Module):
-    """Patches of one image, seen by every sequence; as many as sequences, or a multiple."""
+    """A model with patches of one image for every sequence, as many as sequences or a multiple."""
 
     def __init__(self):
         self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
@@ -185,7 +177,7 @@ def test_patches_that_sequences_share(patches):
 
 
 class TimeMajor(nnx.Module):
-    """Rows [L, B, F] inside, or throughout."""
+    """A model with rows [L, B, F] inside, or throughout."""
 
     def __init__(self, inside=True):
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
@@ -224,7 +216,7 @@ class Einsum(nnx.Module):
 
 
 class Two(nnx.Module):
-    """A right layer, then one under test."""
+    """A correct layer, then one under test."""
 
     def __init__(self, layer):
         self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
@@ -235,7 +227,7 @@ class Two(nnx.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-def test_axes_that_are_swapped():
+def test_swapped_axes_are_exposed():
     register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 6, "w", in_axes=(1,), out_axes=(0,)))
     exposed(make_manager(Two(Einsum("BTD,DF->BTF", (6, 6)))), "proj", normal(3, 4, 6))
 
@@ -266,7 +258,7 @@ class ScalesOutput(nnx.Linear):
         pytest.param(ScalesOutput, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_that_scales(cls, registers):
+def test_an_undeclared_scale_of_a_layer_is_exposed(cls, registers):
     if registers:
         register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
     manager = make_manager(Two(cls(6, 6, rngs=nnx.Rngs(0))))
@@ -276,7 +268,7 @@ def test_a_layer_that_scales(cls, registers):
             manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, "")], 2))
 
 
-def test_an_embedding_whose_scale_is_not_said():
+def test_an_embedding_with_an_undeclared_scale_is_exposed():
     class Scaled(nnx.Embed):
         def __call__(self, tokens):
             return super().__call__(tokens) * 3.0
@@ -294,7 +286,7 @@ def test_an_embedding_whose_scale_is_not_said():
     assert make_manager(Model()).verify(forward, tokens_of(3, 4)).checked == ("embed",)
 
 
-def test_packed_rows_whose_token_counts_were_forgotten():
+def test_packed_rows_without_token_counts_are_exposed():
     class Model(nnx.Module):
         def __init__(self):
             self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
@@ -323,7 +315,7 @@ def test_the_first_layer_in_call_order_is_named():
 
 
 @pytest.mark.slow
-def test_bfloat16_exposes_as_well():
+def test_bfloat16_errors_are_exposed():
     class Model(nnx.Module):
         def __init__(self):
             self.proj = ScalesInput(16, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -336,7 +328,7 @@ def test_bfloat16_exposes_as_well():
     exposed(make_manager(SharedPatches(), dtype="bfloat16"), "vision", (normal(3, 2, 6), normal(6, 6)))
 
 
-def test_outputs_that_say_nothing():
+def test_outputs_that_cannot_be_compared_raise():
     manager = make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))))
     with pytest.raises(LoRAUsageError, match="batch_axis"):
         manager.verify(lambda model, x, batch: forward(model, x, batch).mean(0), normal(3, 4, 6))
@@ -387,7 +379,7 @@ def test_a_guess_that_holds_takes_adapters_afterwards(build):
         assert_close(serve(model, x, batch), expected_rows(twins, names, x))
 
 
-def test_a_guess_of_which_nothing_is_seen_stays_one():
+def test_an_unseen_guess_is_not_verified():
     class Model(nnx.Module):
         def __init__(self):
             self.unseen = Gate(6, 6, rngs=nnx.Rngs(0))
@@ -426,11 +418,11 @@ def test_a_verified_guess_that_a_later_call_breaks_raises():
         step(model, normal(3, 4, 6), batch)
 
 
-# --- What is not finite ---------------------------------------------------------------------------------------------
+# --- Values not finite -----------------------------------------------------------------------------------------------
 
 
 class ExpLog(nnx.Module):
-    """A linear layer of positive weights alone: merged ones that are negative give NaN."""
+    """A linear layer of positive weights. Negative merged weights give NaN."""
 
     def __init__(self):
         self.w = nnx.Param(jnp.abs(jnp.asarray(normal(6, 6))) + 0.1)
@@ -463,7 +455,7 @@ def test_a_float8_kernel_is_compared_with_its_float32_merge(flips):
         assert manager.verify(forward, normal(3, 4, 6)).checked == ("first", "proj")
 
 
-def test_a_model_that_is_not_finite_by_itself_cannot_be_compared():
+def test_a_model_that_is_not_finite_cannot_be_compared():
     model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
     model.proj.kernel[...] = model.proj.kernel[...].at[0, 0].set(jnp.nan)
     with pytest.raises(LoRAError, match=r"is not finite.* the parameter of proj is not finite"):

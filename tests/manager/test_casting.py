@@ -1,4 +1,4 @@
-"""How factors are folded into slot dtype, and which of them are refused."""
+"""Casts of factors to slot dtype with the scaling folded in, and the values that are refused."""
 
 import itertools
 
@@ -98,7 +98,7 @@ def test_the_error_of_an_adapter_is_at_most_twice_that_of_peft(slot_dtype, power
         hidden = (x.astype(np.float32) @ a.T.astype(np.float32)).astype(slot_dtype)
         y = (hidden.astype(np.float32) @ b.T.astype(np.float32)).astype(slot_dtype)
         peft = (y.astype(np.float32) * np.float32(scaling)).astype(slot_dtype).astype(wide)
-        # what the slots hold, in exact arithmetic: what folding and rounding cost
+        # the slot values in exact arithmetic, which shows the error of folding and rounding
         held = (x.astype(wide) @ slot_a[0].T.astype(wide)) @ slot_b.astype(wide)
         error, theirs = (np.linalg.norm(delta - exact) for delta in (held, peft))
         assert error <= 2 * theirs, case
@@ -111,7 +111,7 @@ def test_the_error_of_an_adapter_is_at_most_twice_that_of_peft(slot_dtype, power
 
 
 def test_a_float16_model_serves_small_scalings(rng):
-    """Scaling 1/512 and B of 1e-5 served nothing: folded into B, they are below float16's least."""
+    """Scaling 1/512 folded into B of 1e-5 is below the smallest float16, so a power of two moves from A to B."""
 
     class Half(nnx.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Copies of a wrapped model, which the manager does not write: right until a slot is written, then without answer."""
+"""Copies of a wrapped model, which the manager does not write: right until a slot is written, NaN afterwards."""
 
 from functools import partial
 
@@ -114,7 +114,7 @@ def test_new_weights_of_an_adapter(loaded):
 
 
 def test_a_batch_outlives_the_mending_of_its_slots(loaded):
-    """Slots that are written again hold what they held: batches that are open stay right, and so do kept ones."""
+    """Restored slots have the same content, so open batches and cached batches stay right."""
     with loaded.manager.prepare(["a", "b", None]) as batch:
         for leaf in jax.tree.leaves(loaded.manager.slots):
             leaf.delete()
@@ -124,7 +124,7 @@ def test_a_batch_outlives_the_mending_of_its_slots(loaded):
 
 
 def test_a_copy_of_slots_that_were_half_written(loaded, monkeypatch):
-    """The stamp is on a slot before its last array is: what mends the slot has another number."""
+    """A slot is stamped before its last array is written, and the repair stamps it with another number."""
     pool, ran = loaded.manager._pool, []
     run = pool._run
 

@@ -111,7 +111,7 @@ KINDS = {
 
 
 def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
-    """What one leaves out is not what another left there."""
+    """Modules that an adapter lacks do not keep the weights of the previous adapter."""
     plain = {
         kind: one_by_one(a) if any(m.kind == "experts" for m in a.modules.values()) else a for kind, a in KINDS.items()
     }
@@ -127,7 +127,7 @@ def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
 @pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("cls", [Seams, Interleaved, Alternating])
 def test_gate_and_up_in_one_lie_as_in_the_layer(cls, exchanged):
-    """One A for both, B in the order of a checkpoint's columns: the layer's own, unless its class says another."""
+    """One A for both, and B in the column order of the checkpoint."""
     world = world_of(cls)
     world.manager.remove_all_adapters()
     modules, arrays = {}, {}
@@ -346,7 +346,7 @@ def test_no_room_for_experts(few):
 
 
 def test_who_makes_room_leaves_a_free_slot(few, tmp_path):
-    """Both that lie in slots of experts are moved; one of these is free then, and what is saved can be restored."""
+    """Both adapters in slots for experts move. One of these slots is then free, and a saved state can be restored."""
     few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)
     for name in slot_names(few.manager)[2:]:
         few.manager.remove_adapter(name)

@@ -1,4 +1,4 @@
-"""An open batch holds its slots: who waits, who is refused, and when the slots come back."""
+"""An open batch holds its slots: calls that wait, calls that are refused, and the end of a lease."""
 
 import gc
 import threading
@@ -130,7 +130,7 @@ def test_load_inplace_replaces_in_the_slot(world):
     world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
     assert m.pin_adapter("a")
     assert m.add_adapter(make_adapter("a", 1), load_inplace=True)
-    assert slot_names(m) == (None, "b")  # what is in it is no longer the newest; the next prepare writes it
+    assert slot_names(m) == (None, "b")  # its content is outdated; the next prepare writes it
     assert m.list_adapters()["a"].pinned
     world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
     assert m.add_adapter(make_adapter("c"), load_inplace=True)  # a new name is simply loaded

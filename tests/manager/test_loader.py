@@ -1,4 +1,4 @@
-"""Loads in the background: futures, one load an adapter, giving up, and nothing else that waits for them."""
+"""Loads in the background: futures, one load for each adapter, cancellation, and independence of other calls."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ def store(tmp_path, monkeypatch) -> Iterator[Store]:
 
 @contextmanager
 def thread(work: Callable[[], object]) -> Iterator[list]:
-    """Runs work beside the block; what it returned or raised is in the list afterwards."""
+    """Run work beside the block, and append its result or exception to the list."""
     outcome: list = []
 
     def run():
@@ -136,7 +136,7 @@ def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, st
     elif again == "add":
         assert world.manager.add_adapter(request)
     else:
-        with pytest.raises(jlora.AdapterFormatError):  # of the failed load that nobody asked about since
+        with pytest.raises(jlora.AdapterFormatError):  # of the failed load, raised to the next caller
             world.manager.prepare([request])
         world.manager.prepare([request]).close()
     check(world, "a", "b", None)
@@ -144,7 +144,7 @@ def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, st
 
 
 def test_few_of_the_loads_that_fail_are_kept(world, tmp_path):
-    """Names may be made up, and nobody ask for them again; who asks for one of the last hears why it failed."""
+    """Failed loads are remembered for the next caller, but only the last few, because clients can invent names."""
     requests = [jlora.LoRARequest(f"x{i}", tmp_path) for i in range(200)]
     for request in requests:
         assert isinstance(world.manager.prefetch(request).exception(30), jlora.AdapterFormatError)
@@ -321,7 +321,7 @@ def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
         leave.set()
 
 
-# --- prepare: requests, what is not ready, and whose turn it is -------------------------------------------------------
+# --- prepare: requests, loads in progress, and order of arrival -------------------------------------------------------
 
 
 def test_what_is_not_ready_is_absent(store):
@@ -400,7 +400,7 @@ def test_slots_are_given_in_order_of_arrival():
         threads.append(threading.Thread(target=work, args=(name,)))
         threads[-1].start()
         until(lambda i=i: len(queue) == i + 1)
-    with pytest.raises(jlora.NoFreeSlotError):  # who does not wait is not served before them
+    with pytest.raises(jlora.NoFreeSlotError):  # a call without a timeout does not overtake them
         world.manager.prepare(["a"])
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["a"], timeout=0.05)
@@ -444,7 +444,7 @@ def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
     check(world, "a", None, None)
     assert store.reads == ["a", "a"]
     assert m.list_adapters()["a"].version == version  # the same content
-    with pytest.raises(jlora.AdapterNotFoundError):  # nothing to load it from
+    with pytest.raises(jlora.AdapterNotFoundError):  # it has no request
         m.prepare(["memory"])
     for call in (m.activate_adapter, m.pin_adapter, m.hold):
         while m.remove_oldest_adapter():

@@ -1,4 +1,4 @@
-"""The state's lock defers SIGINT in the main thread; the bell wakes who waits."""
+"""The state's lock defers SIGINT in the main thread, and the bell wakes waiting threads."""
 
 import signal
 import threading
@@ -104,7 +104,7 @@ def test_a_bell_wakes_those_who_wait_and_those_who_were_late():
 
 
 def test_a_wait_ends_by_itself():
-    """What is collected without having been closed rings nothing."""
+    """A wait has its own limit, because a batch that is collected without being closed does not ring."""
     bell = Bell()
     bell.wait(bell.rings)
     bell.wait(bell.rings, deadline=time.monotonic() + 3600)

@@ -1,4 +1,4 @@
-"""The manager with a model on a mesh: everything that it does elsewhere, and what it refuses."""
+"""The manager with a model on a mesh: the same results as on one device, and refused configurations."""
 
 import dataclasses
 import functools
@@ -271,7 +271,7 @@ def test_unwrap_gives_the_model_back():
     "fully", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.mesh)]
 )
 def test_verify(fully):
-    """Padded heads and copies lie otherwise in split slots than in an adapter."""
+    """Padded heads and copies have another order in split slots than in an adapter."""
 
     class Padded(nnx.Module):
         def __init__(self):
@@ -323,7 +323,7 @@ def test_padded_features_are_read_back_and_updated():
         assert found["out"].a.tobytes() == adapter.modules["out"].a.tobytes()
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_on_two_meshes():

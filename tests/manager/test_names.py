@@ -1,4 +1,4 @@
-"""Which slices of which layer a checkpoint name fills."""
+"""Slices of layers that checkpoint names fill."""
 
 import re
 

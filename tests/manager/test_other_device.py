@@ -1,4 +1,4 @@
-"""A model on a device that is not the default one: its slots lie there too, and nothing is moved in a step."""
+"""A model on a device other than the default: its slots are there too, and a step moves no array."""
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def test_a_model_that_is_given_back_has_nothing_left(far):
 
 
 def test_where_nobody_chose_nothing_is_committed():
-    """As ever: computations may take such arrays wherever the others lie."""
+    """Computations can use uncommitted arrays with arrays of any device."""
     model = Model()
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
     assert not model.embed.jlora_a.get_value().committed
@@ -117,7 +117,7 @@ def test_parts_on_several_devices_leave_slots_where_they_were():
 
 
 class Gpu:
-    """The first device of a machine whose models may lie on its CPU all the same."""
+    """The first device of a machine whose model is on the CPU."""
 
     platform = "gpu"
 

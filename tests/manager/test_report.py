@@ -1,4 +1,4 @@
-"""What a manager says: messages about names, its log, and that its questions cost little with many adapters."""
+"""Messages about names, the log, and the cost of queries with many adapters."""
 
 import json
 import logging
@@ -85,7 +85,7 @@ def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
 
 
 def test_eager_transformations_may_prepare(world):
-    """jax.grad around code that prepares runs that code; only what is traced once and kept is refused."""
+    """jax.grad runs the code that it differentiates, so it may prepare. Only cached traces are refused."""
     world.manager.add_adapter(make_adapter("a"))
 
     def loss(x):

@@ -1,4 +1,4 @@
-"""The write of one adapter into one slot: what moves, in place, compiled once, in waves that are bounded."""
+"""Writes of adapters into slots: bytes moved, in place, one compilation, bounded staging memory."""
 
 import gc
 import itertools
@@ -271,7 +271,7 @@ def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
         world.manager.activate_adapter("b")
         assert not any(array.is_deleted() for array in before)
         table = world.model.layers[0].o_proj.jlora_b
-        table[...] = table[...] + 1  # not what was written: mended, and not in place either
+        table[...] = table[...] + 1  # differs from the last write: repaired, and not in place either
         before = [array for _, array in world.slots()]
         world.manager.activate_adapter("b")
         assert not any(array.is_deleted() for array in before)
@@ -353,7 +353,7 @@ def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
 
 @pytest.mark.device(devices=2)
 def test_a_model_on_another_device_is_written_there():
-    """Made under a default device, so that nothing is committed to it: no write moves it or commits it."""
+    """The model is made under a default device, so its arrays are uncommitted. No write moves or commits them."""
     with jax.default_device(jax.devices()[3]):
         world = make_world()
     load(world, "a", "b")
@@ -431,7 +431,7 @@ def test_what_a_slot_held_before_is_masked_and_never_multiplied(world, rank):
 
 
 def test_ranks_past_a_multiple_of_16():
-    """Rank 20 of 40: the last block of a slot overlaps the one before, and what lies past 32 is not moved."""
+    """Rank 20 of 40: the last block of a slot overlaps the one before, and ranks past 32 are not moved."""
 
     class One(nnx.Module):
         def __init__(self):
@@ -482,7 +482,7 @@ def test_a_write_leaves_alone_what_else_the_model_holds(world):
 
 
 def test_the_pool_after_an_emptied_slot_serves_the_base_bitwise(world):
-    """A slot given up is not written: nothing refers to it, and rows without an adapter never read it."""
+    """A freed slot is not written, because rows without an adapter never read it."""
     base = world.serve([None, None, None])
     world.manager.add_adapter(make_adapter("a"))
     world.serve(["a", "a", "a"])

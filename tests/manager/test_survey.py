@@ -1,4 +1,4 @@
-"""`Survey` says of a model of shapes alone what its manager does, and leaves it as it is."""
+"""`Survey` of a model of shapes agrees with the manager of the model, and leaves the shapes unchanged."""
 
 import numpy as np
 import pytest

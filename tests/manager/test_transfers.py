@@ -1,5 +1,4 @@
-"""A serving loop under `jax.transfer_guard("disallow")`, by which people find transfers that they did not mean: what
-jlora transfers is meant."""
+"""A serving loop under `jax.transfer_guard("disallow")`, which finds implicit transfers: jlora makes none."""
 
 import contextlib
 import dataclasses

@@ -130,11 +130,11 @@ def test_stats_count():
     assert counts() == (3, 0, 3, 1, 4)
     m.add_adapter(make_adapter("d"))  # pushes b out of the host; its slot went to a
     assert counts() == (4, 1, 3, 1, 4)
-    m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written when a batch asks for it
+    m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written for the next batch with it
     assert counts() == (5, 1, 3, 1, 4)
     m.prepare(["a"]).close()  # over its own old version: no eviction
     assert counts() == (5, 1, 4, 1, 4)
-    m.remove_adapter("a")  # asked for: no eviction
+    m.remove_adapter("a")  # activated: no eviction
     assert counts() == (5, 1, 4, 1, 4)
     with m.prepare(["c", "c", None]):
         s = m.stats()

@@ -56,7 +56,7 @@ def test_folding_in_float32_differs_from_folding_in_slot_dtype(rng):
     assert (late != early).any()
 
 
-def test_what_fits_no_float16_in_any_balance_is_refused():
+def test_factors_too_large_for_float16_are_refused():
     """A and B are brought to one size by a power of two: A 7e4 or B 6e4 * 2 alone fit, both large do not."""
     for a, b, scaling, fits in ((7e4, 1.0, 1.0, True), (1.0, 6e4, 2.0, True), (1e6, 1e6, 1.0, False)):
         module = jlora.ModuleLoRA(

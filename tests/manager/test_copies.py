@@ -72,7 +72,7 @@ def test_a_copy_that_missed_a_write_gives_no_answer(loaded, duplicate):
     assert loaded.traces == [1]
 
 
-def test_called_without_jit_it_says_why(loaded):
+def test_outdated_copy_raises_outside_jit(loaded):
     twin = through_state(loaded.model)
     with loaded.manager.prepare(["c", None, None]) as batch, jlora.use(batch):
         with pytest.raises(LoRAError, match=r"embed: this copy of the model was made before an adapter of the batch"):
@@ -80,7 +80,7 @@ def test_called_without_jit_it_says_why(loaded):
         assert np.isfinite(loaded.model(loaded.tokens)).all()
 
 
-def test_what_it_holds_still_is_served(loaded):
+def test_copy_serves_slots_that_were_not_written_since(loaded):
     """Writes of other slots do not matter to a batch, nor does any to the base model."""
     twin = through_state(loaded.model)
     base = step(loaded, loaded.model, [None] * 3)

@@ -269,7 +269,7 @@ WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
 
 @pytest.mark.parametrize("how", ["before", "consumed", "after"])
 @pytest.mark.parametrize("nth", range(1, WRITES + 1))
-def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
+def test_failed_write_is_repaired(full, monkeypatch, nth, how):
     """Two adapters are swapped in and the nth program fails; the next batches are right."""
     pool = full.manager._pool
     with monkeypatch.context() as patch:

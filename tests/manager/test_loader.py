@@ -115,7 +115,7 @@ def test_a_prefetch_is_an_add_in_the_background(world, store):
 
 
 @pytest.mark.parametrize("again", ["prefetch", "add", "prepare"])
-def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, store, again):
+def test_failed_load_raises_and_can_be_repeated(world, store, again):
     world.manager.add_adapter(make_adapter("b"))
     world.serve(["b", None, None])
     request = store.request("a")
@@ -196,7 +196,7 @@ def test_one_of_two_cancels(world, store):
     assert list(world.manager.list_adapters()) == ["a"]
 
 
-def test_many_ask_and_one_load_is_run(world, store):
+def test_concurrent_requests_share_one_load(world, store):
     store.closed.add("a")
     request = store.request("a")
     futures = [world.manager.prefetch(request) for _ in range(3)]
@@ -235,7 +235,7 @@ def test_loads_time_out(world, store):
     assert world.manager.add_adapter(request, timeout=30)
 
 
-def test_replacing_what_a_batch_holds_waits_for_it(world, store):
+def test_replacement_waits_for_open_batches(world, store):
     world.manager.add_adapter(store.request("a"))
     newer = store.request("a", 1, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
@@ -324,7 +324,7 @@ def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
 # --- prepare: requests, loads in progress, and order of arrival -------------------------------------------------------
 
 
-def test_what_is_not_ready_is_absent(store):
+def test_prepare_without_wait_leaves_out_loads_in_progress(store):
     world = make_world()  # of its own, for the refusals are traces
     world.manager.add_adapter(make_adapter("b"))
     store.closed.add("a")
@@ -359,7 +359,7 @@ def test_adapters_without_a_slot_are_absent_too(world):
         batch.close()
 
 
-def test_a_failed_load_surfaces_where_nobody_waits(world, store):
+def test_failed_load_raises_in_next_prepare_without_wait(world, store):
     request = jlora.LoRARequest("a", store.folder / "nowhere")
     batch, ready = world.manager.prepare([request, None], wait=False)
     batch.close()
@@ -433,7 +433,7 @@ def test_an_interrupted_wait_leaves_the_queue():
 # --- the host cache ---------------------------------------------------------------------------------------------------
 
 
-def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
+def test_evicted_request_is_loaded_again_on_demand(world, store):
     m = world.manager
     m.add_adapter(store.request("a"))
     version = m.list_adapters()["a"].version
@@ -512,7 +512,7 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch
     assert content.ahead is None  # the device keeps one copy, in the slot
 
 
-def test_what_the_write_of_a_prefetched_adapter_consumed_ends_with_the_next_load(world, store):
+def test_arrays_consumed_by_a_write_are_freed_by_the_next_load(world, store):
     """Not in the thread that steps; and it is no more than one write's."""
     m = world.manager
     gone = []
@@ -526,7 +526,7 @@ def test_what_the_write_of_a_prefetched_adapter_consumed_ends_with_the_next_load
         assert all(array() is not None for array in gone)
 
 
-def test_what_lies_ahead_is_bounded(store):
+def test_prefetched_bytes_on_device_are_bounded(store):
     world = make_world(max_loras=4, max_cpu_loras=8)
     m = world.manager
     m.prefetch(store.request("a")).result(30)
@@ -728,7 +728,7 @@ def test_a_callback_may_prefetch_others(called):
 
 @pytest.mark.parametrize("verb", ["remove_adapter", "remove_all_adapters"])
 @pytest.mark.parametrize("known", ["new", "evicted", "replaced"])
-def test_what_is_removed_while_it_is_loaded_does_not_come_back(world, store, verb, known):
+def test_removal_during_a_load_is_final(world, store, verb, known):
     manager = world.manager
     if known != "new":
         manager.add_adapter(store.request("a"))

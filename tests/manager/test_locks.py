@@ -88,7 +88,7 @@ def test_other_handlers_and_other_threads_are_left_alone():
         assert other.submit(look).result(5) is signal.default_int_handler
 
 
-def test_a_bell_wakes_those_who_wait_and_those_who_were_late():
+def test_bell_wakes_waiting_and_late_threads():
     bell = Bell()
     seen = bell.rings
     bell.ring()

@@ -123,7 +123,7 @@ def equal(found: jlora.Adapter, want: jlora.Adapter):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=2e-7)
 
 
-def test_what_is_in_a_slot_is_read_back(world):
+def test_adapter_is_exported_from_its_slot(world):
     for adapter in ADAPTERS:
         world.manager.activate_adapter(adapter.name)
         equal(world.manager.export_adapter(adapter.name), adapter)
@@ -244,7 +244,7 @@ def test_warmup_and_stats(twins):
     assert world.compiled() == (1, 1)
 
 
-def test_what_slots_take_of_a_device(monkeypatch, world):
+def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     """Their shards, not the whole."""
     first = the_mesh().devices.flat[0]
     *arrays, _ = world.manager._pool.arrays()  # the stamps are a few numbers

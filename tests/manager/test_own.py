@@ -230,7 +230,7 @@ def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whose_numbers_are_looked_at(folder_of, kind):
+def test_only_own_experts_are_checked_for_nan(folder_of, kind):
     world = world_of(Gathering, 4, (1, 2))
     for e in (1, 3, 4, 6):
         part = "down_proj" if "up" not in kind else "gate_up_proj"

@@ -240,7 +240,7 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
+def test_prepare_waits_for_room_taken_during_its_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     world = make_world(max_loras=1, max_cpu_loras=1)
@@ -270,7 +270,7 @@ def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
     assert len(taken) == 1
 
 
-def test_who_waits_for_a_slot_loads_in_order_of_arrival(tmp_path: Path) -> None:
+def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
     """Otherwise batches without a slot would evict each other's loads."""
     world = make_world(max_loras=1, max_cpu_loras=1)
     m, came = world.manager, deque[str]()
@@ -295,7 +295,7 @@ def test_who_waits_for_a_slot_loads_in_order_of_arrival(tmp_path: Path) -> None:
     assert m.stats().host_loads == 5
 
 
-def test_a_load_does_not_evict_what_the_same_batch_asks_for(tmp_path: Path) -> None:
+def test_load_does_not_evict_adapters_of_its_batch(tmp_path: Path) -> None:
     world = make_world(max_loras=2, max_cpu_loras=2)
     make_adapter("c").save_pretrained(tmp_path / "c")
     for name in "ab":  # from memory: lost once evicted

@@ -96,7 +96,7 @@ def test_eager_transformations_may_prepare(world):
     assert jax.grad(loss)(1.0) == 2.0
 
 
-def test_the_log_tells_loads_writes_and_evictions_with_names_escaped(tmp_path, caplog):
+def test_log_has_loads_writes_and_evictions_with_escaped_names(tmp_path, caplog):
     world = make_world(max_loras=1, max_cpu_loras=2)
     name = "one\nERROR forged\x1b[2J"
     make_adapter("a", modules=["embed", "layers.1.o_proj"]).save_pretrained(tmp_path)

@@ -215,7 +215,7 @@ def test_no_array_stands_for_the_factor_that_is_not_held(world):
     assert all(array.size for array in jax.tree.leaves([world.manager.slots, operands]))
 
 
-def test_slots_that_do_not_fit_say_what_each_kind_takes():
+def test_error_of_slots_that_do_not_fit_lists_bytes_of_each_kind():
     kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
     each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
     with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):

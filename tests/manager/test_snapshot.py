@@ -243,7 +243,7 @@ def test_bits_come_back_in_any_dtype(tmp_path, dtype):
     assert slot_bits(world) == bits
 
 
-def test_what_an_adapter_says_of_itself_comes_back(world, tmp_path):
+def test_metadata_of_an_adapter_is_restored(world, tmp_path):
     adapter = make_adapter(
         "a", base_model_name="base", task_type="CAUSAL_LM", use_rslora=True, peft_fields={"lora_dropout": 0.1, "x": [1]}
     )
@@ -397,7 +397,7 @@ def test_a_manager_of_other_sizes(served, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_room_for_what_must_be_there(world, tmp_path):
+def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
     for name in "abc":
         world.manager.add_adapter(make_adapter(name))
     for name in "ab":
@@ -726,7 +726,7 @@ def test_a_file_of_another_kind(world, tmp_path, text):
         world.manager.restore(tmp_path)
 
 
-def test_nonfinite_weights_are_refused_where_they_are_not_allowed(tmp_path):
+def test_nonfinite_weights_are_refused_unless_allowed(tmp_path):
     adapter = make_adapter("a", rank=1, modules=["embed"])
     adapter.modules["embed"].a[0, 0] = np.nan
     one = manager_of(Model(), allow_nonfinite=True)
@@ -788,7 +788,7 @@ def test_an_unwrapped_manager_takes_nothing(tmp_path):
 
 
 @pytest.mark.device(devices=4)
-def test_base_models_are_told_apart_wherever_they_lie():
+def test_base_models_differ_by_weights_on_any_device():
     assert snapshot.base_digest(Small()) == snapshot.base_digest(on_mesh())
     graph, state = nnx.split(Small())
     first, *_ = nnx.to_flat_state(state)

@@ -341,12 +341,12 @@ def test_a_handle_that_ends_under_an_open_batch(world):
     world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
 
 
-def test_holding_what_is_unknown(world):
+def test_hold_of_an_unknown_name_raises(world):
     with pytest.raises(jlora.AdapterNotFoundError, match="'who' is not loaded"):
         world.manager.hold("who")
 
 
-def test_holding_what_was_evicted_loads_it(tmp_path):
+def test_hold_loads_an_evicted_adapter(tmp_path):
     world = make_world(max_loras=1, max_cpu_loras=1)
     world.manager.add_adapter(jlora.LoRARequest("a", saved(tmp_path, "a")))
     load(world, "b")
@@ -463,7 +463,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
-def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how):
+def test_prepare_waits_until_an_update_is_copied_back(monkeypatch, how):
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
@@ -509,7 +509,7 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("fail", [False, True])
-def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, monkeypatch, fail):
+def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, monkeypatch, fail):
     world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
     world.manager.prepare(["a", None, None]).close()
 

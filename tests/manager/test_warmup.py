@@ -144,7 +144,7 @@ def test_stats_count():
     assert m.stats().slot_bytes * 2 == sum(array.nbytes for array in arrays)
 
 
-def test_what_list_adapters_shows(world):
+def test_list_adapters_shows_every_level(world):
     adapter = make_adapter("a", rank=3, modules=["embed", "layers.0.v_proj"], base_model_name="org/base")
     world.manager.add_adapter(adapter)
     info = world.manager.list_adapters()["a"]

@@ -16,19 +16,6 @@ from tests.manager.test_names import Merged, factors, make_manager, placed
 DTYPES = [ml_dtypes.bfloat16, np.float16, np.float32, np.float64]
 
 
-@pytest.mark.parametrize("slot_dtype", DTYPES[:3])
-@pytest.mark.parametrize("file_dtype", DTYPES)
-def test_scaling_is_folded_in_float32_and_rounded_once(rng, file_dtype, slot_dtype):
-    manager = make_manager(Merged(), dtype=slot_dtype)
-    scaling = 1 / 3
-    module = factors(rng, 4, 3, 12, dtype=file_dtype, scaling=scaling)
-    a, b, _ = placed(manager, {"proj": module})
-    assert a.dtype == b.dtype == slot_dtype
-    np.testing.assert_array_equal(a[0], module.a.astype(slot_dtype))
-    want = (np.float32(scaling) * module.b.T.astype(np.float32)).astype(slot_dtype)
-    np.testing.assert_array_equal(b, want)
-
-
 @pytest.mark.parametrize("power", [-130, -100, -9, -1, 0, 1, 2, 77, 101])
 def test_a_bfloat16_factor_of_any_bits_times_a_power_of_two(power):
     """In pieces that lie between zero, the least normal number, infinity and NaN, or across one of them."""
@@ -46,14 +33,6 @@ def test_a_bfloat16_factor_of_any_bits_times_a_power_of_two(power):
     assert taken[0] == (2 * 2 * (254 - abs(power)) if abs(power) <= 100 else 0)
     assert times_a_power_of_two(every[0x3F80:0x3FC0], 3.0) is None
     assert times_a_power_of_two(every[0x3F80:0x3FC0], -(2.0**power)) is None
-
-
-def test_folding_in_float32_differs_from_folding_in_slot_dtype(rng):
-    """The check above can tell the two apart."""
-    b = rng.normal(size=100).astype(ml_dtypes.bfloat16)
-    late = (np.float32(1 / 3) * b.astype(np.float32)).astype(ml_dtypes.bfloat16)
-    early = ml_dtypes.bfloat16(1 / 3) * b
-    assert (late != early).any()
 
 
 def test_factors_too_large_for_float16_are_refused():

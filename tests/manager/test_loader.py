@@ -227,7 +227,7 @@ def test_loads_time_out(world, store):
         started = time.monotonic()
         with pytest.raises(jlora.LoadTimeoutError, match=r"'a'.*took too long"):
             call()
-        assert 0.02 <= time.monotonic() - started < 2
+        assert time.monotonic() - started >= 0.02
     assert issubclass(jlora.LoadTimeoutError, TimeoutError)
     store.closed.clear()
     until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
@@ -277,7 +277,7 @@ def test_letting_go_waits_for_batches_of_other_threads(world, verb):
 
 
 def test_a_slow_read_stalls_nothing(world, store):
-    """The read of a takes for ever: a step, a batch of others, a swap and every question are quick beside it."""
+    """The read of a takes for ever: a step, a batch of others, a swap and every query return during it."""
     for name in "bcd":
         world.manager.add_adapter(make_adapter(name))
     check(world, "b", "c", None)
@@ -297,10 +297,8 @@ def test_a_slow_read_stalls_nothing(world, store):
         "warmup": world.manager.warmup,
     }
     for what, call in calls.items():
-        started = time.monotonic()
         call()
-        assert time.monotonic() - started < 0.2, what
-    assert not future.done()
+        assert not future.done(), what
 
 
 def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
@@ -314,10 +312,9 @@ def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
 
     with thread(lambda: world.manager.warmup(step, num_sequences=3)):
         assert inside.wait(30)
-        started = time.monotonic()
         world.serve(["b", None, "b"])
         world.manager.list_adapters()
-        assert time.monotonic() - started < 0.2
+        assert not leave.is_set()
         leave.set()
 
 

@@ -92,10 +92,8 @@ def test_bell_wakes_waiting_and_late_threads():
     bell = Bell()
     seen = bell.rings
     bell.ring()
-    started = time.monotonic()
     bell.wait(seen)  # it rang since
     bell.wait(bell.rings, deadline=time.monotonic())
-    assert time.monotonic() - started < 0.04
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(bell.wait, bell.rings, time.monotonic() + 60) for _ in range(3)]
         bell.ring()

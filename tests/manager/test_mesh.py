@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
-from jlora.manager import programs, slot_arrays
-from jlora.pallas.triton import write as triton_write
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -42,6 +40,7 @@ from tests.layers.mesh_models import (
     placed,
     tokens_of,
 )
+from tests.manager.conftest import WRITES
 from tests.matrix import thinned
 from tests.records import slot_names
 
@@ -86,28 +85,20 @@ class World:
         return self.step._cache_size(), self.manager.stats().compilations
 
 
-HOWS = ("each", "joined", "kernels")
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
 
 
 @pytest.mark.parametrize(
-    ("config", "how"),
-    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], HOWS)), 1, 2, 3),
+    ("config", "write_programs"),
+    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], WRITES)), 1, 2, 3),
+    indirect=["write_programs"],
 )
-def test_swaps_through_one_program(monkeypatch, twins, config, how):
-    monkeypatch.setattr(slot_arrays, "_joins", lambda device: how != "each")
-    kernel, ran = triton_write.write_rows, []
-    if how == "kernels":  # as on GPUs, where a kernel writes what a shard has; here interpreted
-        monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
-        monkeypatch.setattr(triton_write, "write_rows", lambda *args: (ran.append(1), kernel(*args, interpret=True))[1])
-        programs.compiled_write.cache_clear()
+@pytest.mark.usefixtures("write_programs")
+def test_swaps_through_one_program(twins, config):
     world = World(**config)
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
     assert world.compiled() == (1, 1)
-    assert bool(ran) == (how == "kernels")
-    if how == "kernels":
-        programs.compiled_write.cache_clear()
 
 
 @pytest.fixture(scope="module")

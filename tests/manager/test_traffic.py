@@ -108,16 +108,6 @@ def test_slots_are_the_state_of_the_model(world):
     assert set(map(id, jax.tree.leaves(after))) == set(map(id, jax.tree.leaves(state)))  # no copies
 
 
-def test_slots_after_a_swap_cost_no_walk_over_the_model(world, monkeypatch):
-    world.manager.add_adapter(make_adapter("a"))
-    assert world.manager.slots
-    with monkeypatch.context() as patched:
-        patched.setattr(nnx, "state", lambda *_: pytest.fail("the model was walked"))
-        world.manager.activate_adapter("a")
-        after = world.manager.slots
-    chex.assert_trees_all_equal(after, nnx.state(world.model, jlora.SlotParam))
-
-
 def test_no_slots_of_a_model_that_was_given_back():
     manager = make_world().manager
     model = manager.unwrap()

@@ -3,7 +3,9 @@
 import functools
 import gc
 import itertools
+import os
 import weakref
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
+from jlora.adapters import tensor_data
+from jlora.manager import packing
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Model, Seams
 from tests.manager.test_shared_experts import shared
 
@@ -349,3 +353,43 @@ def test_packed_adapter_does_not_keep_its_arrays():
     gc.collect()
     assert whole() is None
     assert "x" in manager.list_adapters()
+
+
+def test_load_frees_arrays_once_they_are_packed(tmp_path, monkeypatch):
+    """An adapter of gigabytes is not in memory twice. Only the hooks show this at the size of a test."""
+    model = Stacked()
+    places = places_of_experts(model, True)
+    names = [f"layers.{i}.gate" for i in range(STACK)] + [f"layers.1.experts.{e}.gate_proj" for e in range(EXPERTS)]
+    jlora.Adapter(name="x", modules=even(names, places)).save_pretrained(tmp_path)
+    monkeypatch.setattr(tensor_data, "_WHOLE", 1)  # each tensor in an array of its own
+    read, fill = [], packing._fill
+
+    def checked(where, name, module, *args):
+        assert all(memory() is None for memory in read)
+        read.extend(weakref.ref(half.base) for half in (module.a, module.b))
+        return fill(where, name, module, *args)
+
+    monkeypatch.setattr(packing, "_fill", checked)
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4)
+    jlora.LoRAManager(model, config).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
+    assert len(read) == 2 * len(names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident memory of the process from Linux")
+def test_memory_of_removed_adapters_returns_to_the_system(tmp_path):
+    """Every load runs in a new thread, whose malloc arena would keep it."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model, places = wide_model(3, 1 << 20)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4, dtype="bfloat16"))
+    jlora.Adapter(name="x", modules=even(list(places), places, rank=4)).save_pretrained(tmp_path)
+    before = resident()
+    for _ in range(4):
+        manager.prefetch(jlora.LoRARequest("x", str(tmp_path))).result(60)
+        nbytes = manager.list_adapters()["x"].nbytes
+        manager.remove_adapter("x")
+    gc.collect()
+    assert nbytes > 24e6
+    assert resident() - before < nbytes

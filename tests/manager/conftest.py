@@ -1,19 +1,21 @@
-"""One compiled world for all tests that only use it: two slots, four adapters on the host."""
+"""One compiled world, which tests share: two slots, and room for four adapters on the host."""
 
 import signal
 from collections.abc import Iterator
 
-# Users have one backend, which their manager imports; here tests of several share a process. JAX 0.11 and 0.12 trace
-# anew what was traced before this import, and a test that counts traces would fail for an import in another.
+# A user's process has one backend, which the manager imports; here one process tests several. JAX 0.11 and 0.12 trace
+# functions again after this import, so tests that count traces would fail after an import in another test.
 import jax.experimental.pallas.tpu  # noqa: F401
 import pytest
 
+from jlora.manager import programs, slot_arrays
+from jlora.pallas.triton import write as triton_write
 from tests.manager.tiny import World, make_world
 
 
 @pytest.fixture
 def python_handles_sigint() -> Iterator[None]:
-    """Python's own handler; a shell starts background processes with SIGINT ignored."""
+    """Install Python's own handler, because a shell starts background processes with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -23,14 +25,35 @@ def python_handles_sigint() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_world() -> World:
     world = make_world()
-    world.serve([None, None, None])  # threads that took the first step together would each trace it
+    world.serve([None, None, None])  # if threads took the first step together, each would trace it
     return world
 
 
 @pytest.fixture
 def world(shared_world) -> World:
-    """The shared world, empty. Its step is never compiled again, whatever a test does."""
+    """The shared world, empty. Its step must not be compiled again."""
     shared_world.reset()
     yield shared_world
-    shared_world.reset()  # refused, and so a failure, if the test left a batch open
+    shared_world.reset()  # raises if the test left a batch open
     assert len(shared_world.traces) <= 1
+
+
+WRITES = ("each", "joined", "kernel")
+
+
+@pytest.fixture(params=WRITES)
+def write_programs(request, monkeypatch) -> Iterator[str]:
+    """Write slots as on CPU ("each"), as on TPU ("joined"), or as on GPU ("kernel"), interpreted on CPU.
+
+    On an accelerator one program writes all chunks, and on GPUs it is a Triton kernel.
+    """
+    ran, kernel = [], triton_write.write_rows
+    monkeypatch.setattr(slot_arrays, "_joins", lambda device: request.param != "each")
+    if request.param == "kernel":
+        monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
+        monkeypatch.setattr(triton_write, "write_rows", lambda *args: (ran.append(1), kernel(*args, interpret=True))[1])
+        programs.compiled_write.cache_clear()
+    yield request.param
+    if request.param == "kernel":
+        programs.compiled_write.cache_clear()
+    assert bool(ran) == (request.param == "kernel")

@@ -1,6 +1,6 @@
-"""How many seconds a manager's questions and evictions take with some adapters on the host, as JSON on stdout.
+"""Measure seconds of queries and evictions with some adapters on the host, and print them as JSON.
 
-A process of its own: where the tests check annotations, calls of nested functions cost more than what they do.
+It runs in its own process, because the annotation checks of the tests cost more than the measured calls.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the tests of interrupts, threads and long runs share: a check of everything."""
+"""A check of all invariants, shared by the tests of interrupts, threads and long runs."""
 
 import faulthandler
 import functools
@@ -14,15 +14,15 @@ import jlora
 from tests.manager.tiny import World, expected, make_adapter
 from tests.records import on_host, slot_names
 
-PATIENCE = 20.0  # seconds until what does not answer is said to hang; it takes milliseconds
+PATIENCE = 20.0  # seconds until a check counts as hung; it takes milliseconds
 
 
 class Harm(AssertionError):
-    """What must never happen.
+    """A violated invariant.
 
     Attributes:
-      kind: "wrong" (an answer, or books that disagree), "dead" (it fails at what it should do), "leaked" (something
-        that nobody uses is never let go), "hung", "lost" (an interrupt that nobody saw) or "compiled" (once too often).
+      kind: "wrong" (an answer, or records that disagree), "dead" (a call that must work fails), "leaked" (an unused
+        object is never freed), "hung", "lost" (an interrupt that was swallowed) or "compiled" (too often).
     """
 
     def __init__(self, kind: str, what: str):
@@ -36,12 +36,12 @@ def adapter(name: str, version: int = 0) -> jlora.Adapter:
 
 
 class Judge:
-    """Says whether a world serves what it should, knows what it has, and lets go of everything.
+    """Check that a world serves the right values, lists its adapters and frees everything.
 
-    The checks run in a thread of their own: a lock that was left held hangs them, and that is found.
+    The checks run in their own thread, so a lock that is still held is found as a hang.
 
     Attributes:
-      answers: how many were compared with the NumPy model.
+      answers: number of answers compared with the NumPy model.
     """
 
     def __init__(self, world: World):
@@ -62,13 +62,13 @@ class Judge:
         return bool(np.abs(logits - want).max() <= 4e-6 * np.abs(want).max())
 
     def check(self, versions: Callable[[str], list[jlora.Adapter]]) -> None:
-        """Everything that must hold when nothing is open any more, and the world empty afterwards.
+        """Check all invariants once every batch is closed, and empty the world.
 
         Args:
           versions: name -> the adapters that may be served under it.
 
         Raises:
-          Harm: it does not hold.
+          Harm: an invariant is violated.
         """
         done: Future[None] = Future()
 
@@ -91,7 +91,7 @@ class Judge:
 
     def _check(self, versions: Callable[[str], list[jlora.Adapter]]) -> None:
         m = self.world.manager
-        for thread in threading.enumerate():  # a load that nobody waits for may still evict others
+        for thread in threading.enumerate():  # a load in the background may still evict others
             # A KeyboardInterrupt inside `Thread.start` may leave one that never runs in Python's list.
             if thread.name.startswith("jlora-") and thread.ident is not None:
                 thread.join(PATIENCE / 2)

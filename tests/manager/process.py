@@ -1,6 +1,6 @@
 """One of two processes that share a model: `python -m tests.manager.process NUMBER PORT FOLDER`.
 
-Runs every scenario of this file, in order, and writes what became of each to FOLDER/NUMBER.json. The axis "t", which
+Runs every scenario of this file, in order, and writes the result of each to FOLDER/NUMBER.json. The axis "t", which
 kernels and so slots are split over, goes across both processes; each has half of it. Values are compared with models of
 one device into which an adapter is merged.
 """
@@ -73,7 +73,7 @@ class World:
             self.twins: dict[str | None, nnx.Module] = {None: Small()}
             self.twins |= {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
         self.paths: dict[str, Path] = {}  # where this process finds an adapter, if not in the folder of its name
-        self.gates: dict[str, threading.Event] = {}  # what a load of this process waits for
+        self.gates: dict[str, threading.Event] = {}  # loads of this process wait for it
 
     def request(self, name: str, **options: bool) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, path=str(self.folder / name), **options)
@@ -110,7 +110,7 @@ class World:
         return np.asarray(self.step(self.model, TOKENS, batch))
 
     def check(self, names) -> None:
-        """A mixed batch gives what merged weights do."""
+        """Compare a mixed batch with merged weights."""
         with self.manager.prepare(names) as batch:
             found = self.answers(batch)
         with jax.default_device(jax.local_devices()[0]):
@@ -479,7 +479,7 @@ def a_write_that_is_cut_short(world: World) -> None:
             manager.prepare(["two"])
         manager._pool.write = kept
         with pytest.raises(LoRAError, match="prepare was cut short"):
-            manager.prepare(["one", None, None, None])  # though nobody need be asked
+            manager.prepare(["one", None, None, None])  # though no exchange is needed
     else:
         manager.prepare(["two"]).close()
     for _ in range(2):
@@ -622,7 +622,7 @@ class Experts(World):
 
 @scenario
 def experts(world: World) -> None:
-    """Each process reads what its devices hold, and both together answer as one would."""
+    """Each process reads the slots of its own devices, and the answers equal those of one process."""
     world = Experts(world)
     original, reads = StableFile.read_into, []
 
@@ -687,7 +687,7 @@ class Cut:
 
 @scenario
 def an_interrupt_after_others_are_told(world: World) -> None:
-    """They do what this one does not."""
+    """Only the other processes run these calls."""
     manager = world.start()
     manager.add_adapter(world.request("one"))
     manager.add_adapter(world.request("two"))
@@ -753,7 +753,7 @@ def a_process_without_devices_of_the_model(world: World) -> None:
 
 @scenario
 def other_orders_of_use(world: World) -> None:
-    """What would evict different adapters evicts none."""
+    """A call that would evict different adapters in each process evicts none."""
     manager = world.start(max_cpu_loras=3)
     for name in ("one", "two", "three"):
         manager.add_adapter(world.request(name))
@@ -876,7 +876,7 @@ def random_traffic(world: World) -> None:
 
     manager._host._resolve = slow
     adapters = {adapter.name: adapter for adapter in ADAPTERS}
-    twins = dict(world.twins)  # and of what was updated, by name and version
+    twins = dict(world.twins)  # and that of the update, by name and version
 
     def served(batch, names) -> list:
         found = zip(names, batch.versions, strict=True)
@@ -938,7 +938,7 @@ def random_traffic(world: World) -> None:
 
 def main(number: str, port: str, folder: str) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    # Most scenarios compile what others have compiled.
+    # Most scenarios compile the same programs.
     jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled{number}")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

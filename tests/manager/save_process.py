@@ -107,7 +107,7 @@ for folder in folders:
     versions = {"a": 0, "b": 0} if state == old else {"a": 1, "c": 0}
     for name, version in versions.items():
         world.check(world.serve([name, None, None]), [make_adapter(name, version), None, None])
-    manager.save(folder)  # goes on, and leaves nothing of the one that was killed
+    manager.save(folder)  # continues, and removes all files of the killed save
     left = {path.name for path in folder.rglob("*") if path.is_file()}
     assert len(left) == 4, left  # adapters.json, the lock, and the weights of two
 print(json.dumps({"points": points, "killed": len(folders), **found}))

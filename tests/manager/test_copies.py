@@ -1,4 +1,4 @@
-"""Copies of a wrapped model, which the manager does not write: right until a slot is written, then without answer."""
+"""Copies of a wrapped model, which the manager does not write: right until a slot is written, NaN afterwards."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ def test_a_copy_that_missed_a_write_gives_no_answer(loaded, duplicate):
     assert loaded.traces == [1]
 
 
-def test_called_without_jit_it_says_why(loaded):
+def test_outdated_copy_raises_outside_jit(loaded):
     twin = through_state(loaded.model)
     with loaded.manager.prepare(["c", None, None]) as batch, jlora.use(batch):
         with pytest.raises(LoRAError, match=r"embed: this copy of the model was made before an adapter of the batch"):
@@ -80,7 +80,7 @@ def test_called_without_jit_it_says_why(loaded):
         assert np.isfinite(loaded.model(loaded.tokens)).all()
 
 
-def test_what_it_holds_still_is_served(loaded):
+def test_copy_serves_slots_that_were_not_written_since(loaded):
     """Writes of other slots do not matter to a batch, nor does any to the base model."""
     twin = through_state(loaded.model)
     base = step(loaded, loaded.model, [None] * 3)
@@ -114,7 +114,7 @@ def test_new_weights_of_an_adapter(loaded):
 
 
 def test_a_batch_outlives_the_mending_of_its_slots(loaded):
-    """Slots that are written again hold what they held: batches that are open stay right, and so do kept ones."""
+    """Restored slots have the same content, so open batches and cached batches stay right."""
     with loaded.manager.prepare(["a", "b", None]) as batch:
         for leaf in jax.tree.leaves(loaded.manager.slots):
             leaf.delete()
@@ -124,7 +124,7 @@ def test_a_batch_outlives_the_mending_of_its_slots(loaded):
 
 
 def test_a_copy_of_slots_that_were_half_written(loaded, monkeypatch):
-    """The stamp is on a slot before its last array is: what mends the slot has another number."""
+    """A slot is stamped before its last array is written, and the repair stamps it with another number."""
     pool, ran = loaded.manager._pool, []
     run = pool._run
 

@@ -111,7 +111,7 @@ KINDS = {
 
 
 def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
-    """What one leaves out is not what another left there."""
+    """Modules that an adapter lacks do not keep the weights of the previous adapter."""
     plain = {
         kind: one_by_one(a) if any(m.kind == "experts" for m in a.modules.values()) else a for kind, a in KINDS.items()
     }
@@ -126,8 +126,8 @@ def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
 
 @pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("cls", [Seams, Interleaved, Alternating])
-def test_gate_and_up_in_one_lie_as_in_the_layer(cls, exchanged):
-    """One A for both, B in the order of a checkpoint's columns: the layer's own, unless its class says another."""
+def test_merged_gate_and_up_have_the_column_order_of_the_layer(cls, exchanged):
+    """One A for both, and B in the column order of the checkpoint."""
     world = world_of(cls)
     world.manager.remove_all_adapters()
     modules, arrays = {}, {}
@@ -148,7 +148,7 @@ def test_gate_and_up_in_one_lie_as_in_the_layer(cls, exchanged):
     world.check({"x": jlora.Adapter.from_arrays("x", arrays, alpha=3), "y": each("y")})
 
 
-def test_files_of_both_kinds_and_what_a_request_says(world, tmp_path):
+def test_files_of_both_kinds_with_fields_of_a_request(world, tmp_path):
     each("x").save_pretrained(tmp_path / "2d")
     fused = {
         f"layers.{layer}.experts.{part}": ExpertsLoRA(
@@ -182,7 +182,7 @@ def test_files_of_both_kinds_and_what_a_request_says(world, tmp_path):
     world.check({"x": each("x"), "y": jlora.Adapter.from_arrays("y", arrays, alpha=3)})
 
 
-def test_a_request_says_a_bool():
+def test_request_field_must_be_a_bool():
     with pytest.raises(LoRAUsageError, match="is_3d_lora_weight must be a bool or None, got 1"):
         jlora.LoRARequest("x", "y", is_3d_lora_weight=1)
 
@@ -251,7 +251,7 @@ BOTH = {**stacked("x").modules, **each("x", experts=(2,), parts=("up_proj",)).mo
         (only("layers.0.experts.0.gate_proj"), "names one of 5 experts, and these are weights of all of them"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(world, adapter, message):
+def test_misfit_of_experts_changes_nothing(world, adapter, message):
     world.manager.add_adapter(each("y"))
     with pytest.raises(AdapterMismatchError, match=message):
         world.manager.add_adapter(adapter)
@@ -329,7 +329,7 @@ def test_experts_take_the_first_slots_and_others_leave_them_free(few):
     assert set(slot_names(few.manager)) == {"e0", "e2", "d1", "d2"}
 
 
-def test_others_take_slots_of_experts_where_they_must_and_go_again(few):
+def test_dense_adapters_take_slots_of_experts_only_if_others_are_full(few):
     few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)
     few.check(["e3", "d3", "e1", "d2", None, "e3"], few.adapters)
     few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)  # the ranks of experts are not those that e3 left
@@ -345,8 +345,8 @@ def test_no_room_for_experts(few):
         few.manager.prepare(["d1"]).close()
 
 
-def test_who_makes_room_leaves_a_free_slot(few, tmp_path):
-    """Both that lie in slots of experts are moved; one of these is free then, and what is saved can be restored."""
+def test_making_room_leaves_a_free_slot(few, tmp_path):
+    """Both adapters in slots for experts move. One of these slots is then free, and a saved state can be restored."""
     few.check(["d0", "d1", "d2", "d3", None, "d0"], few.adapters)
     for name in slot_names(few.manager)[2:]:
         few.manager.remove_adapter(name)
@@ -361,7 +361,7 @@ def test_who_makes_room_leaves_a_free_slot(few, tmp_path):
     assert {name for name in slot_names(few.manager) if name} == {"e0", one, two}
 
 
-def test_what_is_pinned_gets_a_slot_before_experts_do(few, tmp_path):
+def test_pinned_adapters_get_slots_before_experts(few, tmp_path):
     few.check(["e0", "e1", "d0", "d1", None, "d0"], few.adapters)
     for name in ("d0", "d1"):
         few.manager.pin_adapter(name)

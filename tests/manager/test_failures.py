@@ -38,7 +38,7 @@ def with_base(world, change, name="embed"):
     return jlora.Adapter(name="bad", modules=make_adapter("x").modules, base_weights={name: change(table)})
 
 
-# what is wrong -> (the adapter, what the message says: the tensor, what was expected, what was found)
+# defect -> (the adapter, the message: tensor, expected, found)
 BAD = {
     "rank": (
         lambda w: adapter(layers__0__q_proj=factors(MAX_RANK + 1, WIDTH, 16)),
@@ -259,7 +259,7 @@ def test_a_failed_transfer_leaves_the_slots_as_they_were(full, monkeypatch):
 
 
 def delete(slot, job, operands, donate):
-    """What a device error leaves of donated arrays."""
+    """Delete the arrays, as after a device error in a program that donates them."""
     for variable in job.variables:
         raw_value(variable).delete()
 
@@ -269,8 +269,8 @@ WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
 
 @pytest.mark.parametrize("how", ["before", "consumed", "after"])
 @pytest.mark.parametrize("nth", range(1, WRITES + 1))
-def test_a_write_that_fails_anywhere_is_mended(full, monkeypatch, nth, how):
-    """Two adapters are swapped in, and the nth program fails. A stranger's open batch is served on all the while."""
+def test_failed_write_is_repaired(full, monkeypatch, nth, how):
+    """Two adapters are swapped in and the nth program fails; the next batches are right."""
     pool = full.manager._pool
     with monkeypatch.context() as patch:
         fails(patch, pool, "_run", nth, delete if how == "consumed" else lambda *args: None, late=how == "after")
@@ -330,7 +330,7 @@ def test_a_failure_while_mending_is_mended_too(full, monkeypatch):
     check_everything(full)
 
 
-# --- what others do to the slot arrays --------------------------------------------------------------------------------
+# --- slot arrays changed from outside ---------------------------------------------------------------------------------
 
 
 def test_a_step_that_donates_the_slot_arrays(full):
@@ -351,7 +351,7 @@ def test_a_step_that_donates_the_slot_arrays(full):
 
 
 def test_an_older_state_put_back_into_the_model(full):
-    """Asked for b after `nnx.update` with a state from when the slot was a's: b is served."""
+    """A batch for b is right after `nnx.update` with a state from the time when a had the slot."""
     full.manager.deactivate_adapter("a")
     full.manager.deactivate_adapter("b")
     full.serve(["a", None, None])

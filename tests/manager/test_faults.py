@@ -1,4 +1,4 @@
-"""Disks that fail while an adapter is loaded: nothing wrong is served."""
+"""Disks that fail during a load: served values stay right."""
 
 import errno
 import itertools
@@ -53,7 +53,7 @@ class _Fails:
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
-    """For every n: an error that says where, others go on being served, and a later try works."""
+    """For every n, the error names the file, other adapters are served, and a later load succeeds."""
     good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
     world.manager.add_adapter(good)
     want = world.serve(["good", None, None])

@@ -1,4 +1,4 @@
-"""What an adapter brings beside its factors, and how it comes back out of its slot."""
+"""Base weights in an adapter, and adapters read back from their slots."""
 
 import jax.numpy as jnp
 import numpy as np

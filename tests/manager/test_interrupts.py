@@ -1,4 +1,4 @@
-"""Ctrl-C while a manager loads, swaps, replaces, updates and steps: answered soon, and nothing is harmed."""
+"""Ctrl-C during loads, swaps, replacements, updates and steps raises soon and leaves the manager intact."""
 
 import asyncio
 import contextlib
@@ -68,11 +68,11 @@ class Signals:
     """Work in the main thread while another sends SIGINT at random moments; check everything after each.
 
     Attributes:
-      harm: called with what must not be. If it returns, things go on in a new world.
+      harm: called with a violated invariant. If it returns, work continues in a new world.
       tasks: whether to work in a task of asyncio.
-      caught: how often a signal was caught, in which verb.
-      swallowed: how often Python let no KeyboardInterrupt out of some callback or finalizer outside of jlora.
-      answers: how many were compared.
+      caught: number of signals caught in each verb.
+      swallowed: number of signals that Python swallowed in a callback or finalizer outside of jlora.
+      answers: number of answers compared.
       slowest: seconds from a signal to its KeyboardInterrupt, the largest.
     """
 
@@ -207,7 +207,7 @@ class Signals:
                 await asyncio.sleep(0)
 
         if self.tasks:
-            # The first SIGINT under `asyncio.run` cancels this task, and raises nothing in the verb that runs.
+            # The first SIGINT under `asyncio.run` cancels this task, and raises no exception in the verb that runs.
             asyncio.run(serve())
         while going():
             work()

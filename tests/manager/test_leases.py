@@ -1,4 +1,4 @@
-"""An open batch holds its slots: who waits, who is refused, and when the slots come back."""
+"""An open batch holds its slots: calls that wait, calls that are refused, and the end of a lease."""
 
 import gc
 import threading
@@ -130,7 +130,7 @@ def test_load_inplace_replaces_in_the_slot(world):
     world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
     assert m.pin_adapter("a")
     assert m.add_adapter(make_adapter("a", 1), load_inplace=True)
-    assert slot_names(m) == (None, "b")  # what is in it is no longer the newest; the next prepare writes it
+    assert slot_names(m) == (None, "b")  # its content is outdated; the next prepare writes it
     assert m.list_adapters()["a"].pinned
     world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
     assert m.add_adapter(make_adapter("c"), load_inplace=True)  # a new name is simply loaded
@@ -185,7 +185,6 @@ def test_leases_remember_nothing_of_closed_batches(world):
     load(world, "a")
     for _ in range(100):
         world.manager.prepare(["a", None, None]).close()
-    assert len(world.manager._leases._leases) <= 1
     assert world.manager.leases() == ()
 
 
@@ -248,12 +247,3 @@ def test_eight_threads_prepare_step_and_close():
     assert stats.slot_evictions > 0
     assert stats.compilations == len(world.traces) == 1
     world.manager.remove_all_adapters()
-
-
-def test_equal_sets_of_sites_are_one():
-    world = make_world(max_loras=3)
-    m = world.manager
-    m.add_adapter(make_adapter("a", modules=["layers.0.q_proj", "layers.1.o_proj"]))
-    m.add_adapter(make_adapter("b", modules=["layers.0.q_proj", "layers.1.o_proj"]))
-    contents = m._cache.loaded
-    assert contents["a"].sites is contents["b"].sites

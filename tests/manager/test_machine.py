@@ -36,7 +36,7 @@ THREADS = 3
 
 @dataclass(eq=False)
 class Item:
-    """One version of one adapter. `key` says what content it is; None for what only equals itself."""
+    """One version of one adapter. `key` identifies its content; None if it equals only itself."""
 
     adapter: jlora.Adapter
     key: Any = None
@@ -48,7 +48,7 @@ class Item:
 
 
 class Books:
-    """What the manager promises, as lists that are scanned. Every verb returns its result or the error it raises."""
+    """A model of the manager with plain lists. Every verb returns its result or the error that it raises."""
 
     # The versions of a name go on counting, also where it is removed: one world serves every example.
     last: dict[str, tuple[int, Any]] = {}
@@ -56,7 +56,7 @@ class Books:
     def __init__(self, slots: int, host: int):
         self.room = host
         self.slots: list[Item | None] = [None] * slots
-        self.used: list[Item] = []  # what is in slots, least recently used first
+        self.used: list[Item] = []  # names in slots, least recently used first
         self.host: list[Item] = []  # the same for the host; the newest of each name
         self.pinned: set[str] = set()
         self.known: dict[str, Any] = {}  # evicted, and to be had again: the key
@@ -163,7 +163,7 @@ class Books:
         return None
 
     def forget(self, name: str) -> None:
-        """The versions of a name that is removed go on counting; what comes is none of those before."""
+        """Versions of a removed name keep counting, so a later adapter has a new version."""
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
 
@@ -184,7 +184,7 @@ class Books:
                 self.used.remove(item)
 
     def activate(self, wanted: list[Item], partly: bool = False) -> Any:
-        """What was written."""
+        """The adapter that was written."""
         self.sweep()
         missing = [item for item in wanted if item not in self.slots]
         reserved = {item.name: i for i, item in enumerate(self.slots) if item is not None and not self.alive(item)}
@@ -217,7 +217,7 @@ class Books:
 
 @dataclass
 class Open:
-    """An open batch: its thread, its copies, what its sequences are served from, and what they got at first."""
+    """An open batch: its thread, its copies, the adapters of its sequences, and their first logits."""
 
     thread: int
     copies: list[jlora.LoRABatch]
@@ -291,7 +291,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*names, "a", "b"]))
 
     def result(self, thread: int, called: "Future[Any]") -> Any:
-        """What was called returned, and its thread has let go of the arguments."""
+        """The call has returned, and its thread has released the arguments."""
         try:
             return called.result(PATIENCE)
         finally:
@@ -299,7 +299,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.threads[thread].submit(int).result(PATIENCE)
 
     def others(self) -> bool:
-        """Whether another thread has a batch open: to wait for that would take for ever."""
+        """Return whether another thread has a batch open. A wait for it would never end."""
         return any(batch.thread != self.turn for batch in self.batches)
 
     def patience(self, timeout: float | None) -> float | None:
@@ -310,7 +310,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.threads[batch.thread].submit(self.world.logits, batch.copies[-1])
 
     def one(self, data: st.DataObject) -> Open:
-        """Some open batch. Drawn by its place: Hypothesis keeps what strategies are made of, and so would a lease."""
+        """Some open batch, drawn by its index, because Hypothesis keeps drawn objects and so their leases alive."""
         return self.batches[data.draw(st.integers(0, len(self.batches) - 1))]
 
     def newest(self, data: st.DataObject) -> str:
@@ -388,7 +388,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # --- slots ------------------------------------------------------------------------------------------------------
 
     def recalled(self, names: list[str]) -> Any:
-        """Load again what was evicted, in the books. The error that this raises, or None."""
+        """Load an evicted adapter again in the model, and return the error that this raises, or None."""
         for name in names:
             if self.books.get(name) is None:
                 if (key := self.books.known.get(name)) is None:
@@ -398,7 +398,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return None
 
     def crowded(self, asked: list[Any], items: list[Item | None]) -> Any:
-        """Before a load for a batch: the error where it does not fit into the slots, or a use of what is there."""
+        """Before a load for a batch, return the error if it does not fit into the slots, or count a use."""
         books = self.books
         wanted = [a if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
         wanted = list(dict.fromkeys(books.get(w) or w if isinstance(w, str) else w for w in wanted if w is not None))
@@ -459,7 +459,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(names=BATCHES, data=st.data(), wait=st.booleans(), timeout=TIMEOUTS)
     def prepare(self, names: list[str | None], data: st.DataObject, wait: bool, timeout: float | None) -> None:
-        # A step like any server's: what is asked for is loaded, when there is room; some sequences have handles.
+        # A step as in a server: requests are loaded if there is room, and some sequences have handles.
         asked: list[Any] = list(names)
         items: list[Item | None] = [None] * SEQUENCES
         for i, name in enumerate(names):
@@ -564,7 +564,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not forget:
             handle.close()
 
-    # --- what must hold after each ----------------------------------------------------------------------------------
+    # --- invariants after each rule --------------------------------------------------------------------------------
 
     @invariant()
     def books_agree(self) -> None:
@@ -587,7 +587,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def logits_agree(self) -> None:
-        """Every open batch gets bitwise what it got at first; and that is what NumPy says."""
+        """Every open batch gets its first logits bitwise, and they equal those of NumPy."""
         for batch, step in [(batch, self.step(batch)) for batch in self.batches]:
             logits = self.result(batch.thread, step)
             if not batch.logits:

@@ -1,4 +1,4 @@
-"""The manager with a model on a mesh: everything that it does elsewhere, and what it refuses."""
+"""The manager with a model on a mesh: the same results as on one device, and refused configurations."""
 
 import dataclasses
 import functools
@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.site import check_room
-from jlora.manager import programs, slot_arrays
-from jlora.pallas.triton import write as triton_write
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -42,6 +40,7 @@ from tests.layers.mesh_models import (
     placed,
     tokens_of,
 )
+from tests.manager.conftest import WRITES
 from tests.matrix import thinned
 from tests.records import slot_names
 
@@ -86,28 +85,20 @@ class World:
         return self.step._cache_size(), self.manager.stats().compilations
 
 
-HOWS = ("each", "joined", "kernels")
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
 
 
 @pytest.mark.parametrize(
-    ("config", "how"),
-    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], HOWS)), 1, 2, 3),
+    ("config", "write_programs"),
+    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], WRITES)), 1, 2, 3),
+    indirect=["write_programs"],
 )
-def test_swaps_through_one_program(monkeypatch, twins, config, how):
-    monkeypatch.setattr(slot_arrays, "_joins", lambda device: how != "each")
-    kernel, ran = triton_write.write_rows, []
-    if how == "kernels":  # as on GPUs, where a kernel writes what a shard has; here interpreted
-        monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
-        monkeypatch.setattr(triton_write, "write_rows", lambda *args: (ran.append(1), kernel(*args, interpret=True))[1])
-        programs.compiled_write.cache_clear()
+@pytest.mark.usefixtures("write_programs")
+def test_swaps_through_one_program(twins, config):
     world = World(**config)
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
     assert world.compiled() == (1, 1)
-    assert bool(ran) == (how == "kernels")
-    if how == "kernels":
-        programs.compiled_write.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +114,7 @@ def equal(found: jlora.Adapter, want: jlora.Adapter):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=2e-7)
 
 
-def test_what_is_in_a_slot_is_read_back(world):
+def test_adapter_is_exported_from_its_slot(world):
     for adapter in ADAPTERS:
         world.manager.activate_adapter(adapter.name)
         equal(world.manager.export_adapter(adapter.name), adapter)
@@ -244,7 +235,7 @@ def test_warmup_and_stats(twins):
     assert world.compiled() == (1, 1)
 
 
-def test_what_slots_take_of_a_device(monkeypatch, world):
+def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     """Their shards, not the whole."""
     first = the_mesh().devices.flat[0]
     *arrays, _ = world.manager._pool.arrays()  # the stamps are a few numbers
@@ -271,7 +262,7 @@ def test_unwrap_gives_the_model_back():
     "fully", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.mesh)]
 )
 def test_verify(fully):
-    """Padded heads and copies lie otherwise in split slots than in an adapter."""
+    """Padded heads and copies have another order in split slots than in an adapter."""
 
     class Padded(nnx.Module):
         def __init__(self):
@@ -323,7 +314,7 @@ def test_padded_features_are_read_back_and_updated():
         assert found["out"].a.tobytes() == adapter.modules["out"].a.tobytes()
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_on_two_meshes():

@@ -1,4 +1,4 @@
-"""Which slices of which layer a checkpoint name fills."""
+"""Slices of layers that checkpoint names fill."""
 
 import re
 
@@ -229,7 +229,7 @@ def refusal(model, modules):
         ("model.layers.1.attn", "nearest is 'layers.1.attn', which is not wrapped: Fused is not"),
     ],
 )
-def test_a_name_that_leads_to_what_is_not_wrapped(rng, name, expected):
+def test_name_of_an_unwrapped_module_is_refused(rng, name, expected):
     found = refusal(Odd(), {name: factors(rng, 2, 3, 3)})
     assert re.search(f"no module '{name}'.*{expected}", found)
 
@@ -248,7 +248,7 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
     assert re.search("nearest is 'layers.0.mlp.routed.w2'$", refusal(model, {"layers.0.mlp.experts.w2": whole}))
 
 
-def test_only_what_could_hold_lora_is_listed():
+def test_only_modules_with_a_kernel_are_listed():
     shown = {layer.path for layer in make_manager(Odd()).layers()}
     names = ("attn", "mlp.experts", "mlp.shared_experts.gate_proj", "tower", "o_proj")
     assert shown == {f"layers.{i}.{name}" for i in (0, 1) for name in names}

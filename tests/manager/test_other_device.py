@@ -1,4 +1,4 @@
-"""A model on a device that is not the default one: its slots lie there too, and nothing is moved in a step."""
+"""A model on a device other than the default: its slots are there too, and a step moves no array."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def devices(world):
     return {device for _, array in world.slots() for device in array.devices()}
 
 
-def test_slots_and_batches_lie_with_the_model_and_stay_there(far):
+def test_slots_and_batches_stay_on_the_device_of_the_model(far):
     adapters = {name: make_adapter(name) for name in "abc"}
     for adapter in adapters.values():
         far.manager.add_adapter(adapter)
@@ -60,7 +60,7 @@ def test_updates_from_anywhere(far, where):
     assert devices(far) == {jax.devices()[OTHER]}
 
 
-def test_updates_from_another_device_where_nobody_chose_one():
+def test_updates_from_another_device_to_uncommitted_slots():
     world = make_world()
     world.manager.add_adapter(make_adapter("a", rank=2, modules=["layers.0.q_proj"]))
     world.serve(["a", None, None])
@@ -86,7 +86,7 @@ def test_a_lost_array_is_made_anew_beside_the_others(far):
     assert devices(far) == {jax.devices()[OTHER]}
 
 
-def test_what_is_saved_elsewhere_is_restored_with_the_model(far, tmp_path):
+def test_state_is_restored_on_the_device_of_the_model(far, tmp_path):
     adapter = make_adapter("a")
     far.manager.add_adapter(adapter)
     far.manager.save(tmp_path / "state")
@@ -101,8 +101,8 @@ def test_a_model_that_is_given_back_has_nothing_left(far):
     assert not [path for path, _ in far.slots()]
 
 
-def test_where_nobody_chose_nothing_is_committed():
-    """As ever: computations may take such arrays wherever the others lie."""
+def test_slots_of_uncommitted_models_are_uncommitted():
+    """Computations can use uncommitted arrays with arrays of any device."""
     model = Model()
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
     assert not model.embed.jlora_a.get_value().committed
@@ -117,7 +117,7 @@ def test_parts_on_several_devices_leave_slots_where_they_were():
 
 
 class Gpu:
-    """The first device of a machine whose models may lie on its CPU all the same."""
+    """The first device of a machine whose model is on the CPU."""
 
     platform = "gpu"
 
@@ -129,7 +129,7 @@ class Gpu:
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_how_slots_are_written_is_asked_of_the_device_that_they_lie_on(monkeypatch):
+def test_write_program_suits_the_device_of_the_slots(monkeypatch):
     devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda **_: [Gpu(), *devices])
     manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))

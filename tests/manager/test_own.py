@@ -1,6 +1,6 @@
-"""Loads by a process that has some of the experts: its blocks as if all were read, and nothing of the others'.
+"""Loads by a process that has some of the experts: their blocks equal those of a full load, and others are zero.
 
-Processes are pretended: a device of a mesh of virtual ones belongs to the process that its shard of experts is given.
+Processes are simulated: each virtual device belongs to the process of its shard of experts.
 """
 
 import functools
@@ -102,11 +102,11 @@ class World:
                     param.set_value(jax.device_put(value, NamedSharding(mesh, P(*split))))
             sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8} | config
             self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes))
-            for site in self.manager._pool.sites:  # asked once, and kept
+            for site in self.manager._pool.sites:  # computed once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
 
     def staged(self, adapter):
-        """What the host cache has of an adapter, or of a request for one."""
+        """Return the packed adapter that the host cache holds after a load."""
         self.manager.add_adapter(adapter)
         content = self.manager._host.newest(adapter.name)
         self.manager.remove_adapter(adapter.name)
@@ -196,7 +196,7 @@ def test_slots_for_experts_that_share_a_factor(folder_of, kind):
 
 
 def test_float16_is_filled_from_all_experts(folder_of, monkeypatch):
-    """What A grows by is decided over all of them."""
+    """The power of two of A depends on all experts."""
     found, fields = file_of("flat")
     folder = folder_of(found, **fields)
     request = jlora.LoRARequest("x", str(folder))
@@ -230,7 +230,7 @@ def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whose_numbers_are_looked_at(folder_of, kind):
+def test_only_own_experts_are_checked_for_nan(folder_of, kind):
     world = world_of(Gathering, 4, (1, 2))
     for e in (1, 3, 4, 6):
         part = "down_proj" if "up" not in kind else "gate_up_proj"

@@ -1,4 +1,4 @@
-"""`prepare`: what it refuses, what the batch holds, and that an unchanged batch costs no transfer."""
+"""`prepare`: refusals, the content of a batch, and no transfer for an unchanged batch."""
 
 import threading
 import time
@@ -201,11 +201,10 @@ def test_many_kinds_of_batches_are_served_right(world):
     batches = [(x, y, z) for x in adapters for y in adapters for z in adapters]
     for names in batches * 2:
         world.check(world.serve(names), [adapters[name] for name in names])
-    assert len(world.manager._batches._kept) <= 8
 
 
 def in_time(call: Callable[[], Any]) -> Any:
-    """What a call returns or raises; in a thread, for it may hang."""
+    """Return or raise the result of a call, made in a thread because it may hang."""
     done: Future[Any] = Future()
 
     def work() -> None:
@@ -233,14 +232,14 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
             with pytest.raises(jlora.NoFreeSlotError, match="2 adapters need a slot, but of 2 slots 1 are"):
                 in_time(lambda timeout=timeout: m.prepare([b, c, None], timeout=timeout))
         assert m.stats().host_loads == 1
-        # Who has time waits, and loads when there is room.
+        # A call with a timeout waits, and loads when there is room.
         threading.Timer(0.1, batch.close).start()
         in_time(lambda: m.prepare([b, c, None], timeout=20)).close()
     assert set(slot_names(m)) == {"b", "c"}
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
+def test_prepare_waits_for_room_taken_during_its_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     world = make_world(max_loras=1, max_cpu_loras=1)
@@ -270,8 +269,8 @@ def test_room_that_somebody_takes_while_an_adapter_is_loaded_is_waited_for(
     assert len(taken) == 1
 
 
-def test_who_waits_for_a_slot_loads_in_order_of_arrival(tmp_path: Path) -> None:
-    """Else what one has loaded would be evicted by another, who has no slot for it yet."""
+def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
+    """Otherwise batches without a slot would evict each other's loads."""
     world = make_world(max_loras=1, max_cpu_loras=1)
     m, came = world.manager, deque[str]()
     m.add_adapter(make_adapter("a"))
@@ -295,10 +294,10 @@ def test_who_waits_for_a_slot_loads_in_order_of_arrival(tmp_path: Path) -> None:
     assert m.stats().host_loads == 5
 
 
-def test_a_load_does_not_evict_what_the_same_batch_asks_for(tmp_path: Path) -> None:
+def test_load_does_not_evict_adapters_of_its_batch(tmp_path: Path) -> None:
     world = make_world(max_loras=2, max_cpu_loras=2)
     make_adapter("c").save_pretrained(tmp_path / "c")
-    for name in "ab":  # from memory: what is evicted of them is lost
+    for name in "ab":  # from memory: lost once evicted
         world.manager.add_adapter(make_adapter(name))
     request = jlora.LoRARequest("c", str(tmp_path / "c"))
     world.check(world.serve(["a", request, None]), [make_adapter("a"), make_adapter("c"), None])

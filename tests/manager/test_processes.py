@@ -1,4 +1,4 @@
-"""Two processes with one model: what each scenario of `tests.manager.process` found, in both."""
+"""Two processes with one model: the result of each scenario of `tests.manager.process`, in both."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Named sequences of the verbs: what add, activate, pin and their opposites do at the edges.
+"""Named sequences of the verbs: edge cases of add, activate, pin and their opposites.
 
 The worlds have two slots; the order of `list_adapters` is least recently used first.
 """
@@ -230,7 +230,7 @@ def test_a_batch_may_evict_only_what_it_does_not_use(world):
 
 
 def test_a_slot_taken_over_keeps_nothing_of_the_one_before(world):
-    """An adapter with fewer modules and lower rank after a full one: what it does not bring is cleared."""
+    """An adapter with fewer modules and lower rank after a full one: the missing modules are cleared."""
     full = make_adapter("full", rank=4, modules=["embed", "lm_head", "layers.0.q_proj", "layers.1.o_proj"])
     small = make_adapter("small", rank=1, modules=["layers.1.v_proj"])
     world.manager.add_adapter(full)
@@ -239,7 +239,7 @@ def test_a_slot_taken_over_keeps_nothing_of_the_one_before(world):
     world.manager.deactivate_adapter("full")
     world.check(world.serve(["small", None, None]), [small, None, None])
     assert slot_names(world.manager)[0] == "small"
-    # What lies past the ranks is masked, not zeroed: one layer alone has any.
+    # Values past the ranks are masked, not zeroed; one layer alone has ranks.
     ranks = [array[0] for path, array in world.slots() if path[-1].endswith("ranks")]
     assert sum(bool(array.any()) for array in ranks) == 1
 

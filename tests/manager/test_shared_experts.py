@@ -52,7 +52,7 @@ def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2,
 
 
 def plain(adapter):
-    """The 2D adapter that is meant, for the reference."""
+    """The equivalent 2D adapter, for the reference."""
     experts = {name: m for name, m in adapter.modules.items() if m.kind == "experts"}
     if not experts:
         return adapter
@@ -171,7 +171,7 @@ SHARED = ("shared", "of down alone", "both shared")
 
 
 def test_kinds_of_adapters_take_turns_without_a_compilation(world):
-    """What one leaves out is not what another left in its slot, and each is in a slot of its kind."""
+    """Missing modules do not keep the previous weights, and each adapter is in a slot of its kind."""
     for name in ("full", "t"):
         world.manager.remove_adapter(name)
     for kind in (*KINDS, *KINDS):
@@ -197,12 +197,12 @@ def test_bytes(world):
     kinds = [sum(i.slot_bytes for i in dense), sum(i.slot_bytes for i in experts)]
     once = sum(i.shared_slot_bytes for i in experts)
     assert 5 * kinds[0] + 2 * kinds[1] + 2 * once == arrays
-    values = EXPERTS * (4 * 3 * INNER) + 4 * 3 * HIDDEN  # B of gate and up and A of down, and what is there once
+    values = EXPERTS * (4 * 3 * INNER) + 4 * 3 * HIDDEN  # B of gate and up and A of down, and the shared factors
     ranks = 3 * (EXPERTS + 1)
     assert once == LAYERS * 4 * (values + ranks)
     assert not any(i.shared_slot_bytes for i in dense)
     assert world.manager.stats().slot_bytes == sum(kinds)
-    # The host cache holds what the slots do, for rank 2 of a slot of rank 4 is one block; and all ranks.
+    # The host cache holds as much as the slots, because rank 2 of a slot of rank 4 is one block; and all ranks.
     router = 4 * (HIDDEN + EXPERTS)
     all_ranks = 1 + 3 * EXPERTS + ranks
     assert world.manager.list_adapters()["s"].nbytes == LAYERS * 4 * (router + values + all_ranks)
@@ -215,7 +215,7 @@ def test_no_array_stands_for_the_factor_that_is_not_held(world):
     assert all(array.size for array in jax.tree.leaves([world.manager.slots, operands]))
 
 
-def test_slots_that_do_not_fit_say_what_each_kind_takes():
+def test_error_of_slots_that_do_not_fit_lists_bytes_of_each_kind():
     kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
     each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
     with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):
@@ -328,7 +328,7 @@ def test_verified_beside_them(world):
 
 
 def test_rows_of_experts_elsewhere_keep_their_bits(world):
-    """Also where what is added to them would be zero: -0.0 + 0.0 is another number."""
+    """Also if the delta would be zero: -0.0 + 0.0 has other bits."""
 
     @jax.jit
     def down(model, x, y, expert, batch):

@@ -205,7 +205,7 @@ def test_files_that_changed_are_another_version(world, tmp_path, evicted):
 
 
 def test_updated_weights_come_back(world, tmp_path):
-    """From host arrays and from device arrays: they are no longer what the request would load."""
+    """From host arrays and from device arrays, which differ from the files of the request."""
     manager = as_new(world).manager
     make_adapter("b", rank=2, modules=["layers.0.q_proj", "layers.0.k_proj", "embed"]).save_pretrained(tmp_path / "b-0")
     for name in "ab":
@@ -243,7 +243,7 @@ def test_bits_come_back_in_any_dtype(tmp_path, dtype):
     assert slot_bits(world) == bits
 
 
-def test_what_an_adapter_says_of_itself_comes_back(world, tmp_path):
+def test_metadata_of_an_adapter_is_restored(world, tmp_path):
     adapter = make_adapter(
         "a", base_model_name="base", task_type="CAUSAL_LM", use_rslora=True, peft_fields={"lora_dropout": 0.1, "x": [1]}
     )
@@ -304,7 +304,7 @@ QUICK = ("experts that share", "onto a mesh")
 )
 @pytest.mark.device(devices=4)
 def test_weights_of_layers_of_every_kind(tmp_path, what):
-    """From memory: what the other manager restores is what it would have packed of the same adapter."""
+    """From memory: the restored blocks equal those that the other manager packs from the same adapter."""
     make, make_other, make_one = LAYERS[what]
     one, want, restored = make(), (make_other or make)(), (make_other or make)()
     one.add_adapter(make_one())
@@ -327,7 +327,7 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
 
 
 def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_path):
-    """And what else was known of it is still there when they are back: its version, and that it was pinned."""
+    """Its version and its pin return with the files."""
     manager = as_new(world).manager
     for name in "ab":
         manager.add_adapter(request(tmp_path, name))
@@ -339,7 +339,7 @@ def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_pa
     world.check(world.serve(["b", None, None]), [make_adapter("b"), None, None])
     with pytest.raises(jlora.AdapterNotFoundError, match="adapter 'a'"):
         manager.prepare(["a", None, None])
-    manager.save(tmp_path / "saved")  # loses nothing either
+    manager.save(tmp_path / "saved")  # keeps them too
     back(tmp_path, "a")
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
     assert manager.list_adapters()["a"].pinned
@@ -397,7 +397,7 @@ def test_a_manager_of_other_sizes(served, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_room_for_what_must_be_there(world, tmp_path):
+def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
     for name in "abc":
         world.manager.add_adapter(make_adapter(name))
     for name in "ab":
@@ -547,7 +547,7 @@ def refused(call, *args):
 
 
 def two_states(world, folder):
-    """Save one, and go on to another. What each of them shows."""
+    """Save one state, then change to another. Return the records of both."""
     as_new(world).manager.add_adapter(make_adapter("a"))
     world.manager.add_adapter(make_adapter("b"))
     world.manager.save(folder)
@@ -705,7 +705,7 @@ def test_an_edited_file_is_refused(world, tmp_path):
 
 
 def test_weights_of_another_name(world, tmp_path):
-    """A file in the place of another does not hold what its name says."""
+    """A file in the place of another does not match its name."""
     for name in "ab":
         world.manager.add_adapter(make_adapter(name))
     world.manager.save(tmp_path)
@@ -726,7 +726,7 @@ def test_a_file_of_another_kind(world, tmp_path, text):
         world.manager.restore(tmp_path)
 
 
-def test_nonfinite_weights_are_refused_where_they_are_not_allowed(tmp_path):
+def test_nonfinite_weights_are_refused_unless_allowed(tmp_path):
     adapter = make_adapter("a", rank=1, modules=["embed"])
     adapter.modules["embed"].a[0, 0] = np.nan
     one = manager_of(Model(), allow_nonfinite=True)
@@ -788,7 +788,7 @@ def test_an_unwrapped_manager_takes_nothing(tmp_path):
 
 
 @pytest.mark.device(devices=4)
-def test_base_models_are_told_apart_wherever_they_lie():
+def test_base_models_differ_by_weights_on_any_device():
     assert snapshot.base_digest(Small()) == snapshot.base_digest(on_mesh())
     graph, state = nnx.split(Small())
     first, *_ = nnx.to_flat_state(state)

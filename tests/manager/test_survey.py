@@ -1,4 +1,4 @@
-"""`Survey` says of a model of shapes alone what its manager does, and leaves it as it is."""
+"""`Survey` of a model of shapes agrees with the manager of the model, and leaves the shapes unchanged."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def adapter(name="up", rows=8, base_weights=None):
     return jlora.Adapter(name="it", modules={name: module}, base_weights=base_weights or {})
 
 
-def test_it_is_what_the_manager_does():
+def test_survey_agrees_with_the_manager():
     shapes = nnx.eval_shape(Model)
     before = type(shapes.up)
     survey = jlora.Survey(shapes, CONFIG)
@@ -45,7 +45,7 @@ def test_it_is_what_the_manager_does():
         (adapter(base_weights={"norm": np.ones((16, 16), np.float32)}), "norm.base_layer", False),
     ],
 )
-def test_who_fits(tmp_path, made, why, saved):
+def test_survey_checks_adapters(tmp_path, made, why, saved):
     survey = jlora.Survey(nnx.eval_shape(Model), CONFIG)
     if saved:
         made.save_pretrained(tmp_path / "it")

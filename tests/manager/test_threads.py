@@ -1,6 +1,6 @@
 """Threads that step, swap, load, fail, cancel, remove and hold at once: no wrong answer, no hang, one compilation.
 
-What guards it: slots are written inside `prepare` alone, under the dispatch lock. Steps that go through `manager.run`
+The guard: slots are written inside `prepare` alone, under the dispatch lock. Steps that go through `manager.run`
 take that lock too, so no step is being dispatched while a write consumes the arrays. A thread that calls its step
 directly has a batch of its own open, and while any other thread has one, a write copies the arrays and consumes the
 copies: JAX never meets an array that one thread donates while another takes it, in whatever order. (It takes the holds
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.device
 
 NAMES = "abcdef"
 SECONDS = 2.5  # of each run of the suite; benchmarks/soak.py takes minutes
-WATCHDOG = 60.0  # beyond that nobody has answered: a hang
+WATCHDOG = 60.0  # beyond that, a call counts as hung
 
-# A thread that has nothing to do but wait must say so in time.
+# A thread that can only wait must raise in time.
 BUSY = (jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundError, jlora.LoadTimeoutError)
 
 
@@ -41,9 +41,9 @@ class Crowd:
     """Threads that work on one world until the time is up.
 
     Attributes:
-      done: what was done, and how often.
-      failures: what nobody should have seen.
-      most_failures: the threads end when there are so many.
+      done: number of times that each job was done.
+      failures: exceptions that must not occur.
+      most_failures: number of failures after which the threads end.
     """
 
     def __init__(self, folder: Path, seconds: float, seed: int = 0, most_failures: int = 1):
@@ -77,7 +77,7 @@ class Crowd:
     def request(self, name: str) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, str(self.folder / name))
 
-    # --- what a thread does, once -----------------------------------------------------------------------------------
+    # --- jobs, each done once ---------------------------------------------------------------------------------------
 
     def serve(self, rng: np.random.Generator, call: Callable[..., Any]) -> None:
         """A batch, and a few steps of it, which must all be right."""
@@ -159,7 +159,7 @@ class Crowd:
             raise self.failures[0]
 
     def work(self, *jobs: Callable[[np.random.Generator], None]) -> None:
-        """Run each job in a thread of its own until the time is up, and look at what is left."""
+        """Run each job in its own thread until the time is up, and check the rest."""
 
         def work(i: int, job: Callable[[np.random.Generator], None]) -> None:
             rng = np.random.default_rng([self.seed, i])

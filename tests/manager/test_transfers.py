@@ -1,5 +1,4 @@
-"""A serving loop under `jax.transfer_guard("disallow")`, by which people find transfers that they did not mean: what
-jlora transfers is meant."""
+"""A serving loop under `jax.transfer_guard("disallow")`, which finds implicit transfers: jlora makes none."""
 
 import contextlib
 import dataclasses
@@ -46,7 +45,7 @@ def served(world: World, adapters: list[jlora.Adapter | None]) -> None:
         world.check(logits, adapters)
 
 
-def test_swaps_loads_and_what_was_lost(world, tmp_path):
+def test_swaps_loads_and_repairs_make_no_implicit_transfer(world, tmp_path):
     a, b, c, d = (make_adapter(name, rank=2, modules=list(MODULES)) for name in "abcd")
     world.manager.add_adapter(a)
     world.manager.add_adapter(b)
@@ -83,7 +82,7 @@ def test_updates(world, how):
         np.testing.assert_array_equal(found.modules[name].a, lora.a)
 
 
-def test_what_is_saved_is_restored(world, tmp_path):
+def test_saved_state_is_restored(world, tmp_path):
     a = make_adapter("a")
     world.manager.add_adapter(a)
     world.manager.save(tmp_path / "state")

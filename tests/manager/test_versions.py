@@ -1,4 +1,4 @@
-"""One content of a name is one version: what batches say of it, and handles that go on with an old one."""
+"""One content of a name is one version: versions of batches, and handles that keep an old version."""
 
 import copy
 import dataclasses
@@ -66,7 +66,7 @@ def test_a_batch_keeps_its_versions(world):
 
 
 def test_arrays_in_memory_are_new_content_each_time(world):
-    """Nothing tells them from others, so a cache of prefixes must not take them for the same."""
+    """Arrays in memory have no identity, so a prefix cache must not match them."""
     load(world, "a")
     (first,) = versions(world, "a")
     world.manager.add_adapter(make_adapter("a"), load_inplace=True)
@@ -248,7 +248,7 @@ def test_a_handle_outlives_its_name(world):
     old = world.manager.hold("a")
     with world.manager.prepare([old, None, None]) as batch:
         first = world.logits(batch)
-        world.manager.remove_adapter("a")  # the handle keeps what the batch needs
+        world.manager.remove_adapter("a")  # the handle keeps the weights of the batch
         for name in ("b", "c", "b"):  # which take the other slot
             world.serve([name, None, None])
         np.testing.assert_array_equal(world.logits(batch), first)
@@ -317,7 +317,7 @@ def test_a_handle_ends(world, end):
             world.manager.prepare([handle, None, None])
     gc.collect()
     assert not world.manager._leases.handled()
-    assert "a" not in slot_names(world.manager)  # a slot that nobody can ask for is free
+    assert "a" not in slot_names(world.manager)  # a slot that no name refers to is free
     for i in range(9):
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
         versions(world, *["b", "c", None][: i % 3 + 1])
@@ -341,12 +341,12 @@ def test_a_handle_that_ends_under_an_open_batch(world):
     world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
 
 
-def test_holding_what_is_unknown(world):
+def test_hold_of_an_unknown_name_raises(world):
     with pytest.raises(jlora.AdapterNotFoundError, match="'who' is not loaded"):
         world.manager.hold("who")
 
 
-def test_holding_what_was_evicted_loads_it(tmp_path):
+def test_hold_loads_an_evicted_adapter(tmp_path):
     world = make_world(max_loras=1, max_cpu_loras=1)
     world.manager.add_adapter(jlora.LoRARequest("a", saved(tmp_path, "a")))
     load(world, "b")
@@ -414,7 +414,7 @@ def test_names_requests_and_handles_mixed(tmp_path):
     load(world, "a")
     old = m.hold("a")
     load(world, "a", version=1)
-    request = jlora.LoRARequest("b", saved(tmp_path, "b"))  # loaded by the first that asks for it
+    request = jlora.LoRARequest("b", saved(tmp_path, "b"))  # loaded by its first call
     for names, adapters in (
         ([old, request, "a"], [make_adapter("a"), make_adapter("b"), make_adapter("a", 1)]),
         (["a", None, old], [make_adapter("a", 1), None, make_adapter("a")]),
@@ -463,7 +463,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
-def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how):
+def test_prepare_waits_until_an_update_is_copied_back(monkeypatch, how):
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
@@ -487,7 +487,7 @@ def test_who_needs_a_slot_waits_until_an_update_is_copied_back(monkeypatch, how)
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
-    """Nobody waits for what will not come, and what is served stays right."""
+    """No call waits for the failed copy, and served values stay right."""
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
@@ -509,7 +509,7 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("fail", [False, True])
-def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, monkeypatch, fail):
+def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, monkeypatch, fail):
     world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
     world.manager.prepare(["a", None, None]).close()
 
@@ -530,7 +530,7 @@ def test_what_an_update_consumed_ends_in_the_thread_that_copies_it_back(world, m
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
 def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
-    """All of the new content is on the host, and nobody waits for it to be copied."""
+    """All of the new content is on the host, so no call waits for a copy."""
     manager = world.manager
     manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     for name in "bc":

@@ -130,11 +130,11 @@ def test_stats_count():
     assert counts() == (3, 0, 3, 1, 4)
     m.add_adapter(make_adapter("d"))  # pushes b out of the host; its slot went to a
     assert counts() == (4, 1, 3, 1, 4)
-    m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written when a batch asks for it
+    m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written for the next batch with it
     assert counts() == (5, 1, 3, 1, 4)
     m.prepare(["a"]).close()  # over its own old version: no eviction
     assert counts() == (5, 1, 4, 1, 4)
-    m.remove_adapter("a")  # asked for: no eviction
+    m.remove_adapter("a")  # activated: no eviction
     assert counts() == (5, 1, 4, 1, 4)
     with m.prepare(["c", "c", None]):
         s = m.stats()
@@ -144,7 +144,7 @@ def test_stats_count():
     assert m.stats().slot_bytes * 2 == sum(array.nbytes for array in arrays)
 
 
-def test_what_list_adapters_shows(world):
+def test_list_adapters_shows_every_level(world):
     adapter = make_adapter("a", rank=3, modules=["embed", "layers.0.v_proj"], base_model_name="org/base")
     world.manager.add_adapter(adapter)
     info = world.manager.list_adapters()["a"]

@@ -1,4 +1,4 @@
-"""A tiny model, adapters for it, and its logits in plain NumPy: what the manager's tests serve and compare with."""
+"""A tiny model, adapters for it, and its logits in plain NumPy."""
 
 import dataclasses
 import zlib
@@ -103,7 +103,7 @@ def make_adapter(name: str, version: int = 0, *, rank: int | None = None, module
 
 
 def tensors(adapter: jlora.Adapter, put) -> dict[str, object]:
-    """What `update_adapter` takes: PEFT tensor names -> what `put` makes of their arrays."""
+    """Return the arguments of `update_adapter`: PEFT tensor names -> arrays, converted by `put`."""
     found = {}
     for name, lora in adapter.modules.items():
         halves = ("lora_embedding_A", "lora_embedding_B") if name == "embed" else ("lora_A.weight", "lora_B.weight")
@@ -166,7 +166,7 @@ def make_world(*, max_loras=2, max_cpu_loras=4, dtype=jnp.float32, seed=0, **con
 
 
 def request(folder, name: str, version: int = 0) -> jlora.LoRARequest:
-    """What loads such an adapter from a folder of its own, which is made."""
+    """Return a request for such an adapter, saved to a folder of its own."""
     path = folder / f"{name}-{version}"
     if not path.exists():
         make_adapter(name, version).save_pretrained(path)
@@ -181,7 +181,7 @@ def as_new(world: World) -> World:
 
 
 def infos(world: World) -> list:
-    """What is to come back; which slot it is in may differ."""
+    """Return the records that a restore must return. The slot of an adapter may differ."""
     listed = world.manager.list_adapters().values()
     return [dataclasses.replace(info, slot=None if info.slot is None else 0) for info in listed]
 

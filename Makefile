@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
 .PHONY: demo serve check test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format \
-  dist clean same-python
+  docs dist clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -93,8 +93,14 @@ dist: .venv/.created
 	@.venv-dist/bin/python -m pip install -qq --disable-pip-version-check "$$(echo dist/*.whl)[demo]"
 	@cd / && $(CURDIR)/.venv-dist/bin/jlora demo
 
+# The documentation site in site/, with warnings as errors. It reads the code without importing it, so its environment has
+# neither jlora nor JAX.
+docs: .venv-docs/.docs
+	@NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" .venv-docs/bin/mkdocs build --strict
+	@echo "The site is in site/: open site/index.html"
+
 clean:
-	rm -rf .venv .venv-newest .venv-dist dist
+	rm -rf .venv .venv-docs .venv-newest .venv-dist dist site
 
 # A .venv is kept whatever `python3` has become, but not where make is given another Python.
 same-python:
@@ -132,6 +138,14 @@ endif
 	@echo "Installing jlora, the tests' requirements and JAX for this accelerator into .venv (a few minutes, once)"
 	@$(PIP_INSTALL) -e '.[test,$(subst gpu,cuda,$*)]'
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
+
+.venv-docs/.docs: pyproject.toml
+	@echo "Installing MkDocs into .venv-docs (half a minute, once)"
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > .venv-docs/requirements.txt
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -r .venv-docs/requirements.txt
+	@touch $@
 
 .venv-newest/.test: pyproject.toml
 	@echo "Installing jlora, the newest JAX and the tests' requirements into .venv-newest (a minute or two, once)"

@@ -4,10 +4,16 @@ import ast
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import pytest
 
+import jlora
+import jlora.errors
+import jlora.models
+import jlora.ops
+import jlora.serve
 from jlora.layers.wrap.discover import _describe
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -15,7 +21,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
-OTHERS = {"glossary.md", "how_it_works.md", "kubernetes.md", "loop.md", "performance.md"}
+OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))
@@ -43,6 +49,26 @@ def test_glossary_names_exist(name):
     owner, _, last = name.rpartition(".")
     found = pkgutil.resolve_name(owner)
     assert hasattr(found, last) or last in getattr(found, "__dataclass_fields__", ())
+
+
+def public_names() -> set[str]:
+    """Return the full names that users import, of the modules that have public names."""
+    errors = {name for name, value in vars(jlora.errors).items() if isinstance(value, type)}
+    assert errors <= set(jlora.__all__)
+    names = {f"jlora.{name}" for name in jlora.__all__}
+    for module in (jlora.models, jlora.ops, jlora.serve):
+        public = [
+            name for name, value in vars(module).items() if not (name.startswith("_") or isinstance(value, ModuleType))
+        ]
+        assert public
+        names |= {f"{module.__name__}.{name}" for name in public}
+    return names
+
+
+def test_reference_has_each_public_name_once():
+    pages = [path.read_text() for path in sorted((DOCS / "reference").glob("*.md"))]
+    found = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    assert sorted(found) == sorted(public_names())
 
 
 def walk_steps() -> list[tuple[str, str]]:

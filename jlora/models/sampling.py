@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-COLDEST, HOTTEST = 1e-30, 1e30  # bounds of the temperature; far beyond them float32 division gives NaN
+COLDEST = 1e-30
+HOTTEST = 1e30
+"""The largest temperature. Far beyond it, and far below `COLDEST`, float32 division gives NaN."""
 
 
 class Sampling(NamedTuple):

@@ -8,8 +8,10 @@ from jlora import AdapterInfo, HistogramCounts
 from jlora.errors import LoRAError
 
 FinishReason = Literal["stop", "length", "abort"]
+"""The end of a completion: a stop token or text, a limit of its length, or `Generation.cancel`."""
 
-MAX_LOGPROBS = 20  # the limit of OpenAI's API, and a size of the compiled step
+MAX_LOGPROBS = 20
+"""The largest `SamplingParams.logprobs`. It is the limit of OpenAI's API, and a size of the compiled step."""
 
 
 class EngineBusyError(LoRAError):

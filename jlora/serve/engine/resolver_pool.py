@@ -14,6 +14,7 @@ from jlora.serve.engine.request import EngineBusyError
 from jlora.serve.engine.sequence import Sequence
 
 Resolve = Callable[[str], LoRARequest | None]
+"""A resolver: the name of an unknown adapter -> the request that loads it, or None if there is none."""
 
 LONGEST_NAME = 256  # characters
 _THREADS = 8

@@ -1,8 +1,8 @@
 """All private or undocumented names of JAX, Flax and CPython in use, with the versions in which each was verified."""
 
+import _signal  # pyright: ignore[reportMissingImports]
 import contextlib
 import functools
-import importlib
 import operator
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -21,9 +21,8 @@ from jax.sharding import SingleDeviceSharding
 
 # CPython 3.11 to 3.13: `signal.getsignal` and `signal.signal` without the conversion to enums, which takes 10 us at
 # each use of the state lock.
-_signal: Any = importlib.import_module("_signal")
-get_handler: Callable[[int], object] = _signal.getsignal
-set_handler: Callable[[int, Any], object] = _signal.signal
+get_handler: Callable[[int], object] = _signal.getsignal  # pyright: ignore
+set_handler: Callable[[int, Any], object] = _signal.signal  # pyright: ignore
 
 # flax 0.12.8 to 0.12.12: the slot of a Variable's array. The public accessors check traces, which is too slow for a
 # swap of hundreds of arrays.

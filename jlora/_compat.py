@@ -1,5 +1,6 @@
-"""All private or undocumented names of JAX and Flax in use, with the versions in which each was verified."""
+"""All private or undocumented names of JAX, Flax and CPython in use, with the versions in which each was verified."""
 
+import _signal  # pyright: ignore[reportMissingImports]
 import contextlib
 import functools
 import operator
@@ -17,6 +18,11 @@ import jax.core
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+
+# CPython 3.11 to 3.13: `signal.getsignal` and `signal.signal` without the conversion to enums, which takes 10 us at
+# each use of the state lock.
+get_handler: Callable[[int], object] = _signal.getsignal  # pyright: ignore
+set_handler: Callable[[int, Any], object] = _signal.signal  # pyright: ignore
 
 # flax 0.12.8 to 0.12.12: the slot of a Variable's array. The public accessors check traces, which is too slow for a
 # swap of hundreds of arrays.

@@ -10,6 +10,8 @@ import threading
 import time
 from types import FrameType
 
+from jlora._compat import get_handler, set_handler
+
 _MOMENT = 0.05  # seconds to wait for the lock before handling a SIGINT
 _LOOK_AGAIN = 0.05  # longest wait of `Bell.wait`, in seconds
 
@@ -26,10 +28,10 @@ class _Deferral:
         if threading.get_ident() != threading.main_thread().ident:
             return
         if self._depth == 0:
-            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            if get_handler(signal.SIGINT) is not signal.default_int_handler:
                 return
             self._noted = False
-            signal.signal(signal.SIGINT, self._note)
+            set_handler(signal.SIGINT, self._note)
         self._depth += 1
 
     def end(self) -> None:
@@ -38,7 +40,7 @@ class _Deferral:
             return
         self._depth -= 1
         if self._depth == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            set_handler(signal.SIGINT, signal.default_int_handler)
             if self._noted:
                 raise KeyboardInterrupt
 
@@ -50,23 +52,19 @@ _sigint = _Deferral()  # one for the process, like the signal handler
 
 
 class StateLock:
-    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while it waits for the lock.
-
-    Attributes:
-      plain: the lock without the deferral, which takes about 10 us, for code that an interrupt cannot leave half done.
-    """
+    """A reentrant lock. SIGINT is deferred while the main thread holds it, but not while it waits for the lock."""
 
     def __init__(self) -> None:
-        self.plain = threading.RLock()
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         _sigint.begin()
-        while not self.plain.acquire(timeout=_MOMENT):
+        while not self._lock.acquire(timeout=_MOMENT):
             _sigint.end()
             _sigint.begin()
 
     def __exit__(self, *_: object) -> None:
-        self.plain.release()
+        self._lock.release()
         _sigint.end()
 
 

@@ -131,7 +131,7 @@ class Batches:
 
     def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
         """Return the batch, and True for each sequence whose adapter is ready. See `LoRAManager.prepare`."""
-        with self._state_lock.plain:  # only ticks, counters and a lease change, each in one assignment
+        with self._state_lock:
             self._wrapped.check()
             batch = self._again(args)
         if batch is not None:

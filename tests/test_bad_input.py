@@ -446,7 +446,7 @@ def sound(name):
 
 
 ARGUMENTS = {
-    "unknown": (lambda m: m.prepare(["nope"]), jlora.AdapterNotFoundError, "'nope'", "add_adapter it first"),
+    "unknown": (lambda m: m.prepare(["nope"]), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
     "unknown beside known": (lambda m: m.prepare(["third", "nope", None]), jlora.AdapterNotFoundError, "'nope'"),
     "other case": (lambda m: m.prepare(["First"]), jlora.AdapterNotFoundError, "'First'"),
     "empty name": (lambda m: m.prepare([""]), jlora.AdapterNotFoundError, "''"),
@@ -466,7 +466,7 @@ ARGUMENTS = {
         lambda m: m.prepare(["third", None], [5, 4], pad_to=8), jlora.LoRAUsageError, "sum to 9", "8 packed rows",
     ),
     "padding alone": (lambda m: m.prepare(["third"], pad_to=8), jlora.LoRAUsageError, "pad_to", "token_counts"),
-    "activate": (lambda m: m.activate_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "add_adapter it first"),
+    "activate": (lambda m: m.activate_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
     "pin": (lambda m: m.pin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
     "unpin": (lambda m: m.unpin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
     "export": (lambda m: m.export_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import jlora
 from jlora.cli.text import error_lines, one_line
 from jlora.errors import LoRAError
 
@@ -18,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
       BrokenPipeError: The reader of stdout has closed it.
-      SystemExit: An argument is wrong (status 2, one line on stderr), or `--help` was given.
+      SystemExit: An argument is wrong (status 2, one line on stderr), or `--help` or `--version` was given.
     """
     args, unknown = _parser().parse_known_args(argv)
     if unknown:  # argparse would refer to `jlora --help`, which does not list the command's flags
@@ -48,6 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jlora", description="Many LoRA adapters on one model, in one batch.")
+    parser.add_argument("--version", action="version", version=f"jlora {jlora.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="a shipped tiny model and its adapters; needs no network")

@@ -137,4 +137,4 @@ def unknown_name(name: str, cache: HostCache) -> str:
     names = [*cache.known, *cache.loaded]
     near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
-    return f"adapter {name[:200]!r} is not loaded; add_adapter it first ({hint})"
+    return f"adapter {name[:200]!r} is not loaded; call add_adapter first ({hint})"

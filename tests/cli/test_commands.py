@@ -31,6 +31,12 @@ def error_of(capsys, command) -> tuple[int, str]:
     return status, " ".join(line.strip() for line in lines[start:])
 
 
+def test_version_is_the_package_version(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(["--version"])
+    assert capsys.readouterr().out == f"jlora {jlora.__version__}\n"
+
+
 def test_missing_weights_are_an_error(capsys, unread_model):
     assert "safetensors" in error_of(capsys, ["generate", "--prompt", ":a", "--model", unread_model])[1]
 

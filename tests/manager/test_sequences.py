@@ -157,7 +157,7 @@ def test_pin_evicts_to_make_room_but_never_a_pinned_one(world):
 def test_pin_and_unpin_of_the_unknown(world):
     for verb in (world.manager.pin_adapter, world.manager.unpin_adapter, world.manager.activate_adapter):
         with pytest.raises(
-            jlora.AdapterNotFoundError, match=r"'x' is not loaded; add_adapter it first \(0 others are\)"
+            jlora.AdapterNotFoundError, match=r"'x' is not loaded; call add_adapter first \(0 others are\)"
         ):
             verb("x")
 

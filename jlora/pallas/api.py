@@ -3,8 +3,8 @@
 Each row of `x` belongs to a group, for example the slot of its adapter. Group g has its own pair of factors, a[g] and
 b[g]. For a row m of group g:
 
-    shrink   h[m] = a[g] @ x[m]               [K] -> [R]
-    expand   out[m] = base[m] + b[g]ᵀ @ h[m]  [R] -> [N]
+    shrink   h[m] = a[g] @ x[m]                         [K] -> [R]
+    expand   out[m] = base[m] + b[g]ᵀ @ (scale * h[m])  [R] -> [N]
 
 `make_plan` sorts the rows by group and cuts them into tiles once a step; every layer uses the same plan. A tile holds
 rows of one group, so a kernel computes each product of a tile with one matrix.
@@ -12,10 +12,29 @@ rows of one group, so a kernel computes each product of a tile with one matrix.
 A merged projection (qkv, or gate and up) is one matrix with n output slices side by side. Slice i has its own a[:, i]
 and its own columns of b.
 
-`ranks` has one meaning in all functions and their gradients. Let r = ranks[g, i]. The results do not depend on the
-entries of a[g, i], or of slice i's columns of b[g], from rank r rounded up to a multiple of 16 (at most R) on. With r =
-0 they depend on no entry at all. These entries may be NaN, because they are masked and never multiplied by zero. When
-factors of rank r are written, only the ranks from r up to that multiple of 16 have to be zeroed.
+`ranks` has one meaning in all functions and their gradients. It is a float32 array [G, n, 2] of true ranks, which are
+whole numbers, and scales; integers [G, n] are ranks with scale 1. Let r, s = ranks[g, i].
+
+The results do not depend on the entries of a[g, i], or of slice i's columns of b[g], from rank r rounded up to a
+multiple of 16 (at most R) on. With r = 0 they depend on no entry at all. These entries may be NaN, because they are
+masked and never multiplied by zero. When factors of rank r are written, only the ranks from r up to that multiple of 16
+have to be zeroed.
+
+The scale s is LoRA's alpha / r, or alpha / sqrt(r) for rsLoRA. `expand` multiplies h[i, m] of group g by it in float32
+before the product with b, so that b is stored as the adapter's file has it. `shrink` returns h unscaled.
+
+DoRA (arXiv:2402.09353) replaces the norms of the columns of a weight. `magnitudes` [G, N] are the ratios of the new
+norms to those of the weight with its LoRA. With mm = magnitudes[g], out = bias + mm * (base + delta - bias) for a base
+output with a bias, in float32 and rounded once. Where mm is 1 the result is bitwise that without magnitudes. Rows
+without a group and slices of rank 0 keep the base. Without a bias, partial sums over K may be passed as base.
+
+Ranks, scales and magnitudes are constants of the gradients.
+
+`batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
+number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
+in a call of 1 row or of 8,192, with any other rows and in any slot. Gradients and the base product of `linear_lora` are
+not covered. For backend "xla" nothing but the rows of a tile is fixed: XLA chooses the order of its sums. On a CPU the
+bits were equal at all sizes tried.
 """
 
 import functools
@@ -33,7 +52,7 @@ from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import gradients, tables, xla
 from jlora.pallas.gpus import platform
-from jlora.pallas.plan import Plan, make_plan
+from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 from jlora.pallas.tiles import ProductTiles
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
@@ -46,8 +65,9 @@ def shrink(
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"] | None = None,
+    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "n M R"]:
     """Compute h[i, m] = a[group of m, i] @ x[m] in float32.
@@ -56,10 +76,12 @@ def shrink(
       x: [M, K] rows in the order that the plan was made for, or [T, K] with `x_rows`.
       a: [G, n, R, K] first factors in bfloat16, float16 or float32.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
-      ranks: [G, n] integers from 0 to R. Entries of h at and past the rank are zero, and the kernels skip their work.
-        Entries of a past the rank, rounded up to 16, are never used and may be NaN. None means R everywhere.
+      ranks: [G, n] integers from 0 to R, or float32 [G, n, 2] of ranks and scales, which are not used here. Entries of
+        h at and past the rank are zero, and the kernels skip their work. Entries of a past the rank, rounded up to 16,
+        are never used and may be NaN. None means R everywhere.
       x_rows: [M] integers. Row m of the plan is x[x_rows[m]]; the index must be in [0, T) where m has a group. With it,
         a token's row is stored once for all of its experts. A row of x may occur at most once in a group.
+      batch_invariant: As for `add_lora`.
       backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
 
     Returns:
@@ -73,10 +95,11 @@ def shrink(
     ranks = check_ranks("shrink", ranks, a.shape[:2])
     rows, (groups, n, rank, _) = plan.num_rows, a.shape
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
-    kernels = choose("shrink", backend, base, x, a, b, (rank,) * n)
+    check_invariant("shrink", batch_invariant, plan)
+    kernels = choose("shrink", backend, base, x, a, b, (rank,) * n, batch_invariant)
     if kernels is None or rows == 0:
         return xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    return gradients.shrink(kernels.shrink, x, a, plan, ranks, x_rows)
+    return gradients.shrink(_run(kernels.shrink, batch_invariant), x, a, plan, ranks, x_rows)
 
 
 def expand(
@@ -86,18 +109,29 @@ def expand(
     *,
     slice_sizes: Sequence[int],
     base: Float[jax.Array, "M N"] | None = None,
-    ranks: Int[jax.Array, "G n"] | None = None,
+    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """Compute delta[m, columns of i] = h[i, m] @ b[group of m, :, columns of i], summed in float32.
+    """Compute delta[m, columns of i] = scale * h[i, m] @ b[group of m, :, columns of i], summed in float32.
 
     Args:
       h: [n, M, R] float32 from `shrink`. Entries at and past a row's rank are ignored.
-      b: [G, R, N] second factors with the scaling folded in, all n slices side by side.
+      b: [G, R, N] second factors, all n slices side by side.
       plan: Plan that was given to `shrink`.
       slice_sizes: The n column counts, which sum to N.
       base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype.
-      ranks: [G, n] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used.
+      ranks: [G, n] or [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The
+        scale multiplies h in float32. Without one it is 1.
+      row_scales: [M] float32, a factor of the delta of each row, multiplied with the scale. It is a constant of the
+        gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves it unchanged.
+      magnitudes: [G, N] float32, DoRA's factors of the columns. None means 1 everywhere. Without `base` they multiply
+        the delta.
+      bias: [N] bias that `base` includes and that the magnitudes do not multiply. None means 0.
+      batch_invariant: As for `add_lora`.
       backend: As for `shrink`.
 
     Returns:
@@ -112,12 +146,20 @@ def expand(
         raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
     check_base("expand", base, plan, b.shape[2])
     ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
+    row_scales = _check_row_scales("expand", row_scales, plan)
+    if base is None and bias is not None:
+        raise LoRAError("expand: bias is given without base, which would include it")
+    magnitudes, bias = _check_magnitudes("expand", magnitudes, bias, b)
     (n, rows, rank), groups = h.shape, b.shape[0]
     out = _like((rows, b.shape[2]), b.dtype) if base is None else base
-    kernels = choose("expand", backend, out, _like((rows, n * rank)), _like((groups, n, rank, n * rank)), b, sizes)
+    check_invariant("expand", batch_invariant, plan)
+    x, a = _like((rows, n * rank)), _like((groups, n, rank, n * rank))
+    kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
     if kernels is None or rows == 0:
-        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
-    return gradients.expand(kernels.expand, sizes, h, b, plan, base, ranks)
+        options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
+        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, **options)
+    run = _run(kernels.expand, batch_invariant)
+    return gradients.expand(run, sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias)
 
 
 def add_lora(
@@ -128,11 +170,15 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: Sequence[int] | None = None,
-    ranks: Int[jax.Array, "G n"] | None = None,
+    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """Compute base[m] + b[group of m]ᵀ (a[group of m] @ x[m]) for each slice.
+    """Compute base[m] + scale * b[group of m]ᵀ (a[group of m] @ x[m]) for each slice.
 
     LoRA layers call this function. It is `expand` of `shrink`, fused where the backend can.
 
@@ -140,18 +186,24 @@ def add_lora(
       base: [M, N] output of the base layer. A backend may write the result in its place.
       x: [M, K] input of the base layer, or [T, K] with `x_rows`.
       a: [G, n, R, K] first factors.
-      b: [G, R, N] second factors with the scaling folded in.
+      b: [G, R, N] second factors.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
       slice_sizes: The n column counts, which sum to N. None means one slice.
-      ranks: [G, n] true rank of each group and slice. A rank of 0 leaves the slice unchanged. Entries of a and b past
-        the rank, rounded up to 16, are never used and may be NaN. None means R everywhere.
+      ranks: [G, n] integers, the true rank of each group and slice, or float32 [G, n, 2], its true rank and scale. A
+        rank of 0 leaves the slice unchanged. Entries of a and b past the rank, rounded up to 16, are never used and may
+        be NaN. None means rank R and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
+      row_scales: [M] as for `expand`.
+      magnitudes: [G, N] as for `expand`.
+      bias: [N] as for `expand`.
+      batch_invariant: Compute a row's delta with the same bits for any number of rows, mix and slots (see above). The
+        plan must be made for it, and the result may take longer.
       backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
 
     Returns:
-      [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round a @ x to
-      bfloat16 before the product with b; on a GPU they round each partial sum over K. base + delta is computed in
-      float32 and rounded once. Rows without a group and slices of rank 0 are bitwise the base.
+      [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round scale *
+      (a @ x) to bfloat16 before the product with b; on a GPU they also round each partial sum over K. base + delta is
+      computed in float32 and rounded once. Rows without a group and slices of rank 0 are bitwise the base.
 
     Raises:
       LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
@@ -160,12 +212,17 @@ def add_lora(
     sizes = _check_pair("add_lora", a, b, plan, x.shape[1], slice_sizes)
     check_base("add_lora", base, plan, b.shape[2])
     ranks = check_ranks("add_lora", ranks, a.shape[:2])
+    row_scales = _check_row_scales("add_lora", row_scales, plan)
+    magnitudes, bias = _check_magnitudes("add_lora", magnitudes, bias, b)
+    check_invariant("add_lora", batch_invariant, plan)
     if plan.num_rows == 0:
         return base
-    kernels = choose("add_lora", backend, base, x, a, b, sizes)
+    kernels = choose("add_lora", backend, base, x, a, b, sizes, batch_invariant)
     if kernels is None:
-        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows)
-    return gradients.add_lora(kernels.add_lora, sizes, base, x, a, b, plan, ranks, x_rows)
+        options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
+        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, **options)
+    options = ranks, x_rows, row_scales, magnitudes, bias
+    return gradients.add_lora(_run(kernels.add_lora, batch_invariant), sizes, base, x, a, b, plan, *options)
 
 
 def linear_lora(
@@ -176,10 +233,13 @@ def linear_lora(
     plan: Plan,
     *,
     slice_sizes: Sequence[int] | None = None,
-    ranks: Int[jax.Array, "G n"] | None = None,
+    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
-    """Compute x[m] @ w + b[group of m]ᵀ (a[group of m] @ x[m]) for each slice: a base layer with its LoRA.
+    """Compute x[m] @ w + scale * b[group of m]ᵀ (a[group of m] @ x[m]) for each slice: a base layer with its LoRA.
 
     Two fused launches compute both if `product_tiles` returns tiles for these operands. Otherwise `add_lora` adds the
     delta to x @ w.
@@ -192,6 +252,9 @@ def linear_lora(
       plan: As for `add_lora`.
       slice_sizes: As for `add_lora`.
       ranks: As for `add_lora`.
+      row_scales: [M] as for `expand`.
+      magnitudes: [G, N] as for `expand`.
+      batch_invariant: As for `add_lora`.
       backend: As for `add_lora`.
 
     Returns:
@@ -212,18 +275,24 @@ def linear_lora(
     if w.shape[1] != b.shape[2]:
         raise LoRAError(f"linear_lora: w [K, N] = {w.shape} and b [G, R, N] = {b.shape}: N disagrees")
 
-    def apart(x, w, a, b, plan, ranks):
-        return add_lora(x @ w, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend)
+    ranks = check_ranks("linear_lora", ranks, a.shape[:2])
+    row_scales = _check_row_scales("linear_lora", row_scales, plan)
+    magnitudes, _ = _check_magnitudes("linear_lora", magnitudes, None, b)
+    check_invariant("linear_lora", batch_invariant, plan)
+
+    def apart(x, w, a, b, plan, ranks, row_scales, magnitudes):
+        options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes}
+        return add_lora(
+            x @ w, x, a, b, plan, slice_sizes=sizes, batch_invariant=batch_invariant, backend=backend, **options
+        )
 
     tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
-    if tiles is None or plan.experts > 1:
-        return apart(x, w, a, b, plan, ranks)
+    if tiles is None or plan.experts > 1 or batch_invariant:
+        return apart(x, w, a, b, plan, ranks, row_scales, magnitudes)
     from jlora.pallas.triton import product  # slow import, needed on GPUs only
 
-    ranks = check_ranks("linear_lora", ranks, a.shape[:2])
-    ranks = jnp.full(a.shape[:2], a.shape[2], jnp.int32) if ranks is None else ranks
     run = functools.partial(product.linear_lora, slice_sizes=sizes, tiles=tiles)
-    return gradients.linear_lora(_unless_mapped(run, apart), sizes, x, w, a, b, plan, ranks)
+    return gradients.linear_lora(_unless_mapped(run, apart), sizes, x, w, a, b, plan, ranks, row_scales, magnitudes)
 
 
 def product_tiles(
@@ -320,8 +389,12 @@ def _own() -> Backend:
     return "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
 
 
-def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> ModuleType | None:
-    """Return the kernels to run, or None for XLA."""
+def choose(
+    op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...], batch_invariant: bool
+) -> ModuleType | None:
+    """Return the kernels to run, or None for XLA. If `batch_invariant`, the number of rows does not decide."""
+    if batch_invariant:
+        base = _like((INVARIANT_TILE_M, base.shape[1]), base.dtype)
     if backend == "auto":
         name = _own()
         reason = unsupported_reason(name, base, x, a, b, slice_sizes=sizes)
@@ -333,6 +406,18 @@ def choose(op: str, backend: Backend, base, x, a, b, sizes: tuple[int, ...]) -> 
     if reason is not None:
         raise LoRAError(f"{op}: backend {backend!r} {reason}")
     return _kernels(backend)
+
+
+def _run(kernel: Callable[..., jax.Array], batch_invariant: bool) -> Callable[..., jax.Array]:
+    return functools.partial(kernel, batch_invariant=True) if batch_invariant else kernel
+
+
+def check_invariant(op: str, batch_invariant: bool, plan: Plan) -> None:
+    if batch_invariant and plan.tile_m != INVARIANT_TILE_M:
+        raise LoRAError(
+            f"{op}: batch_invariant needs a plan with tile_m = {INVARIANT_TILE_M}, got {plan.tile_m}; "
+            "make it with batch_invariant=True"
+        )
 
 
 @functools.cache
@@ -402,12 +487,47 @@ def check_base(op: str, base, plan: Plan, columns: int) -> None:
     check_float(op, "base", base)
 
 
-def check_ranks(op: str, ranks, shape: tuple[int, ...]):
+def check_ranks(op: str, ranks, shape: tuple[int, ...]) -> Float[jax.Array, "G n 2"] | None:
+    """Check ranks and return them with their scales."""
     if ranks is None:
         return None
-    if ranks.shape != shape or not jnp.issubdtype(ranks.dtype, jnp.integer):
-        raise LoRAError(f"{op}: ranks must be integers [G, n] = {list(shape)}, got {ranks.dtype}{list(ranks.shape)}")
-    return ranks.astype(jnp.int32)
+    if ranks.shape == shape and jnp.issubdtype(ranks.dtype, jnp.integer):
+        ranks = ranks.astype(jnp.float32)
+        return jnp.stack([ranks, jnp.ones_like(ranks)], axis=2)
+    if ranks.shape != (*shape, 2) or ranks.dtype != jnp.float32:
+        raise LoRAError(
+            f"{op}: ranks must be integers [G, n] = {list(shape)}, or float32 [G, n, 2] of ranks and scales, "
+            f"got {ranks.dtype}{list(ranks.shape)}"
+        )
+    return jax.lax.stop_gradient(jnp.asarray(ranks))
+
+
+def _check_row_scales(op: str, row_scales, plan: Plan) -> Float[jax.Array, "M"] | None:
+    if row_scales is None:
+        return None
+    if row_scales.shape != (plan.num_rows,) or row_scales.dtype != jnp.float32:
+        raise LoRAError(
+            f"{op}: row_scales must be float32 [M] = [{plan.num_rows}] (the plan's rows), "
+            f"got {row_scales.dtype}{list(row_scales.shape)}"
+        )
+    return jax.lax.stop_gradient(jnp.asarray(row_scales))
+
+
+def _check_magnitudes(op: str, magnitudes, bias, b):
+    """Check magnitudes and bias and return them; without magnitudes the bias is unused, and None."""
+    groups, _, columns = b.shape
+    if bias is not None:
+        if bias.shape != (columns,):
+            raise LoRAError(f"{op}: bias must be [N] = [{columns}], got {list(bias.shape)}")
+        check_float(op, "bias", bias)
+    if magnitudes is None:
+        return None, None
+    if magnitudes.shape != (groups, columns) or magnitudes.dtype != jnp.float32:
+        raise LoRAError(
+            f"{op}: magnitudes must be float32 [G, N] = {[groups, columns]}, "
+            f"got {magnitudes.dtype}{list(magnitudes.shape)}"
+        )
+    return jax.lax.stop_gradient(jnp.asarray(magnitudes)), bias
 
 
 def check_float(op: str, name: str, array) -> None:

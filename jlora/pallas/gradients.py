@@ -1,8 +1,11 @@
 """Derivatives of the kernels: forward runs a kernel, backward is plain jnp in tile space, without atomics.
 
-With h = x aᵀ and out = base + h b for each slice:
+With h = x aᵀ and out = base + s h b for each slice, where s is the scale of the row's group times the row's own:
 
-    dh = dout bᵀ    db = hᵀ dout    dx = dh a    da = dhᵀ x    dbase = dout
+    dh = s dout bᵀ    db = (s h)ᵀ dout    dx = dh a    da = dhᵀ x    dbase = dout
+
+With magnitudes m, out = bias + m (base + s h b - bias). Then m dout is in the place of dout, and dbias = (1 - m) dout,
+summed over the rows.
 
 The sums over a group's rows run tile by tile in the plan's order. They are therefore deterministic, and a NaN in the
 rows of one group does not reach the gradients of another.
@@ -24,44 +27,50 @@ def shrink(run, x, a, plan: Plan, ranks, x_rows=None):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
-    """Run `run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
-    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
+def expand(
+    run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks, row_scales=None, magnitudes=None, bias=None
+):
+    """Run `run(h, b, plan, ...)`, differentiable in h, b, base and bias (which may be None)."""
+    options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
+    return run(h, b, plan, slice_sizes=slice_sizes, base=base, **options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None):
-    """Run `run(base, x, a, b, plan, ...)`, differentiable in base, x, a and b."""
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
+def add_lora(
+    run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None, row_scales=None,
+    magnitudes=None, bias=None,
+):  # fmt: skip
+    """Run `run(base, x, a, b, plan, ...)`, differentiable in base, x, a, b and bias (which may be None)."""
+    options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, **options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks):
-    """Run `run(x, w, a, b, plan, ranks)`, differentiable in x, w, a and b."""
-    return run(x, w, a, b, plan, ranks)
+def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks, row_scales=None, magnitudes=None):
+    """Run `run(x, w, a, b, plan, ranks, row_scales, magnitudes)`, differentiable in x, w, a and b."""
+    return run(x, w, a, b, plan, ranks, row_scales, magnitudes)
 
 
-@jax.custom_vjp
-def combine_lora(base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """Run `triton.moe.combine_lora`, differentiable in base, x, a, b and weights (which may be None)."""
-    from jlora.pallas.triton import moe  # slow import, needed on GPUs only
-
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_lora(run, base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
+    """Run `run(base, x, a, b, plan, token_plan, ...)`, differentiable in base, x, a, b and weights (may be None)."""
     pairs = {"rows": rows, "experts": experts, "weights": weights, "ranks": ranks}
-    return moe.combine_lora(base, x, a, b, plan, token_plan, **pairs)
+    return run(base, x, a, b, plan, token_plan, **pairs)
 
 
-def _combine_forward(base, x, a, b, weights, plan, token_plan, rows, experts, ranks):
-    out = combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
+def _combine_forward(run, base, x, a, b, weights, plan, token_plan, rows, experts, ranks):
+    out = combine_lora(run, base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
     return out, (base, x, a, b, weights, plan, rows, ranks)
 
 
-def _combine_backward(residuals, dout):
+def _combine_backward(run, residuals, dout):
+    del run
     *operands, plan, rows, ranks = residuals
 
-    def run(base, x, a, b, weights):
+    def reference(base, x, a, b, weights):
         return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)
 
-    return *jax.vjp(run, *operands)[1](dout), None, None, None, None, None
+    return *jax.vjp(reference, *operands)[1](dout), None, None, None, None, None
 
 
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
@@ -74,39 +83,42 @@ def _shrink_backward(run, residuals, dh):
     return *_shrink_grads(x, a, plan, ranks, x_rows, dh), None, None, None
 
 
-def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
-    out = run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
-    return out, (h, b, plan, ranks, base is None)
+def _expand_forward(run, slice_sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias):
+    out = expand(run, slice_sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias)
+    return out, (h, b, plan, base is None, ranks, row_scales, magnitudes, bias)
 
 
 def _expand_backward(run, slice_sizes, residuals, dout):
     del run
-    h, b, plan, ranks, no_base = residuals
-    return *_expand_grads(h, b, plan, ranks, slice_sizes, dout), None, None if no_base else dout, None
+    h, b, plan, no_base, ranks, row_scales, magnitudes, bias = residuals
+    dtotal, dbase, dbias = _finish_grads(plan, slice_sizes, ranks, magnitudes, bias, dout)
+    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dtotal)
+    return dh, db, None, None if no_base else dbase, None, None, None, dbias
 
 
-def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, ranks, x_rows):
-    out = run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
-    return out, (x, a, b, plan, ranks, x_rows)
+def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, *options):
+    return add_lora(run, slice_sizes, base, x, a, b, plan, *options), (x, a, b, plan, *options)
 
 
 def _add_lora_backward(run, slice_sizes, residuals, dout):
     del run
-    x, a, b, plan, ranks, x_rows = residuals
+    x, a, b, plan, ranks, x_rows, row_scales, magnitudes, bias = residuals
     h = xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    dh, db = _expand_grads(h, b, plan, ranks, slice_sizes, dout)
-    return dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None
+    dtotal, dbase, dbias = _finish_grads(plan, slice_sizes, ranks, magnitudes, bias, dout)
+    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dtotal)
+    return dbase, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None, None, dbias
 
 
-def _linear_lora_forward(run, slice_sizes, x, w, a, b, plan, ranks):
-    return run(x, w, a, b, plan, ranks), (x, w, a, b, plan, ranks)
+def _linear_lora_forward(run, slice_sizes, *operands):
+    return run(*operands), operands
 
 
 def _linear_lora_backward(run, slice_sizes, residuals, dout):
-    x, w, a, b, plan, ranks = residuals
-    dbase, dx, da, db, *_ = _add_lora_backward(run, slice_sizes, (x, a, b, plan, ranks, None), dout)
+    x, w, a, b, plan, ranks, row_scales, magnitudes = residuals
+    of_lora = x, a, b, plan, ranks, None, row_scales, magnitudes, None
+    dbase, dx, da, db, *_ = _add_lora_backward(run, slice_sizes, of_lora, dout)
     of_x, of_w = jax.vjp(jnp.matmul, x, w)[1](dbase)
-    return of_x + dx, of_w, da, db, None, None
+    return of_x + dx, of_w, da, db, None, None, None, None
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -118,13 +130,22 @@ def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
     return dx.astype(x.dtype), da.astype(a.dtype)
 
 
-def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
-    h_tiles = xla.mask_ranks(xla.to_slice_tiles(h, plan), plan, ranks)
+def _finish_grads(plan: Plan, slice_sizes, ranks, magnitudes, bias, dout):
+    """Return the cotangents of base + delta, where it is used, and of base and bias (None without one)."""
+    if magnitudes is None:
+        return dout, dout, None
+    wide = dout.astype(jnp.float32)
+    dtotal = xla.finish(wide, wide, plan, slice_sizes, ranks, magnitudes, None)
+    return dtotal, dtotal.astype(dout.dtype), None if bias is None else (wide - dtotal).sum(0).astype(bias.dtype)
+
+
+def _expand_grads(h, b, plan: Plan, ranks, row_scales, slice_sizes, dout):
+    h_tiles = xla.scale_tiles(xla.to_slice_tiles(h, plan), plan, ranks, row_scales)
     dout_tiles = xla.to_tiles(dout, plan).astype(jnp.float32)
     columns = [slice(sum(slice_sizes[:i]), sum(slice_sizes[: i + 1])) for i in range(len(slice_sizes))]
     b_tiles = xla.take_b(b, plan, slice_sizes, ranks)
     dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b) for c, b in zip(columns, b_tiles, strict=True)], axis=1)
-    dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.mask_ranks(dh, plan, ranks), 1, 2), plan), 1, 0)
+    dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.scale_tiles(dh, plan, ranks, row_scales), 1, 2), plan), 1, 0)
 
     def tile_db(h, dout):
         return jnp.concatenate([_dot("mr,mn->rn", h[i], dout[:, c]) for i, c in enumerate(columns)], axis=1)

@@ -10,6 +10,7 @@ sum, and writes k times fewer rows than `add_lora` on the pairs.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, xla
 from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, platform
-from jlora.pallas.plan import Plan, make_plan
+from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 from jlora.pallas.tiles import plan_tile_m
 
 
@@ -53,6 +54,7 @@ def plan_experts(
     num_experts: int,
     tile_m: int | None = None,
     max_active: int | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Plan:
     """Make the plan of rows that are pairs of a token and an expert: group = slot * num_experts + expert.
@@ -68,6 +70,7 @@ def plan_experts(
       num_experts: Number of experts E. The plan's num_groups is S * E.
       tile_m: As for `make_plan`.
       max_active: As for `make_plan`: bound on the number of distinct pairs of slot and expert.
+      batch_invariant: As for `make_plan`.
       backend: Backend whose preferred `tile_m` is used and that makes the plan. Any plan serves every backend.
 
     Returns:
@@ -88,6 +91,11 @@ def plan_experts(
     inside = (tokens >= 0) & (tokens < len(slot_ids)) & (slot >= 0) & (slot < num_slots)
     inside &= (experts >= 0) & (experts < num_experts)
     ids = jnp.where(inside, slot * num_experts + experts, groups).astype(jnp.int32)
+    if batch_invariant and tile_m not in (None, INVARIANT_TILE_M):
+        raise LoRAError(
+            f"plan_experts: batch_invariant needs a tile_m of {INVARIANT_TILE_M}, got {tile_m}; leave it out"
+        )
+    tile_m = INVARIANT_TILE_M if batch_invariant else tile_m
     kernels = _plan_kernels(backend, rows)
     given = [1, *(size for size in (tile_m, max_active) if size is not None)]  # make_plan raises for sizes below 1
     if kernels is None or min(given) < 1:
@@ -128,22 +136,24 @@ def combine_lora(
     rows: Int[jax.Array, "T k"],
     experts: Int[jax.Array, "T k"],
     weights: Float[jax.Array, "T k"] | None = None,
-    ranks: Int[jax.Array, "G 1"] | None = None,
+    ranks: Int[jax.Array, "G 1"] | Float[jax.Array, "G 1 2"] | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "T N"]:
-    """Compute base[t] + sum over j of weights[t, j] * b[group of m]ᵀ (a[group of m] @ x[m]), where m = rows[t, j].
+    """Compute base[t] + sum over j of weights[t, j] * scale * b[group of m]ᵀ (a[group of m] @ x[m]), m = rows[t, j].
 
     Args:
       base: [T, N] weighted sums of the experts' outputs. A backend may write the result in its place.
       x: [M, K] input of the second product, one row for each pair of a token and one of its experts.
       a: [G, 1, R, K] first factors, G = S * E, group = slot * E + expert.
-      b: [G, R, N] second factors with the scaling folded in.
+      b: [G, R, N] second factors.
       plan: Plan of the M pairs from `plan_experts`.
       token_plan: Plan of the T tokens from `make_plan`, with num_groups = S and the same slots.
       rows: [T, k] integers, the k rows of x of each token. An index outside [0, M) means none.
       experts: [T, k] integers, the expert of each of these rows. The experts of a token are distinct.
       weights: [T, k] routing weights. None means 1 everywhere.
-      ranks: [G, 1] as for `add_lora`.
+      ranks: [G, 1] or [G, 1, 2] as for `add_lora`.
+      batch_invariant: As for `add_lora`, with a `plan` made for it. The token_plan need not be.
       backend: As for `add_lora`. On a TPU, `add_lora` computes the rows of the pairs, which are then summed.
 
     Returns:
@@ -179,15 +189,19 @@ def combine_lora(
             raise LoRAError(f"{op}: weights must be [T, k] = {list(rows.shape)}, got {list(weights.shape)}")
         api.check_float(op, "weights", weights)
     ranks = api.check_ranks(op, ranks, a.shape[:2])
+    api.check_invariant(op, batch_invariant, plan)
     if not plan.num_rows or not rows.size:
         return base
     rows, experts = rows.astype(jnp.int32), experts.astype(jnp.int32)
     where = platform() if backend == "auto" else backend
     if where in ("tpu", "mosaic_tpu"):
         zeros = jnp.zeros((plan.num_rows, b.shape[2]), jnp.float32)
-        delta = api.add_lora(zeros, x, a, b, plan, ranks=ranks, backend=backend)
+        delta = api.add_lora(zeros, x, a, b, plan, ranks=ranks, batch_invariant=batch_invariant, backend=backend)
         return xla.add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
     pairs = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), base.dtype)
-    if where in ("gpu", "cuda", "triton") and api.choose(op, backend, pairs, x, a, b, sizes) is not None:
-        return gradients.combine_lora(base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
+    if where in ("gpu", "cuda", "triton") and api.choose(op, backend, pairs, x, a, b, sizes, batch_invariant):
+        from jlora.pallas.triton import moe  # slow import, needed on GPUs only
+
+        run = partial(moe.combine_lora, batch_invariant=batch_invariant)
+        return gradients.combine_lora(run, base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
     return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)

@@ -65,6 +65,7 @@ class Plan:
         return self.tile_group.shape[0]
 
 
+INVARIANT_TILE_M = 16  # of plans for any number of rows: the fewest rows of a matrix unit
 _COMPARED_AT_ONCE = 1 << 22  # comparisons of a search: covers every dense plan, for example 8192 rows and 512 tiles
 _LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
 
@@ -97,6 +98,7 @@ def make_plan(
     *,
     num_groups: int,
     tile_m: int | None = None,
+    batch_invariant: bool = False,
     max_active: int | None = None,
     repeats: int | Int[jax.Array, "B"] = 1,
     num_rows: int | None = None,
@@ -109,6 +111,7 @@ def make_plan(
         means no adapter, and its rows are dropped.
       num_groups: Number of groups G of the weights (the slots).
       tile_m: Most rows of a tile. None chooses by `tiles.plan_tile_m` from the static sizes.
+      batch_invariant: Make the plan for calls with `batch_invariant`, whose tiles have `INVARIANT_TILE_M` rows.
       max_active: Static bound on the number of distinct groups present. Fewer tiles mean less work for the XLA path.
         The default, min(B, num_groups), always holds. If a given bound does not hold, rows beyond the last tile are
         dropped, so pass a true bound.
@@ -144,7 +147,9 @@ def make_plan(
             f"make_plan: num_groups, max_active and tile_m must be at least 1, got {num_groups}, {max_active}, {tile_m}"
         )
     if tile_m is None:
-        tile_m = plan_tile_m(num_rows, bound, backend)
+        tile_m = INVARIANT_TILE_M if batch_invariant else plan_tile_m(num_rows, bound, backend)
+    if batch_invariant and tile_m != INVARIANT_TILE_M:
+        raise LoRAError(f"make_plan: batch_invariant needs a tile_m of {INVARIANT_TILE_M}, got {tile_m}; leave it out")
     ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
     counts = jnp.full(runs, repeats, jnp.int32) if uniform else jnp.asarray(repeats).astype(jnp.int32)
     return _build(ids, counts, uniform and int(repeats) == 1, num_rows, num_groups, tile_m, bound)

@@ -11,13 +11,15 @@ from jaxtyping import Float, Int
 
 from jlora.pallas.plan import Plan
 
+COLUMNS = 2048  # columns of which the magnitudes of all rows are in memory at the same time
+
 
 def shrink(
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "n M R"]:
     """Implement `jlora.ops.shrink`."""
@@ -32,11 +34,16 @@ def expand(
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
-    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
-    return delta.astype(b.dtype) if base is None else _add(base, delta, plan, slice_sizes, ranks)
+    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks, row_scales), plan)
+    total = delta if base is None else base.astype(jnp.float32) + delta
+    base = jnp.zeros(delta.shape, b.dtype) if base is None else base
+    return finish(total, base, plan, slice_sizes, ranks, magnitudes, bias)
 
 
 def add_lora(
@@ -47,13 +54,16 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space."""
     h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
-    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
-    return _add(base, delta, plan, slice_sizes, ranks)
+    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks, row_scales), plan)
+    return finish(base.astype(jnp.float32) + delta, base, plan, slice_sizes, ranks, magnitudes, bias)
 
 
 def combine_lora(
@@ -65,7 +75,7 @@ def combine_lora(
     *,
     rows: Int[jax.Array, "T k"],
     weights: Float[jax.Array, "T k"] | None,
-    ranks: Int[jax.Array, "G 1"] | None,
+    ranks: Float[jax.Array, "G 1 2"] | None,
 ) -> Float[jax.Array, "T N"]:
     """Implement `jlora.ops.combine_lora`."""
     h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
@@ -80,7 +90,7 @@ def add_pairs(
     *,
     rows: Int[jax.Array, "T k"],
     weights: Float[jax.Array, "T k"] | None,
-    ranks: Int[jax.Array, "G 1"] | None,
+    ranks: Float[jax.Array, "G 1 2"] | None,
 ) -> Float[jax.Array, "T N"]:
     """Add the float32 deltas of each token's pairs to `base`, in the order of `rows`.
 
@@ -160,14 +170,23 @@ def mask_ranks(h, plan: Plan, ranks):
     return h if ranks is None else jnp.where(_below_rank(h.shape[-1], plan, ranks)[:, :, None, :], h, 0)
 
 
+def scale_tiles(h, plan: Plan, ranks, row_scales):
+    """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
+    if ranks is not None:
+        h = h * ranks[plan.tile_group][:, :, 1, None, None]
+    if row_scales is not None:
+        h = h * to_tiles(row_scales, plan)[:, None, :, None]
+    return mask_ranks(h, plan, ranks)
+
+
 def _below_rank(rank: int, plan: Plan, ranks):
     """Return [T, n, R]: True for ranks below the true rank of the tile's group."""
-    return jnp.arange(rank, dtype=jnp.int32)[None, None, :] < ranks[plan.tile_group][:, :, None]
+    return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < ranks[plan.tile_group][:, :, :1]
 
 
-def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
+def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):
     """Multiply [T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
-    h_tiles = mask_ranks(h_tiles, plan, ranks)
+    h_tiles = scale_tiles(h_tiles, plan, ranks, row_scales)
     parts = [
         jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
         for i, columns in enumerate(take_b(b, plan, slice_sizes, ranks))
@@ -175,12 +194,35 @@ def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def _add(base, delta, plan: Plan, slice_sizes, ranks):
-    """Add in float32 and round once. Unchanged values are selected and not added to, since -0.0 + 0.0 is +0.0."""
-    total = (base.astype(jnp.float32) + delta).astype(base.dtype)
+def finish(total, base, plan: Plan, slice_sizes, ranks, magnitudes, bias):
+    """Multiply base + delta, a float32 `total` [M, N], by the magnitudes and round it once to base.dtype.
+
+    Unchanged values are selected from the base and not added to, since -0.0 + 0.0 is +0.0.
+    """
+    if magnitudes is not None:
+        group, parts = plan.tile_group[_tile_of_rows(plan)], []
+        for start in range(0, base.shape[1], COLUMNS):
+            columns = slice(start, start + COLUMNS)
+            own_bias = None if bias is None else bias[columns]
+            parts.append(rescale(total[:, columns], magnitudes[:, columns][group], own_bias))
+        total = jnp.concatenate(parts, axis=1)
+    total = total.astype(base.dtype)
     present = _present(plan, ranks, len(slice_sizes))
     columns = [jnp.broadcast_to(present[:, i, None], (len(base), size)) for i, size in enumerate(slice_sizes)]
     return jnp.where(jnp.concatenate(columns, axis=1), total, base)
+
+
+def rescale(total, magnitudes, bias):
+    """Compute bias + magnitudes * (total - bias) in float32, which is bitwise the total where a magnitude is 1."""
+    if bias is None:
+        return magnitudes * total
+    bias = bias.astype(jnp.float32)[None, :]
+    return jnp.where(magnitudes == 1, total, bias + magnitudes * (total - bias))
+
+
+def _tile_of_rows(plan: Plan):
+    """Return [M], the tile of each row, and any for a dropped row."""
+    return jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
 
 
 def _present(plan: Plan, ranks, slices: int):
@@ -188,5 +230,4 @@ def _present(plan: Plan, ranks, slices: int):
     grouped = jnp.broadcast_to(_has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped
-    tile = jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
-    return grouped & (ranks[plan.tile_group[tile]] > 0)
+    return grouped & (ranks[plan.tile_group[_tile_of_rows(plan)], :, 0] > 0)

@@ -32,6 +32,7 @@ def interpret(monkeypatch):
     kernels = {
         "add_lora": (triton, "triton"), "linear_lora": (triton_product, "triton"),
         "combine_lora": (triton_moe, "triton"), "tpu_add_lora": (mosaic_tpu, "mosaic_tpu"),
+        "expand": (triton, "triton"), "tpu_expand": (mosaic_tpu, "mosaic_tpu"),
     }  # fmt: skip
 
     def start(**tiles: Any) -> list[str]:

@@ -20,6 +20,7 @@ from tests.compiled import compiled_programs
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_lora import TILES
 
@@ -119,7 +120,7 @@ SIZES = (17, 6)
 @pytest.fixture
 def grouped():
     base, x, a, b, ids, ranks = problem(3, 21, 40, SIZES, 5, 4)
-    return base, x, a, b, api.make_plan(ids, num_groups=4, tile_m=16), ranks
+    return base, x, a, b, api.make_plan(ids, num_groups=4, tile_m=16), with_scales(ranks)
 
 
 def compare(run, reference, operands):
@@ -209,6 +210,6 @@ def test_one_compilation_serves_every_mix(backend):
     mixes = [np.full(rows, groups), np.zeros(rows), np.arange(rows) % groups, np.arange(rows) % 2 * groups]
     mixes += [rng.integers(0, groups + 1, rows) for _ in range(4)]
     for ids in mixes:
-        got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), ranks)
+        got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), with_scales(ranks))
         close(got, oracle.add_lora(base, x, ids.astype(int), a, b, [24, 8]), 1e-5)
     assert compiled_programs(run) == 1

@@ -20,6 +20,7 @@ from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_plan import check
 from tests.pallas.test_xla import close
 from tests.pallas.triton.test_lora import TILES
@@ -115,8 +116,8 @@ def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is what takes the time
     def run(base, x, a, b):
-        h = shrink(x, a, a_plan, ranks=a_ranks)
-        return expand(h, b, b_plan, slice_sizes=SIZES, base=base, ranks=b_ranks)
+        h = shrink(x, a, a_plan, ranks=with_scales(a_ranks))
+        return expand(h, b, b_plan, slice_sizes=SIZES, base=base, ranks=with_scales(b_ranks))
 
     base, x = d["base"].at[::7].set(-0.0), d["x"][d["token"]]
     got = np.asarray(run(base, x, a, b))
@@ -270,7 +271,7 @@ def test_a_plan_without_sorting():
     args = d["base"], d["x"], d["a"].at[0].set(jnp.nan), d["b"], plan  # dropped rows' tiles are group 0's
     assert not (group == 0).any()
     assert (group < 0).any()
-    run = {"slice_sizes": (7, 6), "ranks": d["ranks"], "x_rows": d["token"]}
+    run = {"slice_sizes": (7, 6), "ranks": with_scales(d["ranks"]), "x_rows": d["token"]}
     close(jax.jit(partial(triton.add_lora, **run, tiles=TILES, interpret=interpret_of("triton")))(*args), want, 2e-6)
     close(jax.jit(partial(ops.add_lora, **run, backend="xla"))(*args), want, 2e-6)
 
@@ -282,7 +283,7 @@ def test_triton_reads_rows_by_index(tokens, k, slots, experts, rank, n_in, sizes
     run = partial(
         triton.add_lora,
         slice_sizes=sizes,
-        ranks=d["ranks"],
+        ranks=with_scales(d["ranks"]),
         x_rows=d["token"],
         tiles=TILES,
         interpret=interpret_of("triton"),
@@ -299,8 +300,8 @@ def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
 
     def run(d):
         return triton_fused.add_lora(
-            d["base"], d["x"], d["a"], d["b"], plan, slice_sizes=sizes, ranks=d["ranks"], x_rows=d["token"],
-            block_n=16, block_k=16, interpret=interpret_of("triton"),
+            d["base"], d["x"], d["a"], d["b"], plan, slice_sizes=sizes, ranks=with_scales(d["ranks"]),
+            x_rows=d["token"], block_n=16, block_k=16, interpret=interpret_of("triton"),
         )  # fmt: skip
 
     got = run(d)
@@ -349,7 +350,8 @@ def test_triton_sums_over_the_experts_of_a_token(tokens, k, slots, experts, rank
     compiled = jax.jit(partial(triton_moe.combine_lora, tiles=(TILES, SUM), interpret=interpret_of("triton")))
 
     def run(d):
-        pairs = {"rows": d["rows"], "experts": d["expert"], "weights": d["weights"], "ranks": d["ranks"]}
+        ranks = with_scales(d["ranks"])
+        pairs = {"rows": d["rows"], "experts": d["expert"], "weights": d["weights"], "ranks": ranks}
         return compiled(*(d[n] for n in names), **pairs)
 
     got = run(d)

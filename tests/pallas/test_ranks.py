@@ -17,6 +17,7 @@ from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close
 from tests.pallas.triton.test_lora import TILES
 
@@ -79,7 +80,7 @@ def poisoned(request):
 def test_add_lora(poisoned, backend):
     base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
     got = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")(
-        base, x, bad_a, bad_b, plan, slice_sizes=SIZES, ranks=ranks
+        base, x, bad_a, bad_b, plan, slice_sizes=SIZES, ranks=with_scales(ranks)
     )
     close(got, oracle.add_lora(base, x, IDS, a, b, SIZES), 2e-6)
     untouched = np.isin(IDS, [-1, 2, 4])
@@ -89,7 +90,7 @@ def test_add_lora(poisoned, backend):
 @pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 def test_shrink(poisoned, backend):
     _, x, a, _, bad_a, _, plan, ranks = poisoned
-    got = np.asarray(jax.jit(run_of(backend, "shrink"))(x, bad_a, plan, ranks=ranks))
+    got = np.asarray(jax.jit(run_of(backend, "shrink"))(x, bad_a, plan, ranks=with_scales(ranks)))
     owned = (IDS >= 0) & (IDS < 4)
     want = np.einsum("mk,mnrk->nmr", np.asarray(x, np.float64), np.asarray(a, np.float64)[np.where(owned, IDS, 0)])
     close(got, want * owned[None, :, None], 2e-6)
@@ -105,7 +106,7 @@ def test_expand(poisoned, backend, with_base):
     past = np.arange(h.shape[2]) >= np.asarray(ranks)[group].T[..., None]
     h = jnp.asarray(np.where(past, np.nan, h), jnp.float32)
     got = jax.jit(run_of(backend, "expand"), static_argnames="slice_sizes")(
-        h, bad_b, plan, slice_sizes=SIZES, base=base if with_base else None, ranks=ranks
+        h, bad_b, plan, slice_sizes=SIZES, base=base if with_base else None, ranks=with_scales(ranks)
     )
     delta = oracle.lora_delta(x, IDS, a, b, SIZES)
     close(got, delta + np.asarray(base) if with_base else delta, 3e-6)
@@ -114,7 +115,8 @@ def test_expand(poisoned, backend, with_base):
 @pytest.mark.parametrize("backend", [XLA, TRITON])
 def test_gradients(poisoned, backend):
     """Against a dense float64 gradient, row by row. The kernels share one backward pass: Triton's stands for both."""
-    base, x, a, b, bad_a, bad_b, plan, ranks = poisoned
+    base, x, a, b, bad_a, bad_b, plan, r = poisoned
+    ranks = with_scales(r)
     cotangent = np.random.default_rng(1).normal(size=base.shape)
     run = run_of(backend, "add_lora")
 
@@ -125,7 +127,7 @@ def test_gradients(poisoned, backend):
 
     pull = jax.jit(lambda given, cotangent: jax.vjp(call, *given)[1](cotangent))
     got = pull((base, x, bad_a, bad_b), jnp.asarray(cotangent, jnp.float32))
-    x, a, b, r = (np.asarray(v, np.float64) for v in (x, a, b, ranks))
+    x, a, b, r = (np.asarray(v, np.float64) for v in (x, a, b, r))
     dx, da, db = np.zeros_like(x), np.zeros_like(a), np.zeros_like(b)
     for m, g in enumerate(IDS):
         if not 0 <= g < 4:
@@ -144,8 +146,9 @@ def test_gradients(poisoned, backend):
 def test_gradients_of_expand(poisoned, backend):
     """dh from the rank on is zero, and dh and db below it do not depend on values past it."""
     base, x, a, b, _, bad_b, plan, ranks = poisoned
-    h = xla.shrink(x, a, plan, ranks=ranks)
     row_ranks = np.asarray(ranks)[np.where((IDS >= 0) & (IDS < 4), IDS, 0)].T
+    ranks = with_scales(ranks)
+    h = xla.shrink(x, a, plan, ranks=ranks)
     bad_h = jnp.asarray(np.where(np.arange(h.shape[2]) < row_ranks[..., None], h, np.nan))
     run = run_of(backend, "expand")
 
@@ -169,7 +172,7 @@ def test_groups_without_rows_have_zero_gradients(backend):
     base, x, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     plan = api.make_plan(jnp.array([1, 1, 1, 7]), num_groups=3, tile_m=2)
     assert plan.num_tiles > int(plan.tiles_used[0])
-    ranks, run = jnp.full((3, 1), 2), run_of(backend, "add_lora")
+    ranks, run = with_scales(jnp.full((3, 1), 2)), run_of(backend, "add_lora")
 
     def total(a, b):
         if backend == "xla":

@@ -115,19 +115,22 @@ def call(
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     group: Int[jax.Array, "M"],
-    ranks: Int[jax.Array, "G n"],
+    ranks: Float[jax.Array, "G n 2"],
+    row_scales: Float[jax.Array, "M"] | None,
     visits: tuple[jax.Array, ...],
     *,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[jax.Array, "M N"]:
-    """Compute base + (x a[group]ᵀ) b[group], written over base.
+    """Compute base + scale (x a[group]ᵀ) b[group], written over base.
 
     `visits` is the result of `schedule.visits`. A row with group < 0 has no adapter.
     """
     count, *schedule = visits
     scalars = (*schedule[:3], ranks.ravel(), *schedule[3:])
     interpret = pltpu.InterpretParams() if interpret is True else interpret
-    group = jnp.pad(group, (0, s.row_tiles * s.tile_m - s.rows), constant_values=NOBODY)[:, None]
+    padding = 0, s.row_tiles * s.tile_m - s.rows
+    group = jnp.pad(group, padding, constant_values=NOBODY)[:, None]
+    row_scales = None if row_scales is None else jnp.pad(row_scales, padding)[:, None]
     loose = s.n % LANES if s.n_tiles > 1 else 0  # trailing columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
 
@@ -142,6 +145,7 @@ def call(
         v = jnp.where(j < s.k_tiles, 0, v)
         return tile[s.visit(c, v, *first)], jnp.maximum(j - s.k_tiles, 0)
 
+    row_spec = pl.BlockSpec((s.tile_m, 1), group_index)
     base_spec = pl.BlockSpec((s.tile_m, s.tile_n), base_index)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Without the constraint, XLA may move the weights of all slots into VMEM before the kernel starts.
@@ -156,7 +160,8 @@ def call(
             num_scalar_prefetch=len(scalars),
             grid=(s.chunks, s.k_tiles + s.n_tiles, count),
             in_specs=[
-                pl.BlockSpec((s.tile_m, 1), group_index),
+                row_spec,
+                None if row_scales is None else row_spec,
                 pl.BlockSpec((s.tile_m, s.tile_k), x_index),
                 *(hbm, hbm, hbm),
                 base_spec,
@@ -170,13 +175,13 @@ def call(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        input_output_aliases={len(scalars) + 5: 0},
+        input_output_aliases={len(scalars) + 5 + (row_scales is not None): 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
         ),
         interpret=interpret,
         name="jlora_add_lora",
-    )(*scalars, group, x, *weights, base)
+    )(*scalars, group, row_scales, x, *weights, base)
     return total[: s.rows, : s.n] if interpret else total
 
 
@@ -198,7 +203,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
     else 0.
     """
     first, refs = (refs[:1], refs[1:]) if s.by_group else ((), refs)
-    group, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
+    group, row_scales, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
     c, j, v = (pl.program_id(i) for i in range(3))
     visit = s.visit(c, v, *first)
     place = partial(_place, s, active, ranks, visit)
@@ -217,7 +222,7 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
 
     @pl.when(j < s.k_tiles)
     def _():
-        _shrink(s, place, group, x, a_buf.at[slot], h_tile, j == 0)
+        _shrink(s, place, group, row_scales, x, a_buf.at[slot], h_tile, j == 0)
 
     @pl.when((j >= s.k_tiles) & ((v == 0) | (tile[jnp.maximum(visit - 1, 0)] != row_tile)))
     def _():
@@ -233,10 +238,14 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
 
 
 def _place(s: Sizes, active, ranks, visit, p, i):
-    """Return the group at place p of a visit's bundle and its rank in slice i; (VACANT, 0) if the place is empty."""
+    """Return the group at place p of a visit's bundle, and its rank and scale in slice i.
+
+    Group and rank are (VACANT, 0) if the place is empty.
+    """
     group = active[visit * s.bundle + p]
-    rank = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0) * len(s.slices) + i])
-    return jnp.where(rank > 0, group, VACANT), rank
+    entry = 2 * (jnp.maximum(group, 0) * len(s.slices) + i)
+    rank = jnp.where(group < 0, 0, ranks[entry].astype(jnp.int32))
+    return jnp.where(rank > 0, group, VACANT), rank, ranks[entry + 1]
 
 
 def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
@@ -274,13 +283,13 @@ def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
     @pl.when(j < s.k_tiles)
     def _():
         columns = slice(None) if s.k_tiles == 1 else pl.ds(pl.multiple_of(j * s.tile_k, LANES), s.tile_k)
-        for i, (group, rank) in enumerate(places):
+        for i, (group, rank, _) in enumerate(places):
             copy(rank, a.at[group, i, :, columns], a_buf.at[slot, i])
 
     n_tile = j - s.k_tiles
-    used = [jnp.where(overlaps(s.slices, i, n_tile, s.tile_n), rank, 0) for i, (_, rank) in enumerate(places)]
+    used = [jnp.where(overlaps(s.slices, i, n_tile, s.tile_n), rank, 0) for i, (_, rank, _) in enumerate(places)]
     rank = reduce(jnp.maximum, used)
-    group = reduce(jnp.maximum, [group for group, _ in places])
+    group = reduce(jnp.maximum, [group for group, *_ in places])
     rest = s.n - (s.n_tiles - 1) * s.tile_n
     aligned = rest // LANES * LANES
 
@@ -312,16 +321,21 @@ def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
     jax.lax.fori_loop(0, jax.lax.div(rank + s.step - 1, s.step), body, None)
 
 
-def _shrink(s: Sizes, place, group, x, a, h, first):
-    """Add x @ a[i]ᵀ to h[i], masked to the ranks of each row's own group; rows of other bundles keep their h."""
+def _shrink(s: Sizes, place, group, row_scales, x, a, h, first):
+    """Add scale * x @ a[i]ᵀ to h[i], masked to the ranks of each row's own group.
+
+    Rows of other bundles keep their h.
+    """
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, s.width), 1)
     mine = reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle) for i in range(len(s.slices))])
     for i in range(len(s.slices)):
-        owner = jnp.full((1, s.width), VACANT, jnp.int32)
+        owner, scales = jnp.full((1, s.width), VACANT, jnp.int32), jnp.zeros((1, s.width), jnp.float32)
         for p in range(s.bundle):
-            g, rank = place(p, i)
-            owner = jnp.where((lane >= p * s.rank) & (lane < p * s.rank + rank), g, owner)
-        part = jnp.where(group[...] == owner, _dot(x[...], a[i], transpose=True), 0.0)
+            g, rank, scale = place(p, i)
+            own = (lane >= p * s.rank) & (lane < p * s.rank + rank)
+            owner, scales = jnp.where(own, g, owner), jnp.where(own, scale, scales)
+        scales = scales if row_scales is None else scales * row_scales[...]
+        part = jnp.where(group[...] == owner, scales * _dot(x[...], a[i], transpose=True), 0.0)
         before = jnp.where(first & mine, 0.0, h[i])
         h[i] = before + part
 
@@ -345,7 +359,7 @@ def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
         @pl.when(tainted)  # NaN and infinities must not reach the other groups of the bundle
         def _():
             def alone(p, _):
-                g, rank = place(p, i)
+                g, rank, _ = place(p, i)
                 own = (rank_row >= p * s.rank) & (rank_row < p * s.rank + rank)
                 add(i, group[...] == g, jnp.where(own, b[...], 0))
 

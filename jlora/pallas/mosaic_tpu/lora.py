@@ -30,12 +30,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
+from jlora.pallas import xla
 from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
 
 _VMEM_BYTES = 44 << 20  # budget of the tiles; tpu7x has 64 MiB, and v5e, v5p and v6e have 128 MiB
 _SMEM_BYTES = 640 << 10  # budget of the schedule; a core has 1 MiB
+_INVARIANT_TILE_M = 64  # of `batch_invariant` calls, which are padded to as many rows
 _MANY_GROUPS = 256  # more groups than this come from experts, not from slots alone
 
 
@@ -47,36 +49,59 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora`. The result takes the place of `base` if `base` may be overwritten.
 
-    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT.
+    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT. Magnitudes multiply
+    a float32 result of the kernel in XLA.
 
     Raises:
       LoRAError: `unsupported_reason` returns a reason.
     """
-    reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes)
+    if magnitudes is not None:
+        total = add_lora(
+            base.astype(jnp.float32), x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows,
+            row_scales=row_scales, batch_invariant=batch_invariant, interpret=interpret,
+        )  # fmt: skip
+        return xla.finish(total, base, plan, slice_sizes, ranks, magnitudes, bias)
+    reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes, batch_invariant=batch_invariant)
     if reason is not None:
         raise LoRAError(f"add_lora: backend 'mosaic_tpu' {reason}")
-    s = _sizes(base, x, a, b, slice_sizes)
+    s = _sizes(base, x, a, b, slice_sizes, batch_invariant)
     assert s is not None
     if ranks is None:
-        ranks = jnp.full((s.groups, len(s.slices)), s.rank, jnp.int32)
+        ranks = jnp.broadcast_to(jnp.array([s.rank, 1], jnp.float32), (s.groups, len(s.slices), 2))
     if plan.experts > 1:  # an expert's groups may all have the same place in a bundle, so sort rows
         s = replace(s, by_group=True)
-    group = _row_groups(plan)
+    group, order = _row_groups(plan), plan.row_order
     if not s.by_group:
         x = x if x_rows is None else x[x_rows]
-        return call(s, base, x, a, b, group, ranks, visits(s, group), interpret=interpret)
-    order = plan.row_order
+        return _call(s, base, x, a, b, group, ranks, row_scales, interpret)
     group, x = group[order], x[order if x_rows is None else x_rows[order]]
-    total = call(s, base[order], x, a, b, group, ranks, visits(s, group), interpret=interpret)
+    row_scales = None if row_scales is None else row_scales[order]
+    total = _call(s, base[order], x, a, b, group, ranks, row_scales, interpret)
     # Gather by the inverse permutation, because XLA makes two passes over [M, N] for a scatter.
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(s.rows, dtype=jnp.int32), unique_indices=True)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     return total[inverse]
+
+
+def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, interpret):
+    """Run the kernel on rows in its order, padded to `s.rows`."""
+    rows = len(base)
+    if rows < s.rows:
+        more = 0, s.rows - rows
+        base, x = (jnp.pad(array, (more, (0, 0))) for array in (base, x))
+        group = jnp.pad(group, more, constant_values=NOBODY)
+        row_scales = None if row_scales is None else jnp.pad(row_scales, more)
+    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s, group), interpret=interpret)
+    return out[:rows] if rows < s.rows else out
 
 
 def shrink(
@@ -84,15 +109,20 @@ def shrink(
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "n M R"]:
     """Implement `jlora.ops.shrink` by the fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
+    ranks = None if ranks is None else ranks.at[..., 1].set(1)  # h is scaled by `expand`
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
-    h = add_lora(zeros, x, a, identity, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, interpret=interpret)
+    h = add_lora(
+        zeros, x, a, identity, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, batch_invariant=batch_invariant,
+        interpret=interpret,
+    )  # fmt: skip
     return jnp.moveaxis(h.reshape(-1, n, rank), 1, 0)
 
 
@@ -103,27 +133,34 @@ def expand(
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand` by the fused kernel, shrinking by the identity, which is exact."""
     n, rows, rank = h.shape
     if ranks is not None:  # the identity would spread a NaN past a row's rank over the whole row
         group = _row_groups(plan)
-        row_ranks = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0)].T)  # [n, M]
-        h = jnp.where(jnp.arange(rank, dtype=jnp.int32)[None, None, :] < row_ranks[..., None], h, 0)
+        row_ranks = jnp.where(group < 0, 0, ranks[jnp.maximum(group, 0), :, 0].T)  # [n, M]
+        h = jnp.where(jnp.arange(rank, dtype=jnp.float32)[None, None, :] < row_ranks[..., None], h, 0)
     identity = jnp.broadcast_to(jnp.eye(n * rank).reshape(n, rank, -1), (b.shape[0], n, rank, n * rank))
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
     base = jnp.zeros((rows, b.shape[2]), b.dtype) if base is None else base
-    return add_lora(base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, interpret=interpret)
+    return add_lora(
+        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales, magnitudes=magnitudes,
+        bias=bias, batch_invariant=batch_invariant, interpret=interpret,
+    )  # fmt: skip
 
 
-def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
+def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_invariant: bool = False) -> str | None:
     """Return why this backend cannot run `add_lora` on operands of these shapes and dtypes, or None if it can."""
     for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
         if array.dtype not in (jnp.bfloat16, jnp.float32):
             return f"takes bfloat16 and float32, but {name} is {array.dtype}; cast it, or use backend='xla'"
-    s = _sizes(base, x, a, b, slice_sizes)
+    s = _sizes(base, x, a, b, slice_sizes, batch_invariant)
     if s is None:
         return (
             f"cannot tile R={a.shape[2]}, K={a.shape[3]}, N={b.shape[2]} into {_VMEM_BYTES >> 20} MiB of VMEM "
@@ -142,14 +179,17 @@ def _row_groups(plan: Plan) -> Int[jax.Array, "M"]:
     return jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, plan.tile_group[tile], NOBODY)
 
 
-def _sizes(base, x, a, b, slice_sizes) -> Sizes | None:
+def _sizes(base, x, a, b, slice_sizes, batch_invariant: bool = False) -> Sizes | None:
     itemsizes = tuple(jnp.dtype(v.dtype).itemsize for v in (base, x, a, b))
-    return _choose(base.shape[0], x.shape[1], *b.shape, tuple(slice_sizes), itemsizes)
+    return _choose(base.shape[0], x.shape[1], *b.shape, tuple(slice_sizes), itemsizes, batch_invariant)
 
 
 @lru_cache
-def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
+def _choose(rows, k, groups, rank, n, slices, itemsizes, batch_invariant: bool = False) -> Sizes | None:
     bundle = 1 if rank % 8 else max(1, min(LANES // rank, groups, 16))
+    if batch_invariant:
+        bundle = 1 if groups > _MANY_GROUPS else bundle
+        return _tiled(max(rows, _INVARIANT_TILE_M), k, groups, rank, n, slices, itemsizes, bundle, (_INVARIANT_TILE_M,))
     s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
     while s is not None and groups > _MANY_GROUPS and _smem_bytes(s) > _SMEM_BYTES and bundle > 1:
         bundle //= 2  # shortens the list of groups of every visit
@@ -157,12 +197,12 @@ def _choose(rows, k, groups, rank, n, slices, itemsizes) -> Sizes | None:
     return s
 
 
-def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int) -> Sizes | None:
+def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=None) -> Sizes | None:
     step = next((step for step in (16, 8) if rank % step == 0), rank)
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
     base_size, x_size, a_size, b_size = itemsizes
     many = groups > _MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
-    for tile_m in (128, 64, 32, 16) if many else (256, 128, 64, 32, 16):
+    for tile_m in tiles_m or ((128, 64, 32, 16) if many else (256, 128, 64, 32, 16)):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
         tile_n = _tile_n(slices, min((2 << 20) // (width * b_size), (2 << 20) // (tile_m * base_size)))
@@ -201,4 +241,4 @@ def _tile_n(slices: tuple[int, ...], most: int) -> int:
 
 
 def _smem_bytes(s: Sizes) -> int:
-    return 4 * (s.listed * (s.bundle + 2) + (s.chunks + 1) * s.by_group + s.groups * len(s.slices))
+    return 4 * (s.listed * (s.bundle + 2) + (s.chunks + 1) * s.by_group + 2 * s.groups * len(s.slices))

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import Plan
-from jlora.pallas.triton.parts import compiler_params, find_chunk, load, scalar, share_out, store, tiles_used
+from jlora.pallas.triton.parts import (
+    compiler_params,
+    find_chunk,
+    load,
+    rank_of,
+    scalar,
+    share_out,
+    store,
+    tiles_used,
+)
 
 MAX_RANK = 16
 MOST_A = 128 << 10  # bytes of one slice's A, all of which a program loads into registers at once
@@ -36,25 +45,24 @@ def suits(plan: Plan, a, slice_sizes: tuple[int, ...]) -> bool:
 
 
 def add_lora(
-    base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, block_n: int | None = None,
+    base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, row_scales=None, block_n: int | None = None,
     block_k: int = BLOCK_K, interpret: bool = False,
 ):  # fmt: skip
     """Implement `jlora.ops.add_lora` for R up to `MAX_RANK`."""
     groups, n, rank, k = a.shape
     block_n = block_n or _block_n(plan, slice_sizes)
-    indexed = () if x_rows is None else (x_rows,)
     kernel = partial(_kernel, rank=rank, tile_m=plan.tile_m, slice_sizes=slice_sizes, block_n=block_n, block_k=block_k)
     return pl.pallas_call(
         kernel,
         grid=(plan.num_tiles * _blocks(slice_sizes, block_n),),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
-        input_output_aliases={9 + len(indexed): 0},
+        input_output_aliases={9: 0},
         compiler_params=compiler_params(WARPS),
         interpret=interpret,
         name="lora_fused",
     )(
         plan.tiles_used, plan.tile_group, plan.tile_rows, plan.tile_start, plan.tile_end, ranks, x,
-        a.reshape(groups, n * rank, k), b, *indexed, base,
+        a.reshape(groups, n * rank, k), b, base, x_rows, row_scales,
     )  # fmt: skip
 
 
@@ -67,16 +75,15 @@ def _block_n(plan: Plan, slice_sizes: tuple[int, ...]) -> int:
 
 
 def _kernel(
-    used_ref, group_ref, rows_ref, start_ref, end_ref, ranks_ref, x_ref, a_ref, b_ref, *refs, rank: int, tile_m: int,
-    slice_sizes, block_n: int, block_k: int,
+    used_ref, group_ref, rows_ref, start_ref, end_ref, ranks_ref, x_ref, a_ref, b_ref, base_ref, index_ref,
+    row_scales_ref, out_ref, *, rank: int, tile_m: int, slice_sizes, block_n: int, block_k: int,
 ):  # fmt: skip
     """Compute base[row] + (x[row] @ a[group, slice]ᵀ) @ b[group] for a block of columns, row by row of a tile.
 
     The units of work are the used tiles times the blocks of columns, each of which is within one slice. `base_ref` and
-    `out_ref` are the same memory. `refs` holds these two, optionally after an index by which row m of the plan is
-    x[index[m]]. All products are float32 and use no matrix unit.
+    `out_ref` are the same memory. `index_ref` holds an index by which row m of the plan is x[index[m]], or is None.
+    `row_scales_ref` may be None. All products are float32 and use no matrix unit.
     """
-    *index_refs, base_ref, out_ref = refs
     k_size = a_ref.shape[2]
     per_slice = [pl.cdiv(size, block_n) for size in slice_sizes]
     r = jnp.arange(MAX_RANK, dtype=jnp.int32)
@@ -88,14 +95,15 @@ def _kernel(
         i, block, _, begin, end = find_chunk(u % sum(per_slice), per_slice, slice_sizes)
         col = begin + block * block_n + jnp.arange(block_n, dtype=jnp.int32)
         inside = col < end
-        true_rank = scalar(ranks_ref, group, i)
+        true_rank, group_scale = rank_of(ranks_ref, group, i), scalar(ranks_ref, group, i, jnp.int32(1))
         factors = load(b_ref, (group, r[:, None], col[None, :]), read[:, None] & inside[None, :])
 
         def one(j, row):
             following = scalar(rows_ref, jnp.minimum(tile * tile_m + j + 1, rows_ref.shape[0] - 1))
             keep = inside & (true_rank > 0)
             old = load(base_ref, (row, col), keep)
-            source = scalar(index_refs[0], row) if index_refs else row
+            source = row if index_ref is None else scalar(index_ref, row)
+            scale = group_scale if row_scales_ref is None else group_scale * scalar(row_scales_ref, row)
 
             def step(s, total):
                 k = s * block_k + jnp.arange(block_k, dtype=jnp.int32)
@@ -107,7 +115,7 @@ def _kernel(
             total = jnp.zeros((MAX_RANK, block_k), jnp.float32)
             for s in range(pl.cdiv(k_size, block_k)):  # unrolled, so that all loads are in flight at once
                 total = step(s, total)
-            h = jnp.where(r < true_rank, jnp.sum(total, axis=1), 0)
+            h = jnp.where(r < true_rank, jnp.sum(total, axis=1) * scale, 0)
             delta = jnp.sum(jnp.where((r < true_rank)[:, None], h[:, None] * factors.astype(jnp.float32), 0), axis=0)
             store(out_ref, (row, col), old.astype(jnp.float32) + delta, keep)
             return following

@@ -33,13 +33,17 @@ from jlora.pallas.triton.parts import (
     find_tile,
     h_dtype,
     load,
-    scalar,
+    magnitudes_of,
+    rank_of,
+    scale_of,
     share_out,
     store,
     tiles_used,
 )  # fmt: skip
+from jlora.pallas.xla import rescale
 
 MAX_RANK = 512
+INVARIANT_ROWS = 64  # number of rows for which the tiles of `batch_invariant` calls are chosen
 
 
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | None:
@@ -56,8 +60,10 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
     return too_large(sizes_of(rows, x, a, b, len(slice_sizes)), gpu) if rows else None
 
 
-def _problem(plan: Plan, x, a, b, slices: int) -> GPUProblem:
-    return sizes_of(plan.num_rows, x, a, b, slices, plan.tile_m, plan.experts > 1)
+def problem_of(plan: Plan, x, a, b, slices: int, batch_invariant: bool = False) -> GPUProblem:
+    """Return the sizes of an `add_lora` with this plan; with `batch_invariant` they have a fixed number of rows."""
+    rows = INVARIANT_ROWS if batch_invariant else plan.num_rows
+    return sizes_of(rows, x, a, b, slices, plan.tile_m, plan.experts > 1)
 
 
 def sizes_of(rows: int, x, a, b, slices: int, tile_m: int = 16, experts: bool = False) -> GPUProblem:
@@ -72,8 +78,9 @@ def shrink(
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
@@ -81,13 +88,13 @@ def shrink(
     """Implement `jlora.ops.shrink`."""
     groups, n, rank, k = a.shape
     b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # a stand-in with N = K, which only chooses the tiles
-    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
+    tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
-    rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group].T, 0)  # [n, M]
-    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.int32)[None, None] < rank[..., None], h, 0)
+    rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group, :, 0].T, 0)  # [n, M]
+    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 
 
 def expand(
@@ -97,7 +104,11 @@ def expand(
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
@@ -108,9 +119,9 @@ def expand(
         base = jnp.zeros((plan.num_rows, b.shape[2]), b.dtype)
     x = jax.ShapeDtypeStruct(base.shape, b.dtype)  # a stand-in with K = N, which only chooses the tiles
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
-    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)), gpu)
+    tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
-    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, interpret)
+    return _expand(base, h, b, plan, ranks, row_scales, magnitudes, bias, slice_sizes, tiles, b.dtype, interpret)
 
 
 def add_lora(
@@ -121,40 +132,50 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Int[jax.Array, "G n"] | None,
+    ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
+    bias: Float[jax.Array, "N"] | None = None,
+    batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora` in two launches for any number of slices.
 
-    A handful of experts' rows take one launch (`fused`).
+    A handful of experts' rows take one launch (`fused`), but not with magnitudes or `batch_invariant`.
     """
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    if tiles is None and fused.suits(plan, a, slice_sizes):
+    if tiles is None and magnitudes is None and not batch_invariant and fused.suits(plan, a, slice_sizes):
         return fused.add_lora(
-            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
-        )
-    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, n), gpu)
+            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales,
+            interpret=interpret,
+        )  # fmt: skip
+    tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
-    return expand_parts(base, x, a, h, b, plan, ranks, slice_sizes, tiles, interpret=interpret)
+    return expand_parts(
+        base, x, a, h, b, plan, ranks, slice_sizes, tiles, row_scales=row_scales, magnitudes=magnitudes, bias=bias,
+        interpret=interpret,
+    )  # fmt: skip
 
 
-def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles | None, *, x_rows=None, interpret: bool):
+def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles, *, x_rows=None, interpret: bool):
     """Compute partial sums [split_k, M, n * R] for `expand_parts`.
 
     Rows without a group and entries past the rank are undefined.
     """
-    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, a.shape[1]))
     return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype(x, a, b), interpret)
 
 
-def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles | None, *, interpret: bool):
+def expand_parts(
+    base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, row_scales=None, magnitudes=None,
+    bias=None, interpret: bool,
+):  # fmt: skip
     """Add the delta of `shrink_parts` to base, in its place."""
-    tiles = tiles or gpu_tiles(_problem(plan, x, a, b, len(slice_sizes)))
-    return _expand(base, h, b, plan, ranks, slice_sizes, tiles, dot_dtype(x, a, b), interpret)
+    options = row_scales, magnitudes, bias, slice_sizes
+    return _expand(base, h, b, plan, ranks, *options, tiles, dot_dtype(x, a, b), interpret)
 
 
 # Jitted so that layers with equal shapes share one trace and lowering. A kernel takes half a second.
@@ -177,7 +198,9 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "interpret"))
-def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, interpret: bool):
+def _expand(
+    base, h, b, plan: Plan, ranks, row_scales, magnitudes, bias, slice_sizes, tiles: GPUTiles, dtype, interpret: bool
+):
     """Add the delta of h [split_k, M, n * R] to base, in its place."""
     units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # an upper bound
     return pl.pallas_call(
@@ -188,7 +211,7 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base)
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales, magnitudes, bias)
 
 
 def shrink_programs(plan: Plan, width: int, tiles: GPUTiles) -> int:
@@ -261,6 +284,9 @@ def _expand_kernel(
     h_ref,
     b_ref,
     base_ref,
+    row_scales_ref,
+    magnitudes_ref,
+    bias_ref,
     out_ref,
     *,
     tile_m: int,
@@ -277,8 +303,8 @@ def _expand_kernel(
         tile 0   c0 c1 c2 c0 c1 c2 c0 | c3 c4 c3 c4
         tile 1   ...
 
-    `base_ref` and `out_ref` are the same memory. Base is read a few blocks ahead of its use. For b, Triton's pipeline
-    does so.
+    `base_ref` and `out_ref` are the same memory. `row_scales_ref`, `magnitudes_ref` and `bias_ref` may be None. Base is
+    read a few blocks ahead of its use. For b, Triton's pipeline does so.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
@@ -290,7 +316,7 @@ def _expand_kernel(
         live = (rows < base_ref.shape[0])[:, None]
         i, first, stride, begin, end = find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
-        true_rank = scalar(ranks_ref, group, i)
+        true_rank, scale = rank_of(ranks_ref, group, i), scale_of(ranks_ref, group, i, row_scales_ref, rows)
         read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
         blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
 
@@ -305,16 +331,18 @@ def _expand_kernel(
         def column_block(j, ahead, h):
             base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
+            magnitudes = magnitudes_of(magnitudes_ref, bias_ref, group, col, col < end)
             total = base.astype(jnp.float32)
             for r, h_block in zip(blocks, h, strict=True):
                 b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
                 total += dot(h_block, b, dtype, 0)
+            total = total if magnitudes is None else rescale(total, *magnitudes)
             store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
         def all_blocks():
             ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
-            h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
+            h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale) for r in blocks)
             jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16:
@@ -343,14 +371,14 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
     if rank <= WAIT_FOR_RANK:
         return r, r < n * rank, True
     if rank % size == 0:  # within one slice
-        end = first // rank * rank + scalar(ranks_ref, group, first // rank)
+        end = first // rank * rank + rank_of(ranks_ref, group, first // rank)
         return r, r < end, first < end
-    read = (r % rank < scalar(ranks_ref, group, jnp.minimum(r // rank, n - 1))) & (r < n * rank)
+    read = (r % rank < rank_of(ranks_ref, group, jnp.minimum(r // rank, n - 1))) & (r < n * rank)
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
 
 
-def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
-    """Add the partial sums of h in order -> [tile_m, block_r] float32, zero from the true rank on.
+def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
+    """Add the partial sums of h in order, times `scale_of` -> [tile_m, block_r] float32, zero from the true rank on.
 
     Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
     prevent wide loads.
@@ -361,7 +389,7 @@ def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank):
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
         total += part.astype(jnp.float32)
-    return jnp.where((r < true_rank)[None, :], total, 0)
+    return jnp.where((r < true_rank)[None, :], total * scale, 0)
 
 
 def column_chunks(slice_sizes, block_n: int, used, units: int):

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jlora.pallas.plan import Plan
+from jlora.pallas.plan import INVARIANT_TILE_M, Plan
+from jlora.pallas.tables import gpu_tiles
 from jlora.pallas.tiles import GPUTiles
-from jlora.pallas.triton.lora import expand_parts, shrink_parts
+from jlora.pallas.triton.lora import expand_parts, problem_of, shrink_parts
 from jlora.pallas.triton.parts import (
     all_ranks,
     compiler_params,
@@ -35,19 +36,22 @@ def side_by_side(plan: Plan, token_plan: Plan, rank: int, k: int) -> bool:
 
     It is while it multiplies up to 200 ranks for each row of traffic saved (measured on an H200).
     """
-    return plan.tile_m > 16 and plan.num_groups // token_plan.num_groups * rank <= 200 * (k - 1)
+    return plan.tile_m > INVARIANT_TILE_M and plan.num_groups // token_plan.num_groups * rank <= 200 * (k - 1)
 
 
-def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ranks, tiles=None, interpret=False):
+def combine_lora(
+    base, x, a, b, plan, token_plan, *, rows, experts, weights, ranks, batch_invariant=False, tiles=None,
+    interpret=False,
+):  # fmt: skip
     """Implement `jlora.ops.combine_lora`.
 
     `tiles` is a pair: tiles of the shrink and expand of pairs, and of the sum. None chooses them.
     """
     groups, _, rank, n = (*a.shape[:3], b.shape[2])
     per_slot = groups // token_plan.num_groups
-    pair_tiles, sum_tiles = tiles or (None, COMBINE)
+    pair_tiles, sum_tiles = tiles or (gpu_tiles(problem_of(plan, x, a, b, 1, batch_invariant)), COMBINE)
     ranks = all_ranks(groups, 1, rank) if ranks is None else ranks
-    true = _true_ranks(plan, token_plan, rows, experts, ranks)
+    true, scales = _ranks_of_pairs(plan, token_plan, rows, experts, ranks)
     taken = jnp.clip(rows, 0, plan.num_rows - 1)
     h = shrink_parts(x, a, b, plan, ranks, pair_tiles, interpret=interpret)  # [parts, M, R]
     if not side_by_side(plan, token_plan, rank, rows.shape[1]):
@@ -59,9 +63,9 @@ def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ran
             part = part if weights is None else part * weights[:, j, None].astype(jnp.float32)
             total += jnp.where(true[:, j, None] > 0, part, 0)
         return jnp.where((true > 0).any(1, keepdims=True), (base.astype(jnp.float32) + total).astype(base.dtype), base)
-    hidden = sum(part[taken].astype(jnp.float32) for part in h)  # [T, k, R]
+    hidden = sum(part[taken].astype(jnp.float32) for part in h) * scales[..., None]  # [T, k, R]
     hidden = hidden if weights is None else hidden * weights.astype(jnp.float32)[..., None]
-    hidden = jnp.where(jnp.arange(rank, dtype=jnp.int32)[None, None] < true[..., None], hidden, 0).astype(h.dtype)
+    hidden = jnp.where(jnp.arange(rank, dtype=jnp.float32)[None, None] < true[..., None], hidden, 0).astype(h.dtype)
     tokens = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
     wide = jnp.zeros((len(rows), per_slot, rank), h.dtype)
     wide = wide.at[tokens, jnp.where(true > 0, experts, per_slot)].set(hidden, mode="drop", unique_indices=True)
@@ -76,17 +80,18 @@ def combine_lora(base, x, a, b, plan, token_plan, *, rows, experts, weights, ran
         name="lora_combine",
     )(
         token_plan.tiles_used, token_plan.tile_group, token_plan.tile_rows, jnp.any(true > 0, axis=1).astype(jnp.int32),
-        ranks.reshape(-1, per_slot), wide.reshape(len(rows), -1), b.reshape(-1, per_slot * rank, n), base,
+        ranks.reshape(-1, per_slot, 2), wide.reshape(len(rows), -1), b.reshape(-1, per_slot * rank, n), base,
     )  # fmt: skip
 
 
-def _true_ranks(plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """Return [T, k], the rank of each of a token's pairs, 0 for none."""
+def _ranks_of_pairs(plan: Plan, token_plan: Plan, rows, experts, ranks):
+    """Return the rank of each of a token's pairs [T, k], 0 for none, and its scale [T, k]."""
     tile = jnp.minimum(token_plan.row_slot // token_plan.tile_m, token_plan.num_tiles - 1)
     inside = (token_plan.row_slot < token_plan.num_tiles * token_plan.tile_m)[:, None]
     inside &= (rows >= 0) & (rows < plan.num_rows)
     group = token_plan.tile_group[tile][:, None] * (plan.num_groups // token_plan.num_groups) + experts
-    return jnp.where(inside, ranks[jnp.clip(group, 0, plan.num_groups - 1), 0], 0)
+    own = ranks[jnp.clip(group, 0, plan.num_groups - 1), 0]  # [T, k, 2]
+    return jnp.where(inside, own[..., 0], 0), own[..., 1]
 
 
 def _combine_kernel(
@@ -124,7 +129,8 @@ def _combine_kernel(
         def step(j, total):
             r = j * block_k + jnp.arange(block_k, dtype=jnp.int32)
             within = r < width
-            below = within & (r % rank < load(ranks_ref, (slot, r // rank), within))  # b may be NaN past the rank
+            true_ranks = load(ranks_ref, (slot, r // rank, jnp.int32(0)), within).astype(jnp.int32)
+            below = within & (r % rank < true_ranks)  # b may be NaN past the rank
             hidden = load(h_ref, (rows[:, None], r[None, :]), live & within[None, :])
             factors = load(b_ref, (slot, r[:, None], col[None, :]), below[:, None] & inside)
             return total + dot(hidden, factors, dtype, 0)

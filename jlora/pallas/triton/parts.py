@@ -29,8 +29,8 @@ def h_dtype(x, a, b):
 
 
 def all_ranks(groups: int, n: int, rank: int):
-    """Return [groups, n] ranks that are all `rank`."""
-    return jnp.full((groups, n), rank, jnp.int32)
+    """Return [groups, n, 2] ranks that are all `rank`, with scale 1."""
+    return jnp.broadcast_to(jnp.array([rank, 1], jnp.float32), (groups, n, 2))
 
 
 def tiles_used(used_ref, group_ref):
@@ -101,6 +101,27 @@ def dot(lhs, rhs, dtype, contract: int):
 def scalar(ref, *index):
     """Load one element."""
     return plt.load(ref.at[index])
+
+
+def rank_of(ranks_ref, group, i):
+    """Load the true rank of a group and slice as int32."""
+    return scalar(ranks_ref, group, i, jnp.int32(0)).astype(jnp.int32)
+
+
+def scale_of(ranks_ref, group, i, row_scales_ref, rows):
+    """Load the scale of a group and slice, times those of the rows [tile_m, 1] unless `row_scales_ref` is None."""
+    scale = scalar(ranks_ref, group, i, jnp.int32(1))
+    if row_scales_ref is None:
+        return scale
+    return scale * load(row_scales_ref, (rows,), rows < row_scales_ref.shape[0])[:, None]
+
+
+def magnitudes_of(magnitudes_ref, bias_ref, group, col, inside):
+    """Load the magnitudes of a group's columns, and the bias or None, for `xla.rescale`; None without magnitudes."""
+    if magnitudes_ref is None:
+        return None
+    bias = None if bias_ref is None else load(bias_ref, (col,), inside)
+    return load(magnitudes_ref, (group, col), inside)[None, :], bias
 
 
 def load(ref, index, mask, other=0):

@@ -14,13 +14,14 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUTiles, ProductTiles, matrix_rows, rank_block
 from jlora.pallas.triton.lora import column_chunks, expand_parts, shrink_kernel, shrink_programs, sum_parts
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
+    all_ranks,
     both,
     compiler_params,
     dot,
@@ -28,10 +29,13 @@ from jlora.pallas.triton.parts import (
     find_tile,
     h_dtype,
     load,
-    scalar,
+    magnitudes_of,
+    rank_of,
+    scale_of,
     share_out,
     store,
 )
+from jlora.pallas.xla import rescale
 
 MAX_ROWS = 128  # all rows are one block of a matrix unit, whose sums are in registers
 
@@ -42,17 +46,23 @@ def linear_lora(
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
     plan: Plan,
-    ranks: Int[jax.Array, "G n"],
+    ranks: Float[jax.Array, "G n 2"] | None,
+    row_scales: Float[jax.Array, "M"] | None = None,
+    magnitudes: Float[jax.Array, "G N"] | None = None,
     *,
     slice_sizes: tuple[int, ...],
     tiles: ProductTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.linear_lora` for up to `MAX_ROWS` rows and operands of one 16-bit dtype."""
+    ranks = all_ranks(*a.shape[:3]) if ranks is None else ranks
     parts, h = _product(x, w, a, plan, ranks, tiles, h_dtype(x, a, b), interpret)
     if tiles.product_split_k == 1:
-        return expand_parts(parts[0], x, a, h, b, plan, ranks, slice_sizes, tiles.lora, interpret=interpret)
-    return _sum(parts, h, b, plan, ranks, slice_sizes, tiles.lora, interpret)
+        return expand_parts(
+            parts[0], x, a, h, b, plan, ranks, slice_sizes, tiles.lora, row_scales=row_scales,
+            magnitudes=magnitudes, interpret=interpret,
+        )  # fmt: skip
+    return _sum(parts, h, b, plan, ranks, row_scales, magnitudes, slice_sizes, tiles.lora, interpret)
 
 
 # Jitted so that layers with equal shapes share one trace and lowering, as in `lora`.
@@ -76,7 +86,7 @@ def _product(x, w, a, plan: Plan, ranks, tiles: ProductTiles, dtype, interpret: 
 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "interpret"))
-def _sum(parts, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, interpret: bool):
+def _sum(parts, h, b, plan: Plan, ranks, row_scales, magnitudes, slice_sizes, tiles: GPUTiles, interpret: bool):
     """Add the parts of the product and the delta of h [split_k, M, n * R]."""
     # Rows without a group come last in the sorted order. The number of the others is computed once for all layers.
     grouped = jnp.sum(plan.row_slot < plan.num_tiles * plan.tile_m, dtype=jnp.int32)
@@ -90,7 +100,7 @@ def _sum(parts, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, interpret
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_product_sum",
-    )(filled, plan.tile_group, plan.tile_rows, ranks, plan.row_order, h, b, parts)
+    )(filled, plan.tile_group, plan.tile_rows, ranks, plan.row_order, h, b, parts, row_scales, magnitudes)
 
 
 def _product_kernel(
@@ -136,8 +146,8 @@ def _block_of_product(program, x_ref, w_ref, parts_ref, tiles: ProductTiles):
 
 
 def _sum_kernel(
-    filled_ref, group_ref, rows_ref, ranks_ref, order_ref, h_ref, b_ref, parts_ref, out_ref, *, tile_m: int,
-    slice_sizes, tiles: GPUTiles,
+    filled_ref, group_ref, rows_ref, ranks_ref, order_ref, h_ref, b_ref, parts_ref, row_scales_ref, magnitudes_ref,
+    out_ref, *, tile_m: int, slice_sizes, tiles: GPUTiles,
 ):  # fmt: skip
     """Compute out[rows of a tile, chunk of columns] = sum of parts + h @ b[group], block by block of columns.
 
@@ -161,21 +171,24 @@ def _sum_kernel(
         live = (rows < all_rows)[:, None]
         i, first, stride, begin, end = find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
-        true_rank = jnp.where(has_group, scalar(ranks_ref, group, i), jnp.int32(0))
+        own_rank, scale = rank_of(ranks_ref, group, i), scale_of(ranks_ref, group, i, row_scales_ref, rows)
+        true_rank = jnp.where(has_group, own_rank, jnp.int32(0))
         read = jnp.where(has_group, jnp.int32(rank), jnp.int32(0)) if rank <= WAIT_FOR_RANK else true_rank
         blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
-        h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank) for r in blocks)
+        h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale) for r in blocks)
 
         def column_block(j, carry):
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
             inside = (col < end)[None, :]
+            magnitudes = magnitudes_of(magnitudes_ref, None, group, col, col < end)
             some = [_few_parts(parts_ref, p, rows, col, live & inside) for p in range(0, parts_ref.shape[0], 4)]
             total = reduce(jnp.add, some)
             delta = jnp.zeros(total.shape, jnp.float32)
             for r, h_block in zip(blocks, h, strict=True):
                 b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
                 delta += dot(h_block, b, b.dtype, 0)
-            store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total + delta, total), live & inside)
+            changed = total + delta if magnitudes is None else rescale(total + delta, *magnitudes)
+            store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, changed, total), live & inside)
             return carry
 
         jax.lax.fori_loop(0, steps, column_block, jnp.int32(0))

@@ -56,6 +56,10 @@ def test_compiles_odd_sizes():
     assert compile_add_lora("v5p", 300, 77, (45, 13), 5, groups=9, dtype="float32")["vmem_bytes"] < 4 << 20
 
 
+def test_compiles_scales_of_rows():
+    check("v5e", compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 16, row_scales=True))
+
+
 def test_compiles_rank_one():
     """A shard may hold one rank. XLA chooses its own layouts for factors this narrow."""
     facts = compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 1, groups=8)

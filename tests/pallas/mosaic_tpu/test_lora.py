@@ -17,6 +17,7 @@ from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 
 pytestmark = pytest.mark.device("tpu")
 
@@ -42,7 +43,9 @@ def compiled(slices, groups, tiling):
 
     def call(base, x, a, b, ids, ranks):
         plan = make_plan(ids, num_groups=groups)
-        return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, interpret=INTERPRET)
+        return mosaic_tpu.add_lora(
+            base, x, a, b, plan, slice_sizes=slices, ranks=with_scales(ranks), interpret=INTERPRET
+        )
 
     return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -204,11 +207,13 @@ def test_shrink_and_expand_apart(rng):
     ids = rng.integers(0, 7, 15)
     plan = make_plan(jnp.asarray(ids, jnp.int32), num_groups=6)
     fast = {"compiler_options": {"xla_backend_optimization_level": 0}}
-    h = jax.jit(partial(mosaic_tpu.shrink, ranks=ranks, interpret=INTERPRET), **fast)(x, a, plan)
+    h = jax.jit(partial(mosaic_tpu.shrink, ranks=with_scales(ranks), interpret=INTERPRET), **fast)(x, a, plan)
     owned = ids < 6
     want = np.einsum("mk,mnrk->nmr", np.asarray(x, np.float64), np.asarray(a, np.float64)[np.where(owned, ids, 0)])
     np.testing.assert_allclose(h, want * owned[:, None], atol=1e-5)
-    expand = jax.jit(partial(mosaic_tpu.expand, slice_sizes=slices, ranks=ranks, interpret=INTERPRET), **fast)
+    expand = jax.jit(
+        partial(mosaic_tpu.expand, slice_sizes=slices, ranks=with_scales(ranks), interpret=INTERPRET), **fast
+    )
     out = expand(h, b, plan, base=base)
     np.testing.assert_allclose(out, oracle.add_lora(base, x, ids, a, b, slices), atol=2e-5)
     delta = expand(h, b, plan, base=None)

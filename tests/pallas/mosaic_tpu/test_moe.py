@@ -14,6 +14,7 @@ from tests import oracle
 from tests.pallas.lowering import lowered_text
 from tests.pallas.mosaic_tpu.test_lora import TOLERANCE, same_bits
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 
 pytestmark = pytest.mark.device("tpu")
 
@@ -75,7 +76,7 @@ def run(d):
         pairs = d | {"slot": slot, "expert": expert}
         order, token, rows, plan = rows_and_plan(pairs)
         out = mosaic_tpu.add_lora(
-            base.reshape(-1, n)[order], x, a, b, plan, slice_sizes=d["sizes"], ranks=ranks, x_rows=token,
+            base.reshape(-1, n)[order], x, a, b, plan, slice_sizes=d["sizes"], ranks=with_scales(ranks), x_rows=token,
             interpret=INTERPRET,
         )  # fmt: skip
         return out[rows]

@@ -15,6 +15,7 @@ from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 
 # Users never run interpreted kernels, so XLA's optimisations are left out.
@@ -28,8 +29,9 @@ TILES = GPUTiles(
 def add_lora(base, x, a, b, plan, sizes, ranks, tiles=TILES):
     run = jax.jit(triton.add_lora, static_argnames=("slice_sizes", "tiles", "interpret"))
     return run(
-        base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=interpret_of("triton")
-    )
+        base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), tiles=tiles,
+        interpret=interpret_of("triton"),
+    )  # fmt: skip
 
 
 SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
@@ -161,6 +163,7 @@ def test_the_number_of_programs_does_not_change_the_result():
 def test_shrink_and_expand_alone():
     sizes = (20, 9)
     base, x, a, b, ids, ranks = problem(9, 19, 50, sizes, 20, 4)
+    ranks = with_scales(ranks)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
     h = jax.jit(partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton")))(x, a, plan, ranks=ranks)
     close(h, jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks), 1e-6)

@@ -18,6 +18,7 @@ from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import product as triton_product
 from tests import oracle
 from tests.pallas.lowering import shared_memory
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_product import expected, of_weights, poisoned
 
@@ -109,7 +110,7 @@ def test_products(rows, k, sizes, rank, groups, tile_m, tiles, dtype):
     @jax.jit
     def run(x, ids):
         plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m, backend="triton")
-        return triton_product.linear_lora(x, w, *dirty, plan, slice_sizes=sizes, ranks=ranks, tiles=tiles)
+        return triton_product.linear_lora(x, w, *dirty, plan, slice_sizes=sizes, ranks=with_scales(ranks), tiles=tiles)
 
     got = np.asarray(run(x, ids), np.float64)
     want = expected(x, w, a, b, ids, sizes)

@@ -21,6 +21,7 @@ from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_lora import TILES as LORA
 
@@ -41,7 +42,10 @@ def tiles_of(product_split_k=2, split_k=2, **lora):
 
 def linear_lora(x, w, a, b, plan, sizes, ranks, tiles=TILES):
     run = jax.jit(KERNEL, static_argnames=("slice_sizes", "tiles", "interpret"))
-    return run(x, w, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, tiles=tiles, interpret=interpret_of("triton"))
+    return run(
+        x, w, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), tiles=tiles,
+        interpret=interpret_of("triton"),
+    )  # fmt: skip
 
 
 def of_weights(seed, rows, k, sizes, rank, groups, ids=None, dtype=jnp.float32):
@@ -315,7 +319,7 @@ def test_gradients_of_the_kernels():
     x, w, a, b, ids, ranks = of_weights(10, 21, 40, SIZES, 5, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
 
-    def run(x, w, a, b, plan, ranks):
+    def run(x, w, a, b, plan, ranks, *_):
         return KERNEL(x, w, a, b, plan, slice_sizes=SIZES, ranks=ranks, tiles=TILES, interpret=interpret_of("triton"))
 
     @partial(jax.jit, static_argnums=0)
@@ -323,7 +327,7 @@ def test_gradients_of_the_kernels():
         return jax.vjp(call, *operands)[1](cotangent)
 
     cotangent = jnp.asarray(np.random.default_rng(0).normal(size=(21, 33)), jnp.float32)
-    got = pull(lambda *v: gradients.linear_lora(run, SIZES, *v, plan, ranks), (x, w, a, b), cotangent)
+    got = pull(lambda *v: gradients.linear_lora(run, SIZES, *v, plan, with_scales(ranks)), (x, w, a, b), cotangent)
     want = pull(lambda *v: plain(*v, ids, ranks, SIZES), (x, w, a, b), cotangent)
     for one, other in zip(got, want, strict=True):
         close(one, np.asarray(other, np.float64), 1e-5)

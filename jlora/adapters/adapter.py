@@ -17,12 +17,13 @@ import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
+from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes
@@ -43,6 +44,8 @@ class Adapter:
         embedding or lm_head. It must equal the weight of the base model.
       base_model_name: `base_model_name_or_path` of the configuration; None if absent.
       use_rslora: True if scalings are alpha / sqrt(rank).
+      invocation_tokens: Token ids that activate an activated LoRA (aLoRA, PEFT's `alora_invocation_tokens`), which acts
+        from the first of them on (`active_from`). Empty for a plain adapter.
       fan_in_fan_out: PEFT's field of that name (base weights stored transposed). It has no effect on A and B.
       task_type: PEFT's field of that name.
       peft_fields: Other fields of `adapter_config.json`, as JSON values, kept so that PEFT can read them back
@@ -50,6 +53,10 @@ class Adapter:
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
       fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
+
+    Raises:
+      AdapterFormatError: Some modules have a magnitude and others have none, or `invocation_tokens` are not token ids.
+      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules (`check_variants`).
     """
 
     name: str
@@ -57,11 +64,32 @@ class Adapter:
     base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     base_model_name: str | None = None
     use_rslora: bool = False
+    invocation_tokens: tuple[int, ...] = ()
     fan_in_fan_out: bool = False
     task_type: str | None = None
     peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unchecked: tuple[str, ...] = ()
     fingerprint: str | None = None
+
+    def __post_init__(self):
+        where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
+        check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
+        magnitudes = self._magnitudes
+        check_variants(where, self.modules, use_dora=bool(magnitudes), invocation_tokens=self.invocation_tokens)
+        if magnitudes and (plain := self.modules.keys() - magnitudes.keys()):
+            raise AdapterFormatError(
+                f"{where}: module {shown(min(plain))} has no magnitude; expected one for each module of a DoRA adapter"
+            )
+
+    @property
+    def use_dora(self) -> bool:
+        """True for a DoRA adapter, whose modules all have a magnitude."""
+        return bool(self._magnitudes)
+
+    @property
+    def _magnitudes(self) -> dict[str, np.ndarray]:
+        modules = self.modules.items()
+        return {n: m.magnitude for n, m in modules if isinstance(m, ModuleLoRA) and m.magnitude is not None}
 
     @property
     def rank(self) -> int:
@@ -70,9 +98,9 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all factors A and B and of the base weights."""
+        """Bytes of all factors A and B, of the magnitudes and of the base weights."""
         arrays = [array for module in self.modules.values() for array in (module.a, module.b)]
-        return sum(array.nbytes for array in [*arrays, *self.base_weights.values()])
+        return sum(array.nbytes for array in [*arrays, *self._magnitudes.values(), *self.base_weights.values()])
 
     @classmethod
     def from_pretrained(
@@ -96,7 +124,8 @@ class Adapter:
           path: Local folder (`~` is expanded) or a Hugging Face repo id.
           name: Name of the adapter; by default the last part of `path`.
           revision: Branch, tag or commit of the Hugging Face repo.
-          dtype: Convert A and B to this dtype (float16, bfloat16, float32 or float64). None keeps the file's dtype.
+          dtype: Convert A, B and magnitudes to this dtype (float16, bfloat16, float32 or float64). None keeps the
+            file's dtype.
           allow_nonfinite: Accept NaN and infinity, which are refused otherwise. The check takes about as long as
             copying the weights once.
           local_only: Use no network. Repos in Hugging Face's local cache are still found.
@@ -128,6 +157,8 @@ class Adapter:
         alpha: float | Mapping[str, float],
         use_rslora: bool = False,
         embeddings: Collection[str] = (),
+        magnitudes: Mapping[str, ArrayLike] | None = None,
+        invocation_tokens: Sequence[int] = (),
         base_model_name: str | None = None,
         task_type: str | None = "CAUSAL_LM",
     ) -> "Adapter":
@@ -139,19 +170,28 @@ class Adapter:
           alpha: One alpha for all modules, or module name -> alpha.
           use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
           embeddings: Names of the modules that are embeddings, with a [r, V] and b [D, r].
+          magnitudes: Module name -> magnitude [N], for all modules of a DoRA adapter. None for plain LoRA.
+          invocation_tokens: Token ids that activate an activated LoRA (aLoRA). Empty for a plain adapter.
           base_model_name: Model that the adapter was trained on.
           task_type: PEFT's task type, written by `save_pretrained`.
 
         Raises:
-          AdapterFormatError: A factor is not a float matrix, or a and b have different ranks.
-          LoRAUsageError: `alpha` or `embeddings` names a module that `arrays` lacks, `alpha` omits one, or an alpha is
-            not a number.
+          AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a magnitude is not a float
+            vector of the rows of b, or `invocation_tokens` are not token ids.
+          AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules.
+          LoRAUsageError: `alpha`, `embeddings` or `magnitudes` names a module that `arrays` lacks, `alpha` or
+            `magnitudes` omits one, or an alpha is not a number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
         if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
             raise LoRAUsageError(
                 f"adapter {shown(name)}: alpha and embeddings must name the modules of arrays, "
                 f"{shown_value(sorted(arrays), 500)}"
+            )
+        if magnitudes is not None and magnitudes.keys() != arrays.keys():
+            raise LoRAUsageError(
+                f"adapter {shown(name)}: magnitudes must name the modules of arrays, "
+                f"{shown_value(sorted(arrays), 500)}; found {shown_value(sorted(magnitudes), 500)}"
             )
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -161,12 +201,16 @@ class Adapter:
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
             kind: Kind = "embedding" if module in embeddings else "linear"
-            modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling)
+            magnitude = None if magnitudes is None else np.asarray(magnitudes[module])
+            modules[module] = ModuleLoRA(
+                a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling, magnitude=magnitude
+            )
         return cls(
             name=name,
             modules=modules,
             base_model_name=base_model_name,
             use_rslora=use_rslora,
+            invocation_tokens=tuple(invocation_tokens),
             task_type=task_type,
         )
 
@@ -206,6 +250,8 @@ class Adapter:
             for half, array in (("A", a), ("B", b)):
                 part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"
                 tensors[f"base_model.model.{stored.get(name, name)}.{part}"] = np.ascontiguousarray(array)
+        for name, array in self._magnitudes.items():
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = np.ascontiguousarray(array)
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
@@ -263,6 +309,8 @@ class Adapter:
             "r": rank,
             "lora_alpha": _as_int(alpha),
             "use_rslora": self.use_rslora,
+            **({"use_dora": True} if self.use_dora else {}),
+            **({"alora_invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else {}),
             "rank_pattern": {_exactly(n): m.rank for n, m in self.modules.items() if m.rank != rank},
             "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},
             "target_modules": [name for name in self.modules if name not in parameters],
@@ -308,6 +356,7 @@ class OpenAdapter:
             base_weights=base_weights,
             base_model_name=config.base_model_name,
             use_rslora=config.use_rslora,
+            invocation_tokens=config.invocation_tokens,
             fan_in_fan_out=config.fan_in_fan_out,
             task_type=config.task_type,
             peft_fields=config.peft_fields,
@@ -324,7 +373,7 @@ def open_adapter(
 
     Args:
       found: The adapter's folder.
-      dtype: Convert A and B to this dtype. None keeps the file's dtype.
+      dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype.
       max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
     Raises:

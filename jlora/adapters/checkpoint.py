@@ -14,7 +14,7 @@ from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
-from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA
+from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
@@ -29,12 +29,13 @@ _LORA = re.compile(
     r"(?P<linear>.+)\.lora_(?P<half>[AB])(\.default)?\.weight|"
     r"(?P<embedding>.+)\.lora_(?P<table>embedding_[AB])(\.default)?"
 )
+# Of DoRA. PEFT's save_pretrained removes ".weight".
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 
 # Part of a tensor's name -> the unserved PEFT feature that writes it.
 _FEATURES = {
-    "lora_magnitude_vector": "DoRA",
     "bias": "a trained bias",
     "lora_diag": "KaSA",
     "lora_velora_embed": "VeLoRA",
@@ -96,7 +97,10 @@ class Checkpoint:
             a, b = arrays[key_a], arrays[key_b]
             alpha, shapes = self._layout.alphas[name], self.shapes.modules[name]
             if isinstance(shapes, ModuleShapes):
-                modules[name] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling)
+                magnitude = arrays[self._layout.magnitudes[name]] if self.shapes.use_dora else None
+                modules[name] = ModuleLoRA(
+                    a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling, magnitude=magnitude
+                )
                 continue
             a, b = self._layout.stacked[name].arrays(a, b)
             modules[name] = ExpertsLoRA(
@@ -121,7 +125,7 @@ def open_checkpoint(
       file: The safetensors file.
       adapter: Name of the adapter, for messages.
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
-      dtype: Convert A and B to this dtype. None keeps the file's dtype. Base weights are never converted.
+      dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype. Base weights are never converted.
       max_bytes: Largest allowed size of the file, and of the tensors after conversion.
 
     Raises:
@@ -149,7 +153,8 @@ def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
     for name, experts in own.items():
         _, key_a, key_b = layout.halves[name]
         if (read := layout.stacked.get(name)) is None:
-            found[key_a] = found[key_b] = Share(1, 1, experts)
+            keys = (key_a, key_b, *(key for key in (layout.magnitudes.get(name),) if key is not None))
+            found |= dict.fromkeys(keys, Share(1, 1, experts))
             continue
         _, out, rank = read.b_shape
         turns = 1 if not read.flat else out if read.grouped else out * rank
@@ -162,7 +167,7 @@ def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
 def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
     """Return module name -> part -> tensor key.
 
-    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B" and "base".
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector" and "base".
 
     Raises:
       AdapterMismatchError: A tensor of a kind that is not served.
@@ -173,6 +178,8 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
         name = key.removeprefix(_PREFIX)
         if lora := _LORA.fullmatch(name):
             module, part = lora["linear"] or lora["embedding"], "lora_" + (lora["half"] or lora["table"])
+        elif magnitude := _MAGNITUDE.fullmatch(name):
+            module, part = magnitude["module"], "lora_magnitude_vector"
         elif base := _BASE.fullmatch(name):
             module, part = base["module"] or base["resized"], "base"
         else:
@@ -185,7 +192,7 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
             raise AdapterFormatError(f"{where}: tensor {shown(key)}: {shown(module)} is not a dotted module name")
         parts = found.setdefault(module, {})
         if part in parts:
-            raise AdapterFormatError(f"{where}: tensors {shown(parts[part])} and {shown(key)} mean the same matrix")
+            raise AdapterFormatError(f"{where}: tensors {shown(parts[part])} and {shown(key)} mean the same array")
         parts[part] = key
     return found
 
@@ -225,6 +232,13 @@ class _Header:
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
+    def check_vector(self, key: str, size: int) -> None:
+        """Raise if the tensor is not a vector of `size` elements."""
+        if self.tensors[key].shape != (size,):
+            raise AdapterFormatError(
+                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {(size,)}, as B implies"
+            )
+
 
 @dataclass(frozen=True)
 class _Modules:
@@ -232,11 +246,13 @@ class _Modules:
 
     Attributes:
       halves: Module name -> kind, key of A, key of B.
+      magnitudes: Module name -> key of the magnitude, for all modules of a DoRA adapter.
       stacked: Module name -> how to read the tensors, for modules that hold all experts.
       ranks, alphas: Module name -> rank, and module name -> alpha.
     """
 
     halves: Mapping[str, tuple[Kind, str, str]]
+    magnitudes: Mapping[str, str]
     stacked: Mapping[str, Stacked]
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
@@ -269,7 +285,27 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         names = {m: found[m].name if m in found else m for m in adapted if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
-    return _Modules(halves, stacked, config.ranks(halves), config.alphas(halves))
+    magnitudes = _magnitudes(keys, [m for m in adapted if m not in of_experts], header, config)
+    return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves))
+
+
+def _magnitudes(
+    keys: Mapping[str, Mapping[str, str]], modules: Iterable[str], header: _Header, config: PeftConfig
+) -> dict[str, str]:
+    """Return module name -> key of the magnitude. Raise if one of `modules` of a DoRA adapter has none."""
+    found = {m: key for m, parts in keys.items() if (key := parts.get("lora_magnitude_vector")) is not None}
+    if not config.use_dora and found:
+        raise AdapterFormatError(
+            f"{header.at(next(iter(found.values())))} is of DoRA, and 'use_dora' is not set in {CONFIG_FILE}; expected "
+            "both or neither"
+        )
+    without = next((module for module in modules if module not in found), None) if config.use_dora else None
+    if without is not None:
+        raise AdapterFormatError(
+            f"{header.where}: module {shown(without)} has no tensor lora_magnitude_vector; expected one, since "
+            f"'use_dora' is set in {CONFIG_FILE}"
+        )
+    return found
 
 
 def _shapes(
@@ -301,14 +337,24 @@ def _shapes(
             )
         else:
             a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
+            if (magnitude := layout.magnitudes.get(name)) is not None:
+                header.check_vector(magnitude, b[0])
+                nbytes += b[0] * (header.dtype(magnitude) if dtype is None else dtype).itemsize
             modules[name] = ModuleShapes(
                 kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling
             )
         nbytes += math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
     base = {m: _base(parts["base"], modules.get(m), header) for m, parts in keys.items() if "base" in parts}
     nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
+    check_variants(header.where, modules, use_dora=config.use_dora, invocation_tokens=config.invocation_tokens)
     return AdapterShapes(
-        name=adapter, modules=modules, base_weights=base, base_model_name=config.base_model_name, nbytes=nbytes
+        name=adapter,
+        modules=modules,
+        base_weights=base,
+        base_model_name=config.base_model_name,
+        nbytes=nbytes,
+        use_dora=config.use_dora,
+        invocation_tokens=config.invocation_tokens,
     )
 
 
@@ -317,7 +363,7 @@ def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kin
     key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
     if key_a is None and key_b is None:
         key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"
-    if key_a is None or key_b is None or len(parts) > 2 + ("base" in parts):
+    if key_a is None or key_b is None or len(parts.keys() - {"base", "lora_magnitude_vector"}) > 2:
         raise AdapterFormatError(
             f"{header.where}: module {shown(module)} has tensor {', '.join(map(shown, parts.values()))}; "
             "expected one A and one B of the same kind"

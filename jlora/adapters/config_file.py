@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, expert_fields
 from jlora.adapters.files import StableFile
@@ -51,13 +52,11 @@ _WITHOUT_EFFECT = frozenset(
 _OFF_FALSE = (None, False)
 _OFF_EMPTY: tuple[Any, ...] = (None, False, [], {})
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "use_dora": ("DoRA", _OFF_FALSE),
     "lora_bias": ("a bias on lora_B", _OFF_FALSE),
     "use_qalora": ("QALoRA", _OFF_FALSE),
     "bias": ("trained biases", (None, "none")),
     "modules_to_save": ("fully trained modules", _OFF_EMPTY),
     "layer_replication": ("replicated layers", _OFF_EMPTY),
-    "alora_invocation_tokens": ("activated LoRA (aLoRA)", _OFF_FALSE),
     "trainable_token_indices": ("trained token embeddings", _OFF_FALSE),
     "kasa_config": ("KaSA", _OFF_FALSE),
     "velora_config": ("VeLoRA", _OFF_FALSE),
@@ -110,6 +109,10 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=_typed(raw, "use_rslora", bool, False, where),
+        use_dora=bool(_typed(raw, "use_dora", bool, None, where)),
+        invocation_tokens=_invocation_tokens(
+            raw.get("alora_invocation_tokens"), f"{where}: field 'alora_invocation_tokens'"
+        ),
         rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
         alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
         target_modules=targets,
@@ -157,6 +160,8 @@ _SERVED = frozenset(
         "r",
         "lora_alpha",
         "use_rslora",
+        "use_dora",
+        "alora_invocation_tokens",
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
@@ -275,6 +280,14 @@ def _names_or_pattern(value: Json, where: str) -> frozenset[str] | Pattern:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise AdapterFormatError(f"{where} must be a list of names or a regular expression, found {shown_value(value)}")
     return frozenset(value)
+
+
+def _invocation_tokens(value: Json, where: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if value == []:  # plain LoRA on PEFT's layers, and never active on those of bitsandbytes
+        raise AdapterFormatError(f"{where} is an empty list, which PEFT reads in two ways; expected token ids, or null")
+    return check_invocation_tokens(value, where)
 
 
 def _rank(value: Json, where: str) -> int:

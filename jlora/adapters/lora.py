@@ -1,14 +1,16 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
+from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.peft_config import Kind
-from jlora.errors import AdapterFormatError
+from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
@@ -23,9 +25,12 @@ class ModuleLoRA:
       kind: "linear" or "embedding".
       alpha: PEFT's `lora_alpha` of this module.
       scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA. It is not folded into `a` or `b`.
+      magnitude: [N] float array of DoRA (arXiv:2402.09353), PEFT's `lora_magnitude_vector`; None for plain LoRA. Row n
+        of the sum of base weight and delta is scaled to the norm `magnitude[n]`. For an embedding [D].
 
     Raises:
-      AdapterFormatError: `a` or `b` is not a float matrix, or their ranks differ.
+      AdapterFormatError: `a` or `b` is not a float matrix, their ranks differ, or `magnitude` is not a float vector of
+        the rows of `b`.
     """
 
     a: Float[np.ndarray, "r K"]
@@ -33,6 +38,7 @@ class ModuleLoRA:
     kind: Kind = "linear"
     alpha: float
     scaling: float
+    magnitude: Float[np.ndarray, "N"] | None = None
 
     def __post_init__(self):
         for which, array in (("a", self.a), ("b", self.b)):
@@ -43,6 +49,12 @@ class ModuleLoRA:
             )
         if self.kind not in ("linear", "embedding"):
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
+        if self.magnitude is not None:
+            _check("ModuleLoRA.magnitude", self.magnitude, 1, "a float NumPy vector")
+            if len(self.magnitude) != len(self.b):
+                raise AdapterFormatError(
+                    f"ModuleLoRA: magnitude {self.magnitude.shape} must have a value for each row of b {self.b.shape}"
+                )
 
     @property
     def rank(self) -> int:
@@ -119,6 +131,38 @@ class ExpertsLoRA:
 
 
 LoRA: TypeAlias = ModuleLoRA | ExpertsLoRA
+
+
+class _OfKind(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+
+def check_variants(
+    where: str, modules: Mapping[str, _OfKind], *, use_dora: bool, invocation_tokens: Sequence[int]
+) -> None:
+    """Refuse modules and combinations for which PEFT 0.21 has no DoRA or aLoRA (`LoraLayer.resolve_lora_variant`).
+
+    PEFT has DoRA for linear layers and embeddings, and aLoRA for linear layers.
+
+    Raises:
+      AdapterMismatchError: DoRA is combined with aLoRA, or one of them with a module of another kind.
+    """
+    if use_dora and invocation_tokens:
+        raise AdapterMismatchError(
+            f"{where}: use_dora and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT has "
+            "no DoRA that is activated. Train the adapter with one of them"
+        )
+    for feature, on, kinds in (
+        ("DoRA", use_dora, ("linear", "embedding")),
+        ("activated LoRA (aLoRA)", bool(invocation_tokens), ("linear",)),
+    ):
+        other = next((name for name, module in modules.items() if module.kind not in kinds), None) if on else None
+        if other is not None:
+            raise AdapterMismatchError(
+                f"{where}: {shown(other)} is of kind {modules[other].kind!r}, and PEFT has {feature} for "
+                f"{' and '.join(kinds)} layers only. Train the adapter without the module, or without {feature}"
+            )
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:

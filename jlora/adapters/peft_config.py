@@ -27,6 +27,8 @@ class PeftConfig:
     Attributes:
       r, lora_alpha: Rank and alpha of modules that match no pattern.
       use_rslora: True if scaling is alpha / sqrt(rank) instead of alpha / rank.
+      use_dora: True if each module has a magnitude (DoRA).
+      invocation_tokens: `alora_invocation_tokens`; empty unless the adapter is an activated LoRA (aLoRA).
       rank_patterns, alpha_patterns: Patterns in file order. The first key that matches a module decides.
       target_modules: Names or one regular expression; None stands for "all-linear". If RE2 refuses the expression, it
         is listed in `unchecked` and every module counts as targeted, so the file's tensors decide.
@@ -48,6 +50,8 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
+    use_dora: bool
+    invocation_tokens: tuple[int, ...]
     rank_patterns: PatternTable[int]
     alpha_patterns: PatternTable[float]
     target_modules: frozenset[str] | Pattern | None

@@ -85,6 +85,8 @@ class AdapterShapes:
       base_weights: Dotted module name -> shape and dtype, with the keys of `Adapter.base_weights`.
       base_model_name: Value of `Adapter.base_model_name`.
       nbytes: Value of `Adapter.nbytes`.
+      use_dora: Value of `Adapter.use_dora`. If True, each module has a magnitude (`ModuleLoRA.magnitude`).
+      invocation_tokens: Value of `Adapter.invocation_tokens`.
     """
 
     name: str
@@ -92,3 +94,5 @@ class AdapterShapes:
     base_weights: Mapping[str, BaseShape]
     base_model_name: str | None
     nbytes: int
+    use_dora: bool = False
+    invocation_tokens: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from jlora.adapters import Adapter, ModuleLoRA
-from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
 from tests.adapters.conftest import Q, V, lora_tensors
 
 # Names that end in one another, or read as a regular expression.
@@ -33,12 +33,24 @@ def assert_same(one: Adapter, other: Adapter):
     for name, lora in one.modules.items():
         again = other.modules[name]
         assert (again.kind, again.alpha, again.scaling) == (lora.kind, lora.alpha, lora.scaling)
-        for left, right in ((lora.a, again.a), (lora.b, again.b)):
+        assert (lora.magnitude is None) == (again.magnitude is None)
+        for left, right in ((lora.a, again.a), (lora.b, again.b), (lora.magnitude, again.magnitude)):
+            if left is None:
+                continue
             assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
     assert set(one.base_weights) == set(other.base_weights)
     for name, weight in one.base_weights.items():
         assert weight.tobytes() == other.base_weights[name].tobytes()
-    for attribute in ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "rank", "nbytes"):
+    for attribute in (
+        "base_model_name",
+        "use_rslora",
+        "use_dora",
+        "invocation_tokens",
+        "fan_in_fan_out",
+        "task_type",
+        "rank",
+        "nbytes",
+    ):
         assert getattr(one, attribute) == getattr(other, attribute)
 
 
@@ -83,6 +95,74 @@ def test_round_trip_of_base_weights(tmp_path):
         "base_model.model.model.embed_tokens.lora_embedding_A",
         "base_model.model.model.embed_tokens.lora_embedding_B",
     ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip_of_dora(tmp_path, dtype):
+    arrays = arrays_of(0, {"q": 2, "embed-1": 3}, dtype)
+    magnitudes = {name: np.arange(1, 3).astype(dtype) for name in arrays}
+    adapter = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
+    assert adapter.use_dora
+    plain = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"])
+    assert not plain.use_dora
+    assert adapter.nbytes == plain.nbytes + sum(m.nbytes for m in magnitudes.values())
+    adapter.save_pretrained(tmp_path)
+    assert_same(adapter, Adapter.from_pretrained(tmp_path))
+    tensors = load_file(tmp_path / "adapter_model.safetensors") if dtype is not ml_dtypes.bfloat16 else {}
+    for name in tensors and magnitudes:
+        np.testing.assert_array_equal(tensors[f"base_model.model.{name}.lora_magnitude_vector"], magnitudes[name])
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["use_dora"] is True
+
+
+def test_round_trip_of_invocation_tokens(tmp_path):
+    adapter = Adapter.from_arrays("a", arrays_of(0, {"q": 2}), alpha=4, invocation_tokens=[49152, 7, 7])
+    assert adapter.invocation_tokens == (49152, 7, 7)
+    adapter.save_pretrained(tmp_path)
+    shapes = []
+    assert_same(adapter, Adapter.from_pretrained(tmp_path, check=shapes.append))
+    assert shapes[0].invocation_tokens == (49152, 7, 7)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["alora_invocation_tokens"] == [49152, 7, 7]
+
+
+def test_a_plain_adapter_is_saved_without_the_fields_of_variants(tmp_path):
+    Adapter.from_arrays("a", arrays_of(0, {"q": 2}), alpha=4).save_pretrained(tmp_path)
+    assert not {"use_dora", "alora_invocation_tokens"} & set(json.loads((tmp_path / "adapter_config.json").read_text()))
+
+
+VARIANTS = {
+    "a module without magnitude": ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
+    "another module": ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
+    "a long magnitude": ({"magnitudes": dict.fromkeys("qe", np.ones(3))}, AdapterFormatError, "magnitude .3,. must"),
+    "a magnitude of ints": ({"magnitudes": dict.fromkeys("qe", np.ones(2, int))}, AdapterFormatError, "magnitude must"),
+    "a matrix": ({"magnitudes": dict.fromkeys("qe", np.ones((2, 1)))}, AdapterFormatError, "magnitude must"),
+    "a token of another type": ({"invocation_tokens": [True]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
+    "a negative token": ({"invocation_tokens": [-1]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
+    "aLoRA of an embedding": (
+        {"invocation_tokens": [1], "embeddings": ["e"]},
+        AdapterMismatchError,
+        "adapter 'a': 'e' is of kind 'embedding'",
+    ),
+    "DoRA and aLoRA": (
+        {"invocation_tokens": [1], "magnitudes": dict.fromkeys("qe", np.ones(2))},
+        AdapterMismatchError,
+        "adapter 'a': use_dora and alora_invocation_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants_that_cannot_be_made(case):
+    options, error, cause = VARIANTS[case]
+    with pytest.raises(error, match=cause):
+        Adapter.from_arrays("a", arrays_of(0, {"q": 2, "e": 2}), alpha=4, **options)
+
+
+def test_dora_of_some_modules_is_refused():
+    arrays = arrays_of(0, {"q": 2, "e": 2})
+    dora = Adapter.from_arrays("a", arrays, alpha=4, magnitudes=dict.fromkeys("qe", np.ones(2)))
+    mixed = {"q": dora.modules["q"], "e": dataclasses.replace(dora.modules["e"], magnitude=None)}
+    with pytest.raises(AdapterFormatError, match="module 'e' has no magnitude"):
+        dataclasses.replace(dora, modules=mixed)
 
 
 def test_saved_over_itself(folder_of):

@@ -126,6 +126,129 @@ def test_arrays_outlive_the_file_and_are_read_only(folder_of):
             lora.a[0, 0] = 1
 
 
+# ---- DoRA
+
+
+def dora_tensors(name="lora_magnitude_vector", dtype=np.float32):
+    """Tensors of a linear layer and an embedding, with magnitudes."""
+    tensors = lora_tensors({Q: 4})
+    tensors |= {key: t for key, t in embedding_tensors().items() if "lora_" in key}
+    for module, size in ((Q, 5), (EMBED, 6)):
+        tensors[f"{PREFIX}{module}.{name}"] = np.linspace(1, 2, size).astype(dtype)
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_magnitude_vector",
+        "lora_magnitude_vector.weight",
+        "lora_magnitude_vector.default",
+        "lora_magnitude_vector.default.weight",
+    ],
+)
+def test_magnitudes(folder_of, name, dtype):
+    tensors = dora_tensors(name, dtype)
+    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens"])
+    shapes = []
+    adapter = load(folder, check=shapes.append)
+    assert adapter.use_dora
+    assert shapes[0].use_dora
+    assert set(adapter.modules) == {Q, EMBED}
+    for module, lora in adapter.modules.items():
+        expected = tensors[f"{PREFIX}{module}.{name}"]
+        assert lora.magnitude is not None
+        assert (lora.magnitude.dtype, lora.magnitude.tobytes()) == (expected.dtype, expected.tobytes())
+    assert adapter.nbytes == shapes[0].nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    converted = load(folder, dtype="bfloat16", check=shapes.append)
+    assert {lora.magnitude.dtype for lora in converted.modules.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert converted.nbytes == shapes[1].nbytes
+
+
+MAGNITUDE = f"{PREFIX}{Q}.lora_magnitude_vector"
+WRONG_MAGNITUDES = {
+    "missing": (lambda t: t.pop(MAGNITUDE), rf"module '{Q}' has no tensor lora_magnitude_vector; expected one"),
+    "short": (
+        lambda t: t.update({MAGNITUDE: t[MAGNITUDE][:4].copy()}),
+        rf"'{MAGNITUDE}' has shape \(4,\); expected \(5,\)",
+    ),
+    "matrix": (
+        lambda t: t.update({MAGNITUDE: t[MAGNITUDE][None]}),
+        rf"'{MAGNITUDE}' has shape \(1, 5\); expected \(5,\)",
+    ),
+    "empty": (lambda t: t.update({MAGNITUDE: np.ones(0, np.float32)}), rf"'{MAGNITUDE}' has shape \(0,\)"),
+    "int8": (lambda t: t.update({MAGNITUDE: np.ones(5, np.int8)}), rf"'{MAGNITUDE}' has dtype I8; expected one of F16"),
+    "NaN": (lambda t: t.update({MAGNITUDE: np.full(5, np.nan, np.float32)}), f"'{MAGNITUDE}' holds NaN or infinity"),
+    "two names": (lambda t: t.update({f"{MAGNITUDE}.weight": t[MAGNITUDE]}), "mean the same array"),
+    "of another module": (
+        lambda t: t.update({f"{PREFIX}{V}.lora_magnitude_vector": t[MAGNITUDE]}),
+        f"module '{V}' has tensor '{PREFIX}{V}.lora_magnitude_vector'; expected one A and one B",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_MAGNITUDES)
+def test_wrong_magnitudes(folder_of, case):
+    change, cause = WRONG_MAGNITUDES[case]
+    tensors = dora_tensors()
+    change(tensors)
+    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens", "v_proj"])
+    with pytest.raises(AdapterFormatError, match=cause):
+        load(folder)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_dora": False}, {"use_dora": None}])
+def test_a_magnitude_of_an_adapter_without_dora(folder_of, fields):
+    with pytest.raises(AdapterFormatError, match=r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"):
+        load(folder_of(dora_tensors(), target_modules=["q_proj", "embed_tokens"], **fields))
+
+
+def test_nonfinite_magnitudes_on_request(folder_of):
+    tensors = dora_tensors()
+    tensors[MAGNITUDE][:] = np.inf
+    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens"])
+    assert np.isinf(load(folder, allow_nonfinite=True).modules[Q].magnitude).all()
+
+
+# ---- combinations that PEFT refuses
+
+EXPERTS = {
+    f"{PREFIX}mlp.experts.lora_A.weight": np.ones((8, 6), np.float32),
+    f"{PREFIX}mlp.experts.lora_B.weight": np.ones((5, 8), np.float32),
+}
+OF_EXPERTS = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}
+NOT_IN_PEFT = {
+    "DoRA and aLoRA": (
+        dora_tensors(),
+        {"use_dora": True, "alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
+        r"use_dora and alora_invocation_tokens \(\(1,\)\) are both set",
+    ),
+    "aLoRA of an embedding": (
+        {key: t for key, t in dora_tensors().items() if "magnitude" not in key},
+        {"alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
+        f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA .aLoRA. for linear layers only",
+    ),
+    "aLoRA of experts": (
+        EXPERTS,
+        {"alora_invocation_tokens": [1], **OF_EXPERTS},
+        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has activated LoRA",
+    ),
+    "DoRA of experts": (
+        EXPERTS,
+        {"use_dora": True, **OF_EXPERTS},
+        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has DoRA for linear and embedding layers only",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_IN_PEFT)
+def test_combinations_that_peft_refuses(folder_of, case):
+    tensors, fields, cause = NOT_IN_PEFT[case]
+    with pytest.raises(AdapterMismatchError, match=cause):
+        load(folder_of(tensors, **fields))
+
+
 # ---- refused
 
 
@@ -153,7 +276,7 @@ FORMAT = {
     "empty": (lambda t: t.update({A: np.ones((4, 0), np.float32)}), r"has shape \(4, 0\)"),
     "int8": (lambda t: t.update({A: np.ones((4, 6), np.int8)}), r"has dtype I8; expected one of F16, BF16, F32, F64"),
     "bool": (lambda t: t.update({A: np.ones((4, 6), np.bool_)}), "has dtype BOOL"),
-    "two prefixes": (lambda t: t.update({A.removeprefix(PREFIX): t[A]}), "mean the same matrix"),
+    "two prefixes": (lambda t: t.update({A.removeprefix(PREFIX): t[A]}), "mean the same array"),
     "empty name": (lambda t: t.update({"..lora_A.weight": t[A]}), "not a dotted module name"),
     "control name": (lambda t: t.update({"a\t.lora_A.weight": t[A]}), "not a dotted module name"),
     "long name": (lambda t: t.update({"a" * 600 + ".lora_A.weight": t[A]}), "not a dotted module name"),
@@ -172,7 +295,6 @@ def test_malformed_tensors(folder_of, case):
 
 
 UNSERVED = {
-    f"{PREFIX}{Q}.lora_magnitude_vector": "DoRA",
     f"{PREFIX}{Q}.lora_B.bias": "a trained bias",
     f"{PREFIX}{Q}.bias": "a trained bias",
     f"{PREFIX}{Q}.lora_diag": "KaSA",

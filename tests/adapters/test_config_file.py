@@ -24,6 +24,29 @@ def test_descriptive_fields(read):
     assert (config.fan_in_fan_out, config.base_model_name, config.task_type) == (True, "org/base", "CAUSAL_LM")
 
 
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False)])
+def test_dora(read, value, expected):
+    assert read(use_dora=value).use_dora is expected
+    assert read().use_dora is False
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, "", "true", [], {}])
+def test_dora_is_a_boolean(read, value):
+    with pytest.raises(AdapterFormatError, match=f"'use_dora' must be bool, found {re.escape(repr(value))}"):
+        read(use_dora=value)
+
+
+def test_invocation_tokens(read):
+    assert read(alora_invocation_tokens=[49152, 0, 5, 5]).invocation_tokens == (49152, 0, 5, 5)
+    assert read(alora_invocation_tokens=None).invocation_tokens == read().invocation_tokens == ()
+
+
+@pytest.mark.parametrize("value", [[], False, 3, "abc", {"0": 1}, [-1], [1.0], [True], ["1"], [None], [[1]], [2**31]])
+def test_invocation_tokens_are_token_ids(read, value):
+    with pytest.raises(AdapterFormatError, match="field 'alora_invocation_tokens'"):
+        read(alora_invocation_tokens=value)
+
+
 # ---- without effect
 
 WITHOUT_EFFECT = {
@@ -55,13 +78,11 @@ def test_inits_that_keep_the_base(read, init):
 # ---- refused
 
 REFUSED = {
-    "use_dora": (True, "DoRA"),
     "lora_bias": (True, "bias"),
     "bias": ("all", "trained biases"),
     "modules_to_save": (["embed_tokens"], "fully trained modules"),
     "layer_replication": ([[0, 4], [2, 5]], "replicated layers"),
     "target_parameters": (["mlp.experts.gate_up_proj", "q_proj.weight"], "bare parameters"),
-    "alora_invocation_tokens": ([1, 2], "aLoRA"),
     "trainable_token_indices": ([0, 1], "token embeddings"),
     "use_qalora": (True, "QALoRA"),
     "kasa_config": ({"beta": 1e-4}, "KaSA"),
@@ -139,7 +160,6 @@ def test_target_modules_missing(read, drop):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("use_dora", value) for value in (0, 0.0, "", [], {})),
         *(("lora_bias", value) for value in (0, 0.0, "")),
         *(("bias", value) for value in (False, 0, "", "NONE")),
         *(("modules_to_save", value) for value in (0, 0.0, "", True)),
@@ -308,6 +328,7 @@ def test_whole_surrogate_pairs_are_text(read):
         {"init_lora_weights": "\x1b[31m\n" + "x" * 999},
         {"new\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999},
         {"use_dora": "\x1b[31m\n" + "x" * 999},
+        {"alora_invocation_tokens": ["\x1b[31m\n" + "x" * 999]},
         {"target_modules": "(\x1b[31m\n" + "x" * 999},
         {"rank_pattern": {"(\x1b[31m\n" + "x" * 999: 3}},
         {"rank_pattern": {"\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999}},

@@ -28,6 +28,7 @@ CONFIG = {
     "bias": "none",
     "init_lora_weights": True,
     "use_dora": False,
+    "alora_invocation_tokens": None,
     "modules_to_save": None,
 }
 

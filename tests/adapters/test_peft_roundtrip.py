@@ -10,6 +10,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jlora import active_from
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError
 
@@ -71,6 +75,14 @@ def lora_modules(model):
     return found
 
 
+def magnitudes(model):
+    """name -> magnitude of every LoRA layer with DoRA, as PEFT holds them."""
+    layers = {n: m for n, m in model.base_model.model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    return {
+        n: to_numpy(m.lora_magnitude_vector["default"].weight) for n, m in layers.items() if m.lora_magnitude_vector
+    }
+
+
 def assert_holds(adapter, expected):
     assert set(adapter.modules) == set(expected)
     for name, (kind, a, b, scaling) in expected.items():
@@ -102,6 +114,11 @@ FEATURES = {
     "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
     "mica": {"init_lora_weights": "mica"},
     "dropout": {"lora_dropout": 0.3},
+    "DoRA": {"use_dora": True, "target_modules": ALL},
+    "DoRA of embedding and head": {"use_dora": True, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    "DoRA with rslora and patterns": {"use_dora": True, "rank_pattern": {"v_proj": 3}, "use_rslora": True},
+    "aLoRA": {"alora_invocation_tokens": [3, 4], "target_modules": ALL},
+    "aLoRA of the head": {"alora_invocation_tokens": [3], "target_modules": ["lm_head", "q_proj"]},
     "config left by a conversion": {"corda_config": {"corda_method": "ipm"}},
 }
 
@@ -113,12 +130,17 @@ def assert_served(base, model, folder, same_layout=True):
     another order, though the matrices are bitwise the same.
     """
     model.save_pretrained(folder / "theirs")
-    expected = lora_modules(model)
     adapter = Adapter.from_pretrained(folder / "theirs")
-    assert_holds(adapter, expected)
     adapter.save_pretrained(folder / "ours")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "ours", autocast_adapter_dtype=False).eval()
-    assert_holds(adapter, lora_modules(again))
+    for one in (model, again):
+        assert_holds(adapter, lora_modules(one))
+        theirs, ours = magnitudes(one), {n: m.magnitude for n, m in adapter.modules.items() if m.magnitude is not None}
+        assert {n: (m.dtype, m.tobytes()) for n, m in theirs.items()} == {
+            n: (m.dtype, m.tobytes()) for n, m in ours.items()
+        }
+        assert list(adapter.invocation_tokens) == (one.peft_config["default"].alora_invocation_tokens or [])
+        assert adapter.use_dora == one.peft_config["default"].use_dora
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         theirs, ours, plain = (m(tokens).logits for m in (model, again, base))
@@ -138,6 +160,47 @@ def test_features(tmp_path, feature, tied):
     assert_served(base, trained(base, peft.LoraConfig(task_type="CAUSAL_LM", **fields)), tmp_path)
 
 
+@given(
+    tokens=st.lists(st.lists(st.integers(0, 2), min_size=9, max_size=9), min_size=1, max_size=4),
+    invocation=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_activation_is_where_peft_has_it(tokens, invocation):
+    config = {"default": peft.LoraConfig(alora_invocation_tokens=invocation, task_type="CAUSAL_LM")}
+    offsets = peft.tuners.lora.variants.calculate_alora_offsets(config, "default", torch.tensor(tokens))
+    assert [active_from(prompt, invocation) for prompt in tokens] == [9 - (offset or 0) for offset in offsets]
+
+
+def test_logits_change_from_the_first_invocation_token_on():
+    base = llama()
+    model = trained(base, peft.LoraConfig(alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM", target_modules=ALL))
+    tokens = torch.tensor([[3, 4, 9, 3, 4, 5], [1, 2, 3, 5, 4, 3], [3, 4, 6, 7, 8, 9]])
+    with torch.no_grad():
+        differ = (model(tokens).logits - base(tokens).logits).abs().amax(-1) > 1e-4
+    for prompt, rows in zip(tokens.tolist(), differ.tolist(), strict=True):
+        first = active_from(prompt, [3, 4])
+        assert rows == [False] * first + [True] * (6 - first)
+
+
+NOT_IN_PEFT = {
+    "aLoRA of an embedding": {"alora_invocation_tokens": [1], "target_modules": ["embed_tokens"]},
+    "DoRA and aLoRA": {"alora_invocation_tokens": [1], "use_dora": True},
+    "aLoRA of a parameter": {
+        "alora_invocation_tokens": [1],
+        "target_parameters": ["q_proj.weight"],
+        "target_modules": [],
+    },
+    "DoRA of a parameter": {"use_dora": True, "target_parameters": ["q_proj.weight"], "target_modules": []},
+}
+
+
+@pytest.mark.parametrize("case", NOT_IN_PEFT)
+def test_combinations_that_peft_refuses(case):
+    """jlora refuses these too (`check_variants`), since no version of PEFT defines their result."""
+    fields = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | NOT_IN_PEFT[case]
+    with pytest.raises(ValueError, match=r"variant|does not work with"):
+        peft.get_peft_model(llama(), peft.LoraConfig(**fields))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(tmp_path, dtype):
     base = llama(dtype=dtype)
@@ -145,9 +208,10 @@ def test_half_precision(tmp_path, dtype):
     assert {str(lora.a.dtype) for lora in adapter.modules.values()} == {str(dtype).removeprefix("torch.")}
 
 
-def test_fan_in_fan_out(tmp_path):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_fan_in_fan_out(tmp_path, use_dora):
     base = gpt2()
-    config = peft.LoraConfig(r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    config = peft.LoraConfig(r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, use_dora=use_dora)
     adapter = assert_served(base, trained(base, config), tmp_path)
     assert adapter.fan_in_fan_out
     assert adapter.modules["transformer.h.0.attn.c_attn"].b.shape == (48, 3)
@@ -231,12 +295,10 @@ def test_converted_inits_are_served_and_unconverted_are_not(tmp_path, init):
 
 
 REFUSED = {
-    "use_dora": {"use_dora": True},
     "lora_bias": {"lora_bias": True},
     "bias": {"bias": "lora_only"},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "layer_replication": {"layer_replication": [[0, 2], [1, 3]]},
-    "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
     "trainable_token_indices": {"trainable_token_indices": [0, 3]},
     "velora_config": {"velora_config": {"num_groups": 4}},
     "kasa_config": {"kasa_config": {}},

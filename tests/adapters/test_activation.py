@@ -1,0 +1,71 @@
+"""`active_from`: the first row on which an activated LoRA acts."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jlora import LoRAUsageError, active_from
+
+
+def slow(tokens, invocation, start):
+    """Look at each place of the prompt in turn."""
+    if not invocation:
+        return 0
+    first = None
+    for i in range(len(tokens) - len(invocation) + 1):
+        if tokens[i : i + len(invocation)] == invocation:
+            first = i
+    return 2**31 - 1 if first is None else max(0, first - start)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), max_size=24),
+    invocation=st.lists(st.integers(0, 2), max_size=4),
+    start=st.integers(0, 24),
+    dtype=st.sampled_from([None, np.int32, np.int64, np.uint16]),
+)
+@example(tokens=[1, 2, 1], invocation=[1, 2], start=2, dtype=None)
+def test_equals_a_search_place_by_place(tokens, invocation, start, dtype):
+    start = min(start, len(tokens))
+    prompt = tokens if dtype is None else np.array(tokens, dtype)
+    assert active_from(prompt, invocation, start=start) == slow(tokens, invocation, start)
+
+
+def test_chunks_of_a_prompt():
+    """Each chunk gets the rows that the whole prompt has, also if the invocation is in two chunks."""
+    prompt, invocation = [9, 1, 2, 9, 9, 1, 2, 3, 9, 9], (1, 2, 3)
+    active = [row >= active_from(prompt, invocation) for row in range(len(prompt))]
+    for size in range(1, len(prompt) + 1):
+        found = []
+        for start in range(0, len(prompt), size):
+            first = active_from(prompt, invocation, start=start)
+            found += [row >= first for row in range(min(size, len(prompt) - start))]
+        assert found == active
+
+
+def test_overlapping_occurrences():
+    assert active_from([1, 1, 1, 1], [1, 1]) == 2
+    assert active_from([1, 2, 1, 2, 1], [1, 2, 1]) == 2
+
+
+def test_long_prompts():
+    prompt = np.zeros(100_000, np.int32)
+    assert active_from(prompt, [0] * 64) == 100_000 - 64
+    prompt[77_000:77_003] = 5, 6, 7
+    assert active_from(prompt, [5, 6, 7], start=500) == 76_500
+
+
+@pytest.mark.parametrize("start", [-1, 4, True, 1.0, None])
+def test_start_is_a_place_of_the_prompt(start):
+    for invocation in ([], [1]):
+        with pytest.raises(LoRAUsageError, match="start must be an int from 0 to 3"):
+            active_from([1, 2, 3], invocation, start=start)
+
+
+@pytest.mark.parametrize("odd", [None, 3, "abc", [1.5], [True], [[1, 2]], [2**70], np.ones(3)])
+def test_token_ids_are_ints(odd):
+    with pytest.raises(LoRAUsageError, match="active_from: tokens must be a sequence of ints"):
+        active_from(odd, [1])
+    with pytest.raises(LoRAUsageError, match="active_from: invocation_tokens must be a sequence of ints"):
+        active_from([1], odd)

@@ -3,6 +3,7 @@
 from jlora.adapters import Adapter as Adapter
 from jlora.adapters import ExpertsLoRA as ExpertsLoRA
 from jlora.adapters import ModuleLoRA as ModuleLoRA
+from jlora.adapters.activation import active_from as active_from
 from jlora.adapters.resolve import local_folder as local_folder
 from jlora.config import LoRAConfig as LoRAConfig
 from jlora.config import LoRARequest as LoRARequest
@@ -28,6 +29,8 @@ from jlora.layers.specs import LinearSpec as LinearSpec
 from jlora.layers.wrap.discover import register_layer as register_layer
 from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
+from jlora.manager.batch_arguments import Mix as Mix
+from jlora.manager.batch_arguments import Scaled as Scaled
 from jlora.manager.histogram import Histogram as Histogram
 from jlora.manager.histogram import HistogramCounts as HistogramCounts
 from jlora.manager.leases import AdapterHandle as AdapterHandle

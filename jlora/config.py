@@ -61,7 +61,13 @@ class LoRAConfig:
       max_pinned_bytes: Bytes of the host cache in page-locked memory, on devices that support it (GPUs, TPUs). With 0
         none is used. Adapters beyond it are in pageable memory, from which transfers are several times as slow.
       max_staging_bytes: Largest number of bytes of adapters in transfer to slots, on the device beside the slots.
+      sequence_scales: Serve `Scaled` adapters: each sequence has a factor of its adapter's delta.
+      max_adapters_per_sequence: Number of adapters that one sequence can sum (`Mix`). Each above 1 adds two kernel
+        launches to every layer. With more than 1, `Scaled` is served too.
       allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise.
+      dora: Serve DoRA adapters (arXiv:2402.09353). It takes one more float32 array [slots, N] for each linear layer.
+      activated: Serve activated LoRA adapters (aLoRA, arXiv:2504.12397). `prepare` takes `active_from`, the first row
+        on which the adapter of each sequence acts.
       trace_leases: Record the stack at which each open batch was prepared, for `LoRAManager.leases` (about 50 us a
         batch).
       fully_sharded: Split both factors of a layer with a split kernel, instead of one (S-LoRA, arXiv:2311.03285). It
@@ -75,6 +81,8 @@ class LoRAConfig:
       bitwise_base: Never compute a layer's own product in the LoRA kernels. By default they do for few rows on a GPU
         if the tuned table of the device lists it as faster. If True, rows without an adapter are bitwise equal to the
         unwrapped model's; otherwise they may differ by rounding in such layers.
+      batch_invariant: Compute the delta of a row with the same bits for any number of rows, mix of adapters and slots.
+        It is slower: tiles are small, and no product of a layer is computed in the LoRA kernels.
       backend: "auto" chooses by platform. A named backend is used, or raises.
     """
 
@@ -89,12 +97,17 @@ class LoRAConfig:
     max_cpu_bytes: int | None = None
     max_pinned_bytes: int = 4 * 2**30
     max_staging_bytes: int = 256 * 2**20
+    sequence_scales: bool = False
+    max_adapters_per_sequence: int = 1
     allow_nonfinite: bool = False
+    dora: bool = False
+    activated: bool = False
     trace_leases: bool = False
     fully_sharded: bool = False
     data_axes: Sequence[str] = ()
     process_timeout: float = 600.0
     bitwise_base: bool = False
+    batch_invariant: bool = False
     backend: Backend = "auto"
 
     def __post_init__(self):
@@ -109,7 +122,8 @@ class LoRAConfig:
                     f"{ranks!r}"
                 )
             object.__setattr__(self, "max_lora_rank", ranks)
-        for field in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_bytes", "max_staging_bytes"):
+        sizes = ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_bytes", "max_staging_bytes")
+        for field in (*sizes, "max_adapters_per_sequence"):
             value = getattr(self, field)
             if isinstance(value, dict):
                 continue
@@ -155,8 +169,14 @@ class LoRAConfig:
         timeout: object = self.process_timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise LoRAUsageError(f"LoRAConfig.process_timeout must be seconds, got {timeout!r}")
-        if not isinstance(self.bitwise_base, bool):
-            raise LoRAUsageError(f"LoRAConfig.bitwise_base must be a bool, got {self.bitwise_base!r}")
+        for field in ("sequence_scales", "dora", "activated", "bitwise_base", "batch_invariant"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise LoRAUsageError(f"LoRAConfig.{field} must be a bool, got {value!r}")
+        if self.max_adapters_per_sequence > self.max_loras:
+            raise LoRAUsageError(
+                f"LoRAConfig.max_adapters_per_sequence ({self.max_adapters_per_sequence}) must be at most max_loras "
+                f"({self.max_loras})"
+            )
         check_slot_dtype("LoRAConfig.dtype", self.dtype)
         if self.backend not in get_args(Backend):
             raise LoRAUsageError(f"LoRAConfig.backend must be one of {get_args(Backend)}, got {self.backend!r}")

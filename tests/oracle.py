@@ -9,7 +9,7 @@ def lora_delta(x, group_ids, a, b, slice_sizes=None):
     Args:
       x: [M, K] rows.
       group_ids: [M] weight index of each row; a row whose id is outside [0, G) takes no adapter.
-      a: [G, n, R, K]; b: [G, R, N] with scaling folded in.
+      a: [G, n, R, K]; b: [G, R, N].
       slice_sizes: the n output sizes, summing to N (default: one slice).
 
     Returns:

@@ -303,7 +303,7 @@ DAMAGED = {
     "B too tall": (rewrite(lambda t: t.update({B: np.ones((17, 4), np.float32)})), MISMATCH, Q, "(17, 4)", "(16, 4)"),
     "rank above the slots'": (lambda folder: write(folder, {Q: 9, V: 4}), MISMATCH, Q, "rank 9", "max_lora_rank=8"),
     "too large for the slots": (
-        rewrite(lambda t: t.update({B: np.full((WIDTH, 4), 3e38, np.float32)})), MISMATCH, Q, "float32", "6e+38",
+        rewrite(lambda t: t.update({B: np.full((WIDTH, 4), 1e300)})), MISMATCH, Q, "B must be", "float32", "1e+300",
     ),
     # other base models
     "deeper": (

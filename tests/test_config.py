@@ -62,6 +62,8 @@ def test_target_modules_become_a_tuple():
         ("target_modules", [], "at least one name"),
         ("target_modules", ["q_proj", ""], "at least one name"),
         ("target_modules", ["q_proj", 3], "at least one name"),
+        ("dora", 1, "dora must be a bool, got 1"),
+        ("activated", None, "activated must be a bool, got None"),
         ("bitwise_base", 1, "bitwise_base must be a bool, got 1"),
         ("bitwise_base", None, "bitwise_base must be a bool, got None"),
         ("bitwise_base", "no", "bitwise_base must be a bool, got 'no'"),

@@ -37,6 +37,14 @@ def test_own_model(run, capsys):
     assert change["base"] == pytest.approx(0, abs=1e-5)
 
 
+def test_speculative(run, capsys):
+    """Drafted decoding gives the answers of the adapters, and the sequence that copies its prompt takes fewer steps."""
+    run("speculative.py")
+    printed = dict(re.findall(r"^(\S+) +\w+=(\w+)", text := capsys.readouterr().out, re.MULTILINE))
+    assert printed == {"(base)": "planet", "sort": "abde", "reverse": "evilo", "swap": "itegr", "shift": "dsbc"}
+    assert int(re.search(r"^\(base\).* (\d+) steps", text, re.MULTILINE)[1]) < 8
+
+
 @pytest.mark.mesh
 def test_serve_tp(run, capsys):
     """The answers of one device and of all are the trained ones, and each device holds its part."""

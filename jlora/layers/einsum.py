@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,7 @@ class EinsumRows:
     equation: str
 
     def __call__(self, layer: Any, x: Array, y: Array, *args: Any, **kwargs: Any) -> tuple[Array, Array, Restore]:
-        given = next((value for value in (*args, *kwargs.values()) if is_equation(value)), None)
-        axes = self.axes(given or self.equation, x.ndim)
+        axes = self._axes_of_call(x, args, kwargs)
         moved = y.transpose(axes.y)
         shape = moved.shape[: axes.lead]
         back = tuple(axes.y.index(i) for i in range(y.ndim))
@@ -96,6 +95,17 @@ class EinsumRows:
             moved.reshape(*shape, -1),
             lambda rows: rows.reshape(moved.shape).transpose(back),
         )
+
+    def flat_bias(self, bias: Array, x: Array, y: Array, *args: Any, **kwargs: Any) -> Array:
+        """Return a bias in the order of the output's axes as [N], in the order of the kernel's out axes."""
+        axes = self._axes_of_call(x, args, kwargs)
+        out = axes.y[axes.lead :]
+        order = sorted(out)
+        return bias.reshape([y.shape[i] for i in order]).transpose([order.index(i) for i in out]).reshape(-1)
+
+    def _axes_of_call(self, x: Array, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinsumAxes:
+        given = next((value for value in (*args, *kwargs.values()) if is_equation(value)), None)
+        return self.axes(given or self.equation, x.ndim)
 
     def axes(self, given: str, x_ndim: int) -> EinsumAxes:
         """Return the axes of the equation that a call passes. Raises `LoRAError` if it uses the kernel differently."""
@@ -118,6 +128,7 @@ def einsum_spec(
     in_index: Sequence[int] | np.ndarray | None = None,
     out_index: Sequence[int] | np.ndarray | None = None,
     dtype: DType | None = None,
+    bias: str | None = "bias",
 ) -> LinearSpec:
     """Return the spec of a layer that computes `einsum(equation, x, kernel)`.
 
@@ -130,6 +141,8 @@ def einsum_spec(
         checkpoint, for padded heads or interleaved shards.
       out_index: the same for the out axes.
       dtype: dtype of the slots, as in `LinearSpec`.
+      bias: name of the attribute that the layer adds to its output, as in `LinearSpec`, in the order of the output's
+        axes.
 
     Returns:
       The spec, with `rows` set.
@@ -155,6 +168,7 @@ def einsum_spec(
         in_index=in_index,
         out_index=out_index,
         dtype=dtype,
+        bias=bias,
     )
 
 

@@ -31,7 +31,7 @@ class SlotParam(nnx.Variable[jax.Array]):
 
 
 class SlotRanks(SlotParam):
-    """An int32 array beside the slots: true ranks or stamps.
+    """An array beside the slots: true ranks and scales (float32), magnitudes of DoRA (float32), or stamps (int32).
 
     It has its own type, so that A and B can be differentiated without it.
     """
@@ -41,7 +41,9 @@ class SlotRanks(SlotParam):
 class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
 
-    A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are int32 [(layers,) S, (E,) n].
+    A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
+    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The magnitudes are
+    float32 [(layers,) S, N], the factor of each output column (DoRA).
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -57,6 +59,7 @@ class SlotSpec:
       in_blocks, out_blocks: order of K in A, and of N in B, as stored: pairs (the adapter's first feature or -1 for
         padding, count) from left to right. They are set if the features are split and the layer's order differs from
         the adapter's; () for the adapter's order.
+      dora: True if the site holds magnitudes.
     """
 
     layers: int | None
@@ -70,6 +73,7 @@ class SlotSpec:
     sharding: KernelSharding | None = None
     in_blocks: Blocks = ()
     out_blocks: Blocks = ()
+    dora: bool = False
 
     @functools.cached_property
     def expert_shards(self) -> int:
@@ -130,14 +134,15 @@ class SlotSpec:
         return _runs(self.out_blocks, self.out_features)
 
     @functools.cached_property
-    def shardings(self) -> tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]:
-        """Shardings of A, B and the ranks; None off meshes."""
+    def shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Shardings of A, B, the ranks and the magnitudes; None off meshes."""
         found = self.sharding
         if found is None:
-            return None, None, None
+            return None, None, None, None
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own)
+        of_ranks, of_magnitudes = found.named(*lead, *own), found.named(*lead, b[-1])
+        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), of_ranks, of_magnitudes
 
     @functools.cached_property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
@@ -162,6 +167,11 @@ class SlotSpec:
         The other one has no array, because XLA has crashed on empty arrays.
         """
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the magnitudes if any."""
+        return (*self.factors, 2, 3) if self.dora else (*self.factors, 2)
 
     @property
     def whole(self) -> bool:
@@ -189,20 +199,27 @@ class SlotSpec:
         return self.stack if self.experts is None else (*self.stack, self.experts)
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A, B and the ranks."""
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of A, B, the ranks and the magnitudes."""
         lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
             (*lead, self.slices, self.stored_rank, self.stored_in),
             (*lead, self.max_rank, self.stored_out),
-            (*lead, self.slices),
+            (*lead, self.slices, 2),
+            (*self.stack, self.num_slots, self.stored_out),
         )
 
     @property
+    def dtypes(self) -> tuple[str, str, str, str]:
+        """Dtypes of A, B, the ranks and the magnitudes."""
+        return self.dtype, self.dtype, "float32", "float32"
+
+    @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B and ranks, on a mesh the sum over all shards."""
+        """Bytes of one slot: A, B, ranks and magnitudes, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 4 * self.slices)
+        magnitudes = 4 * self.stored_out if self.dora else 0
+        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + magnitudes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +241,7 @@ class Site:
       shared: for a product of experts, the sites of A and of B in the slots for adapters whose experts share one
         factor; () if there are no such slots. Each holds one factor, because the two have different rows. The site of
         the shared factor has no experts. Their `parts` are empty, since adapters name the product.
-      bitwise_base: the configured option.
+      bitwise_base, batch_invariant: the configured options.
     """
 
     path: str
@@ -238,16 +255,17 @@ class Site:
     stamped: bool = False
     shared: "tuple[Site, ...]" = field(default=(), repr=False)
     bitwise_base: bool = False
+    batch_invariant: bool = False
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the layer attributes that hold A and B (those in `spec.factors`) and the ranks."""
-        names = f"{self.prefix}_a", f"{self.prefix}_b"
-        return *(names[j] for j in self.spec.factors), f"{self.prefix}_ranks"
+        """Names of the layer attributes that hold the arrays in `spec.held`."""
+        names = f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks", f"{self.prefix}_magnitudes"
+        return tuple(names[j] for j in self.spec.held)
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B, ranks and stamps."""
+        """Bytes of one slot: A, B, ranks, magnitudes and stamps."""
         return self.spec.slot_nbytes + (4 * (self.spec.layers or 1) if self.stamped else 0)
 
     @property
@@ -275,12 +293,18 @@ class ModelSites:
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
+      adapters: the most adapters of a sequence.
+      scaled: True if batches hold a factor for each adapter of a sequence.
+      activated: True if batches hold the first active row of each sequence.
     """
 
     sites: tuple[Site, ...]
     names: frozenset[str] = field(repr=False)
     sharding: KernelSharding | None
     device: Device | None
+    adapters: int = 1
+    scaled: bool = False
+    activated: bool = False
 
     def __deepcopy__(self, memo: object) -> "ModelSites":
         raise LoRAError(
@@ -295,26 +319,24 @@ def is_named(given: str, names: Iterable[str]) -> bool:
 
 
 def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
-    """Return the zero slot arrays of `site`, keyed by the layer attribute that will hold each.
+    """Return the slot arrays of `site`, keyed by the layer attribute that will hold each.
+
+    Magnitudes are ones, and all others zeros.
 
     Args:
       site: the site.
       device: placement of the arrays off meshes; None for the default device.
     """
-    *names, ranks = site.attributes
-    shapes, shardings = site.spec.shapes, site.spec.shardings
+    shapes, dtypes, shardings = site.spec.shapes, site.spec.dtypes, site.spec.shardings
     shape = (*site.spec.stack, max(each.spec.slots.stop for each in site.with_shared))
     shardings = [device if where is None else where for where in shardings]
     of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
-    return {
-        **{
-            name: _variable(SlotParam, shapes[j], site.spec.dtype, shardings[j])
-            for name, j in zip(names, site.spec.factors, strict=True)
-        },
-        ranks: _variable(SlotRanks, shapes[2], "int32", shardings[2]),
-        **stamps,
+    held = {
+        name: _variable(SlotParam if j < 2 else SlotRanks, shapes[j], dtypes[j], shardings[j], fill=int(j == 3))
+        for name, j in zip(site.attributes, site.spec.held, strict=True)
     }
+    return held | stamps
 
 
 def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
@@ -333,15 +355,15 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     needed: dict[Device, int] = {}
     for site in sites:
         spec = site.spec
-        for j in (*spec.factors, 2):
+        for j in spec.held:
             where = spec.shardings[j]
             if where is None:
                 device = chosen_by_default() if chosen is None else chosen
             else:
                 device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
             shape = spec.shapes[j] if where is None else where.shard_shape(spec.shapes[j])
-            size = jnp.dtype(spec.dtype if j < 2 else "int32").itemsize
-            needed[device] = needed.get(device, 0) + size * math.prod(shape)
+            nbytes = jnp.dtype(spec.dtypes[j]).itemsize * math.prod(shape)
+            needed[device] = needed.get(device, 0) + nbytes
     for device, nbytes in needed.items():
         limit = device_bytes(device)
         if limit is not None and nbytes > limit:
@@ -355,18 +377,18 @@ def chosen_by_default() -> Device:
 
 
 def _variable(
-    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None
+    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None, fill: int = 0
 ) -> SlotParam:
-    """Return a variable of zeros with the sharding `where`.
+    """Return a variable that is filled with one value, with the sharding `where`.
 
     Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
     on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
     """
     if not isinstance(where, NamedSharding):
-        return kind(jnp.zeros(shape, dtype, device=where))
+        return kind(jnp.full(shape, fill, dtype, device=where))
     # The array has its sharding already. Flax would reshard it, and does not support meshes with both axis types.
-    zeros = jnp.zeros(shape, dtype, device=where)
-    return kind(zeros, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
+    filled = jnp.full(shape, fill, dtype, device=where)
+    return kind(filled, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
 
 
 def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> None:

@@ -100,22 +100,44 @@ def _own_ranks(
     return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
+def write_magnitudes(
+    specs: Sequence[SlotSpec],
+    arrays: Sequence[Float[Array, "..."]],
+    values: Float[Array, "columns"],
+    slot: Int[Array, ""],
+) -> tuple[Float[Array, "..."], ...]:
+    """Write the magnitudes of one slot of every site that holds some, and return the updated arrays.
+
+    `values` holds those of all sites, one site after the other. An array of one shard takes its own columns.
+    """
+    start, written = 0, list[jax.Array]()
+    for spec, array in zip(specs, arrays, strict=True):
+        size = int(np.prod(spec.stack)) * spec.stored_out
+        block = lax.slice_in_dim(values, start, start + size).reshape(*spec.stack, spec.stored_out)
+        if (count := array.shape[-1]) < spec.stored_out:
+            assert spec.sharding is not None
+            block = lax.dynamic_slice_in_dim(block, lax.axis_index(spec.sharding.b[2]) * count, count, axis=-1)
+        written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))
+        start += size
+    return tuple(written)
+
+
 def write_ranks(
     specs: Sequence[SlotSpec],
-    arrays: Sequence[Int[Array, "..."]],
-    ranks: Int[Array, "ranks"],
+    arrays: Sequence[Float[Array, "..."]],
+    table: Float[Array, "slices 2"],
     slot: Int[Array, ""],
-) -> tuple[Int[Array, "..."], ...]:
-    """Write the ranks of one slot of every site, and return the updated arrays.
+) -> tuple[Float[Array, "..."], ...]:
+    """Write the ranks and scales of one slot of every site, and return the updated arrays.
 
-    `ranks` holds the values of all sites, one site after the other. Sites without this slot keep their values. An array
+    `table` holds the values of all sites, one site after the other. Sites without this slot keep their values. An array
     of one shard of experts takes the values of its own experts.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
         shape = (*spec.rows, spec.slices)
         size = int(np.prod(shape))
-        block = lax.slice(ranks, (start,), (start + size,)).reshape(shape)
+        block = lax.slice_in_dim(table, start, start + size).reshape(*shape, 2)
         axis = len(spec.stack)
         if spec.experts is not None and (count := array.shape[axis + 1]) < spec.experts:
             assert spec.sharding is not None

@@ -39,6 +39,9 @@ class LinearSpec:
       out_blocks: instead of `out_index`, if the layer's outputs are runs of the checkpoint's features, which may be
         repeated: pairs (first feature of the checkpoint, count) from left to right, with first feature -1 for padding.
       dtype: dtype of the slots unless `LoRAConfig.dtype` is set; None for the layer's own.
+      bias: name of the attribute whose values, N in the order of `out_axes`, the layer adds to its output. An
+        attribute that the layer lacks or that is None adds nothing, as does the name None. DoRA leaves the bias as it
+        is. A bias that the layer returns beside its output is not added.
     """
 
     in_features: int
@@ -52,9 +55,12 @@ class LinearSpec:
     real_vocab: int | None = None
     out_blocks: "Blocks | None" = None
     dtype: DType | None = None
+    bias: str | None = "bias"
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
+        if not (self.bias is None or isinstance(self.bias, str)):
+            raise LoRAUsageError(f"LinearSpec.bias must be the name of an attribute or None, got {self.bias!r}")
         check_slot_dtype("LinearSpec.dtype", self.dtype)
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(

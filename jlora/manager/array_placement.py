@@ -1,10 +1,11 @@
 """Placement of slot arrays and of the blocks written into them, on one device or sharded over a mesh."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jlora._compat import Device, is_committed
 from jlora.layers.site import SlotSpec
@@ -89,3 +90,24 @@ def pinned(where: ArrayPlacement) -> Sharding:
 def put_operands(arrays: Sequence[Any], where: Sequence[ArrayPlacement]) -> list[jax.Array]:
     """Transfer operands of the write programs in one call."""
     return put(arrays, [SingleDeviceSharding(w) if isinstance(w, Device) else w for w in where])
+
+
+@contextlib.contextmanager
+def auto_axes() -> Generator[None, None, None]:
+    """Make all axes of the current mesh Auto axes, so that the compiler chooses the sharding of each value."""
+    mesh = jax.sharding.get_mesh()
+    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_auto(mesh)):
+        yield
+
+
+def with_auto_axes(array: Any) -> Any:
+    """Return an array with the axes of its mesh as Auto axes. No data moves."""
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return array
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.device_put(array, NamedSharding(_auto(mesh), array.sharding.spec))
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

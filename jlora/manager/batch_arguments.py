@@ -1,17 +1,90 @@
-"""The checked arguments of `prepare`."""
+"""The checked arguments of `prepare`, and `Scaled` and `Mix`, which describe the adapters of one sequence."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
-from jlora.config import LoRARequest
+from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape, batch_shape
 from jlora.manager.leases import AdapterHandle
 
 Name = str | LoRARequest | AdapterHandle
+Parts = tuple[tuple[Name, float], ...]
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An adapter whose delta is multiplied by a factor, for one sequence (`LoRAConfig(sequence_scales=True)`).
+
+    Attributes:
+      adapter: Name, request or handle of the adapter.
+      scale: The factor, a finite number beside the adapter's own scaling. With 0 the sequence takes the base model.
+
+    Raises:
+      LoRAUsageError: `scale` is not a finite float32, or `adapter` is no adapter.
+    """
+
+    adapter: Name
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_part("Scaled", self.adapter, self.scale)
+        object.__setattr__(self, "scale", float(self.scale))
+
+    @property
+    def parts(self) -> Parts:
+        """The adapter and its factor; () for the factor 0."""
+        return ((self.adapter, self.scale),) if self.scale else ()
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Mix:
+    """Several adapters of one sequence (`LoRAConfig(max_adapters_per_sequence=k)`): the weighted sum of their deltas.
+
+    It equals PEFT's `add_weighted_adapter` with `combination_type="cat"`, where each adapter keeps its own scaling. The
+    deltas are summed in float32, in the order of the weights.
+
+    Attributes:
+      parts: (name, request or handle of an adapter, its weight), for weights other than 0.
+
+    Raises:
+      LoRAUsageError: `weights` is not a mapping of adapters to finite numbers, or it is empty.
+
+    Example:
+      >>> batch = manager.prepare([jlora.Mix({"sql": 0.7, "style": 0.3}), "chat", None])
+    """
+
+    parts: Parts
+
+    def __init__(self, weights: Mapping[Name, float]):
+        if not isinstance(weights, Mapping) or not weights:
+            raise LoRAUsageError(f"Mix takes a mapping of adapters to weights, and at least one, got {weights!r:.100}")
+        for name, weight in weights.items():
+            _check_part("Mix", name, weight)
+        object.__setattr__(self, "parts", tuple((name, float(weight)) for name, weight in weights.items() if weight))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mix) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+
+def _check_part(what: str, adapter: object, scale: object) -> None:
+    if not isinstance(adapter, Name):
+        raise LoRAUsageError(f"{what} takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
+    number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
+    if not number or not abs(float(cast("float", scale))) <= _LARGEST:  # False for NaN too
+        raise LoRAUsageError(f"{what}: the factor of {adapter!r:.100} must be a finite float32, got {scale!r:.100}")
+
+
+Given = Name | Scaled | Mix
 
 
 @dataclass(frozen=True)
@@ -19,40 +92,83 @@ class BatchArguments:
     """The checked arguments of `prepare`.
 
     Attributes:
-      names: the adapter of each sequence; None for the base model.
+      names: the adapter of each sequence, or its adapters; None for the base model.
       shape: shape of the batch.
     """
 
-    names: tuple[Name | None, ...]
+    names: tuple[Given | None, ...]
     shape: BatchShape
+
+    @cached_property
+    def parts(self) -> dict[Given | None, Parts]:
+        """The adapters of each distinct entry of `names` and their factors."""
+        return {
+            name: () if name is None else name.parts if isinstance(name, Scaled | Mix) else ((name, 1.0),)
+            for name in dict.fromkeys(self.names)
+        }
 
     @cached_property
     def adapters(self) -> tuple[Name, ...]:
         """The distinct adapters, in the order of their first sequences."""
-        return tuple(dict.fromkeys(name for name in self.names if name is not None))
+        return tuple(dict.fromkeys(name for parts in self.parts.values() for name, _ in parts))
 
     @cached_property
     def key(self) -> Hashable:
         """A hashable key of the arguments. It refers to adapters, not to handles, so that handles can be collected."""
-        # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
-        names = tuple(name.packed or name if isinstance(name, AdapterHandle) else name for name in self.names)
-        return names, self.shape
+        # Most names are strings, and a `prepare` of a cached batch takes 30 us in all.
+        return tuple([name if type(name) is str else _key(name) for name in self.names]), self.shape
+
+
+def _key(name: Given | None) -> Hashable:
+    # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
+    if isinstance(name, AdapterHandle):
+        return name.packed or name
+    if isinstance(name, Scaled | Mix):
+        return type(name), tuple((_key(part), scale) for part, scale in name.parts)
+    return name
 
 
 def read_arguments(
-    names: Sequence[Name | None], token_counts: Sequence[int] | None, pad_to: int | None, length: int | None
+    names: Sequence[Given | None],
+    token_counts: Sequence[int] | None,
+    pad_to: int | None,
+    length: int | None,
+    active_from: Sequence[int] | None,
+    config: LoRAConfig,
 ) -> BatchArguments:
     """Check the arguments of `prepare`.
 
     Raises:
-      LoRAUsageError: an argument has the wrong type, or arguments disagree.
+      LoRAUsageError: an argument has the wrong type, arguments disagree, or `config` does not serve them.
     """
     # Sets have no order, generators cannot be read twice, and a string would be split into letters.
     if isinstance(names, str | bytes) or not isinstance(names, Sequence | np.ndarray):
         raise LoRAUsageError(f"prepare takes one name a sequence in a list, got {type(names).__name__} {names!r:.100}")
     for name in names:
-        if not (name is None or isinstance(name, Name)):
-            raise LoRAUsageError(f"prepare takes adapter names, LoRARequests, handles and None, got {name!r:.100}")
+        if name is None or type(name) is str:
+            continue
+        if isinstance(name, Scaled | Mix):
+            _check_served(name, config)
+        elif not isinstance(name, Name):
+            raise LoRAUsageError(
+                f"prepare takes adapter names, LoRARequests, handles, Scaled, Mix and None, got {name!r:.100}"
+            )
         if isinstance(name, AdapterHandle) and name.packed is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
-    return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length))
+    if active_from is not None and not config.activated:
+        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
+    return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length, active_from))
+
+
+def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
+    most = config.max_adapters_per_sequence
+    if len(name.parts) > most:
+        raise LoRAUsageError(
+            f"prepare: {name!r:.200} sums {len(name.parts)} adapters, and LoRAConfig.max_adapters_per_sequence is "
+            f"{most}; raise it"
+        )
+    if not (config.sequence_scales or most > 1) and any(scale != 1 for _, scale in name.parts):
+        raise LoRAUsageError(f"prepare: {name!r:.200} needs LoRAConfig(sequence_scales=True)")
+    for part, _ in name.parts:
+        if isinstance(part, AdapterHandle) and part.packed is None:
+            raise LoRAUsageError(f"prepare: {part!r} is closed")

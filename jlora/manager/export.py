@@ -17,12 +17,12 @@ from jlora.manager.packed_adapter import PackedAdapter, Placement
 
 
 def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:
-    """Return the adapter that `slot` holds, in slot dtype, with unscaled B.
+    """Return the adapter that `slot` holds, in slot dtype.
 
-    Module names, ranks and alphas are those of the packed adapter `packed`.
+    Module names, ranks, alphas and scalings are those of the packed adapter `packed`.
 
     Raises:
-      LoRAError: A module has scaling 0, or one factor A for several slices that training made different.
+      LoRAError: A module has one factor A for several slices, and training made them different.
     """
     about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
@@ -40,7 +40,7 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
             else:
                 key = product[site], p.row // (site.spec.experts or 1), p.first
                 halves.setdefault(key, []).append(_Half(p, *found))
-    read |= dict(_experts(packed.name, of_one) for of_one in halves.values())
+    read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
     return replace(about, modules={name: read[name] for name in names if name in read}, fingerprint=None)
 
@@ -60,7 +60,7 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     spec = site.spec
     where = (*(slice(None) for _ in spec.stack), slot - spec.first_slot)
     found: list[np.ndarray] = []
-    for attribute, j in zip(site.attributes[:-1], spec.factors, strict=True):
+    for attribute, j in zip(site.attributes, spec.factors, strict=False):
         with explicit_transfers():
             held = np.asarray(getattr(layer, attribute)[...][where])
         held = held.reshape(math.prod(spec.rows), *held.shape[len(spec.rows) :])
@@ -78,28 +78,22 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
-    return ModuleLoRA(a=_a(p, a), b=_b(name, p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling)
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, magnitude=p.magnitude)
 
 
-def _experts(name: str, halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
+def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
     """Return (name, module) of all experts, which share one of its factors."""
     once = next(p for p, _ in halves if p.site.spec.experts is None)
     a = np.stack([_a(p, a) for p, a in halves if p.site.spec.in_features])
-    b = np.stack([_b(name, p, b) for p, b in halves if p.site.spec.out_features])
+    b = np.stack([_b(p, b) for p, b in halves if p.site.spec.out_features])
     return once.module, ExpertsLoRA(a=a, b=b, alpha=once.alpha, scaling=once.scaling)
 
 
 def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
-    """Return A of a module, with the shift of float16 undone."""
-    own = a[p.first, : p.rank]
-    return np.ldexp(own.astype(np.float32), -p.shift).astype(a.dtype) if p.shift else np.array(own)
+    return a[p.first, : p.rank].copy()
 
 
-def _b(name: str, p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
-    """Return B of a module, with the scaling and the shift of float16 undone."""
-    if p.scaling == 0:
-        raise LoRAError(f"adapter {name!r}: {p.module} has scaling 0, so B cannot be read back from its slot")
+def _b(p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
     start = sum(p.site.spec.out_sizes[: p.first])
     stop = start + sum(p.site.spec.out_sizes[p.first : p.first + p.count])
-    unscaled = np.ldexp(b[: p.rank, start:stop].astype(np.float32), p.shift) / np.float32(p.scaling)
-    return unscaled.T.astype(b.dtype)
+    return b[: p.rank, start:stop].T.copy()

@@ -40,14 +40,15 @@ def describe(name: str, path: str | None) -> str:
     return f"adapter {name!r}" + (f" ({path})" if path else "")
 
 
-def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[str, Place]:
+def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex, *, dora: bool = False) -> dict[str, Place]:
     """Return module name -> its place in the model, without modules that the model skips.
 
     For a module of all experts, the row of the place is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, or two modules for the same slice.
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
+        an embedding or of experts.
     """
     if not modules:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
@@ -63,6 +64,9 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
+        if dora and not site.spec.dora:
+            problems.append(f"{name}: DoRA is served for linear layers, and this is {_kind(site)}")
+            continue
         if module.rank > site.spec.max_rank:
             too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
             continue
@@ -81,6 +85,10 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex) -> dict[s
     if not placed:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
     return placed
+
+
+def _kind(site: Site) -> str:
+    return "an embedding" if site.kind == "embedding" else "a product of experts"
 
 
 def rows_of(module: Shapes, site: Site, row: int) -> range:
@@ -152,7 +160,9 @@ def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int,
 def check_finite(where: str, adapter: Adapter) -> None:
     """Raise AdapterFormatError if a factor holds NaN or infinity."""
     for name, module in adapter.modules.items():
-        for label, factor in (("A", module.a), ("B", module.b)):
+        magnitude = getattr(module, "magnitude", None)
+        factors = (("A", module.a), ("B", module.b), *([] if magnitude is None else [("magnitude", magnitude)]))
+        for label, factor in factors:
             if not all_finite(factor):
                 raise AdapterFormatError(
                     f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
@@ -168,13 +178,12 @@ def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteI
 def own_experts(modules: Mapping[str, Shapes], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
     """Return module name -> the experts to read, for modules with experts on devices of other processes.
 
-    Modules that are read whole are left out. float16 slots need all experts, because the shift of their factors depends
-    on the largest values.
+    Modules that are read whole are left out.
     """
     found: dict[str, tuple[range, ...]] = {}
     for name, (site, row, _, _) in placed.items():
         spec = site.spec
-        if len(spec.own_shards) == spec.expert_shards or spec.dtype == "float16" or spec.experts is None:
+        if len(spec.own_shards) == spec.expert_shards or spec.experts is None:
             continue
         if modules[name].kind == "experts":
             found[name] = spec.own_experts

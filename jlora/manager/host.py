@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
@@ -24,6 +26,7 @@ from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
 from jlora.manager.locks import Bell, StateLock
+from jlora.manager.magnitudes import check_base, magnitudes_of
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
@@ -70,8 +73,8 @@ class Host:
         self.load_seconds = Histogram()
 
     @property
-    def allow_nonfinite(self) -> bool:
-        return self._config.allow_nonfinite
+    def config(self) -> LoRAConfig:
+        return self._config
 
     # --- lookup and loads -------------------------------------------------------------------------------------------
 
@@ -190,17 +193,31 @@ class Host:
         with self.loader.turn:
             if load is not None:
                 self.loader.check_wanted(load)
-            return pack_files(request, found, *self._target, allow_nonfinite=self.allow_nonfinite)
+            return pack_files(request, found, *self._target, config=self._config)
 
     def _agreed(self, read: Callable[[], PackedAdapter]) -> PackedAdapter:
         """Return the result of `read`, checked to be equal in all processes, in page-locked memory if there is room."""
+
+        def checked() -> PackedAdapter:
+            packed = read()
+            check_base(packed, self._wrapped)
+            return packed
+
         packed, keys = self._coordinator.agree(
-            read, same=lambda packed: [packed.name, packed.digest()], own=lambda packed: packed.key
+            checked, same=lambda packed: [packed.name, packed.digest()], own=lambda packed: packed.key
         )
+        self._measure(packed)
         if len(keys) > 1:  # if the files of one process changed, all get a new version
             packed.key = None if None in keys else " ".join(keys)
         packed.blocks = self.pinned(packed.blocks)
         return packed
+
+    def _measure(self, packed: PackedAdapter) -> None:
+        """Set the magnitudes of a DoRA adapter, checked to be equal in all processes."""
+        if packed.use_dora:
+            wrapped, _, pool = self._target
+            compute = partial(magnitudes_of, packed, wrapped, pool.sites)
+            packed.magnitudes, _ = self._coordinator.agree(compute, same=_digest)
 
     def give_up(self, name: str | None = None) -> list[Load]:
         """Abandon the running loads of a name, or all running loads if None. Called under the state lock.
@@ -217,7 +234,7 @@ class Host:
     def add(self, adapter: Adapter, replace: bool, deadline: Deadline) -> bool:
         """Pack an adapter from memory and admit it to the host cache."""
         with _logged(adapter.name, None):
-            pack = partial(pack_in_memory, adapter, *self._target, allow_nonfinite=self.allow_nonfinite)
+            pack = partial(pack_in_memory, adapter, *self._target, config=self._config)
             return self.admit(self._agreed(pack), replace, deadline)
 
     def _find(self, request: LoRARequest, load: Load | None = None) -> AdapterFolder:
@@ -235,7 +252,13 @@ class Host:
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
         with _logged(request.name, request.path):
-            return self._read(request)
+            return self.measured(self._read(request))
+
+    def measured(self, packed: PackedAdapter) -> PackedAdapter:
+        """Return an adapter, with its magnitudes if it is a DoRA adapter."""
+        check_base(packed, self._wrapped)
+        self._measure(packed)
+        return packed
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
         """Return the blocks in page-locked memory, or unchanged if they would exceed `max_pinned_bytes`."""
@@ -299,9 +322,12 @@ class Host:
         def read() -> tuple[PackedAdapter, tuple[Block, ...]]:
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
-            return updated(old, arrays, pool, allow_nonfinite=self.allow_nonfinite)
+            new = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
+            check_base(new[0], self._wrapped)
+            return new
 
         (packed, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
+        self._measure(packed)
         pool.compile()
 
         def decide() -> list[str]:
@@ -405,6 +431,10 @@ class Host:
         """Return the name that is evicted next; None if there is none."""
         loaded = self._cache.loaded
         return next(loaded.evictable(lambda n: self.busy(loaded[n])), None)
+
+
+def _digest(array: np.ndarray | None) -> int:
+    return 0 if array is None else zlib.crc32(array.data)
 
 
 class Held(Exception):

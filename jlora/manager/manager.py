@@ -28,7 +28,7 @@ from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
-from jlora.manager.batch_arguments import Name, read_arguments
+from jlora.manager.batch_arguments import Given, read_arguments
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
@@ -242,15 +242,14 @@ class LoRAManager:
         """Replace weights of an adapter with new arrays, as a new version.
 
         If the adapter is in a slot, the new weights are written into the same slot. Either all arrays are applied or
-        none. Device arrays are cast, scaled and written on the device, and copied to the host cache in the background.
-        The adapter cannot be evicted until that copy is done. The call waits for open batches with the old weights,
-        unless a handle holds the old version. The updated adapter has no request, so it is not
-        loaded again after an eviction.
+        none. Device arrays are cast and written on the device, and copied to the host cache in the background. The
+        adapter cannot be evicted until that copy is done. The call waits for open batches with the old weights, unless
+        a handle holds the old version. The updated adapter has no request, so it is not loaded again after an eviction.
 
         Args:
           name: name of the adapter.
-          arrays: PEFT tensor name -> A [r, K] or B [N, r], floating point, unscaled; for an embedding [r, V] and
-            [D, r]. The scaling of the adapter is applied to them. Tensors left out keep their weights. If both A and B
+          arrays: PEFT tensor name -> A [r, K] or B [N, r], floating point; for an embedding [r, V] and [D, r]. The
+            layers multiply by the scaling of the adapter. Tensors left out keep their weights. If both A and B
             of a module are given, its rank may change, up to `max_lora_rank`; its scaling then follows its alpha.
           timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
             open.
@@ -385,8 +384,8 @@ class LoRAManager:
         Export before the next `prepare`, which may rewrite the slots from the host cache.
 
         Returns:
-          An `Adapter` with the module names, ranks and alphas of the loaded adapter, and the values of the slot in the
-          slot dtype.
+          An `Adapter` with the module names, ranks, alphas and scalings of the loaded adapter, and the values of the
+          slot in the slot dtype.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -576,11 +575,12 @@ class LoRAManager:
     @overload
     def prepare(
         self,
-        names: Sequence[Name | None],
+        names: Sequence[Given | None],
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
         *,
         length: int | None = None,
+        active_from: Sequence[int] | None = None,
         wait: Literal[True] = True,
         timeout: float | None = None,
     ) -> LoRABatch: ...
@@ -588,22 +588,24 @@ class LoRAManager:
     @overload
     def prepare(
         self,
-        names: Sequence[Name | None],
+        names: Sequence[Given | None],
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
         *,
         length: int | None = None,
+        active_from: Sequence[int] | None = None,
         wait: Literal[False],
         timeout: float | None = None,
     ) -> tuple[LoRABatch, tuple[bool, ...]]: ...
 
     def prepare(
         self,
-        names: Sequence[Name | None],
+        names: Sequence[Given | None],
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
         *,
         length: int | None = None,
+        active_from: Sequence[int] | None = None,
         wait: bool = True,
         timeout: float | None = None,
     ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
@@ -611,12 +613,16 @@ class LoRAManager:
 
         Args:
           names: the adapter of each sequence: a name (its newest version), a `LoRARequest` (loaded if necessary), a
-            handle from `hold`, or None for the base model.
+            handle from `hold`, a `Scaled` or a `Mix` of these, or None for the base model.
           token_counts: number of rows of each sequence, in order, for packed rows [tokens, features].
           pad_to: total number of packed rows, at least the sum of `token_counts` (the default). Padding rows use no
             adapter.
           length: rows per sequence, for models whose layers get rows [batch * length, features] before any
             [batch, length, features].
+          active_from: with `LoRAConfig(activated=True)`, the first row of each sequence in this forward that takes its
+            adapter: 0 for all rows, and the number of rows or more for none. Layers that get one row a sequence beside
+            longer sequences (as a head on the last token) are given the last row. None: all rows are active, which is
+            refused for aLoRA adapters.
           wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
             `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
           timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits
@@ -634,7 +640,7 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        args = read_arguments(names, token_counts, pad_to, length)
+        args = read_arguments(names, token_counts, pad_to, length, active_from, self.config)
         if not wait:
             self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
         deadline = self._deadline(timeout).at

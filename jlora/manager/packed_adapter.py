@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float
 
 from jlora.adapters import Adapter
 from jlora.config import LoRARequest
@@ -36,8 +36,8 @@ class Placement:
       count: Number of output slices.
       rank: Rank of the module.
       alpha: `lora_alpha` of PEFT.
-      scaling: Scaling of PEFT, which is folded into B.
-      shift: A is multiplied by 2**shift and B by 2**-shift, for the small exponent range of float16. Otherwise 0.
+      scaling: Scaling of PEFT.
+      magnitude: `ModuleLoRA.magnitude` of a DoRA adapter as float32, else None.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Placement:
     rank: int
     alpha: float
     scaling: float
-    shift: int = 0
+    magnitude: Float[np.ndarray, "N"] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(eq=False)
@@ -61,8 +61,10 @@ class PackedAdapter:
       placements: Destinations of its modules.
       blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
         Experts on devices of other processes are zeros, which take no memory.
-      ranks: The true rank of each output slice of every site, in the order of the pool.
+      ranks: (true rank, scale) of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank.
+      magnitudes: Factor of each output column of every site, in the order of the pool (`magnitudes_of`); None if all
+        are 1.
       about: The adapter without its arrays, for the metadata of an export.
       request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
@@ -79,8 +81,9 @@ class PackedAdapter:
     version: int
     placements: tuple[Placement, ...]
     blocks: tuple[Block, ...]
-    ranks: Int[np.ndarray, "ranks"]
+    ranks: Float[np.ndarray, "slices 2"]
     rank: int
+    magnitudes: Float[np.ndarray, "columns"] | None = None
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: str | None = None
@@ -98,28 +101,41 @@ class PackedAdapter:
         self.slots = range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
     @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """Invocation tokens of an aLoRA adapter; () for others."""
+        return () if self.about is None else self.about.invocation_tokens
+
+    @property
+    def use_dora(self) -> bool:
+        """True for a DoRA adapter."""
+        return any(p.magnitude is not None for p in self.placements)
+
+    @property
     def pinned(self) -> bool:
         """True if its blocks are in page-locked host memory."""
         return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks and ranks, in the process that holds most of them.
+        """Bytes of the blocks, ranks, scales and magnitudes, in the process that holds most of them.
 
         It is equal in all processes of a model, so that all evict the same adapters.
         """
-        return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes
+        magnitudes = 0 if self.magnitudes is None else self.magnitudes.nbytes
+        return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes + magnitudes
 
     def digest(self) -> str:
         """Return a hash that is equal in all processes of a model that read the same adapter.
 
-        It covers modules, ranks, scalings and values. Values of experts are left out, because each process can have
-        read different experts.
+        It covers modules, ranks, scalings, invocation tokens and values. Values of experts are left out, because each
+        process can have read different experts. Those of `magnitudes` follow from the others and the base weights.
         """
-        found = hashlib.sha256()
+        found = hashlib.sha256(repr(self.invocation_tokens).encode())
         for p in self.placements:
             about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
             found.update(repr(about).encode())
+            if p.magnitude is not None:
+                found.update(p.magnitude.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
                 for half in (block.a, block.b):

@@ -1,4 +1,4 @@
-"""Packing of the modules of an adapter into blocks, cast and scaled for the slots."""
+"""Packing of the modules of an adapter into blocks, cast to slot dtype."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
+from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
@@ -14,7 +15,7 @@ from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.base_weights import difference
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
-from jlora.manager.casting import check_scaling, in_slot_dtype, widened, write
+from jlora.manager.casting import check_scaling, in_slot_dtype, write
 from jlora.manager.fit import Shapes, is_exchanged, refuse, rows_of
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import Placement
@@ -52,8 +53,7 @@ def pack_modules(
     """Cast the modules of an adapter to slot dtype and pack them into blocks.
 
     A factor that experts share is stored once if the model has slots for shared factors and all expert modules of the
-    adapter share one. Experts on devices of other processes stay zeros, and their values are read for float16 only
-    (see `own_experts`).
+    adapter share one. Experts on devices of other processes stay zeros.
 
     Args:
       where: Description of the adapter, for messages.
@@ -176,50 +176,44 @@ def _fill(
 ) -> list[Placement]:
     """Write a module into its blocks and return its placements.
 
-    If `shared` is True, factors of experts go to the slots for shared factors. The scaling is folded into B in float32,
-    before the only rounding. float16 keeps full precision over 30 powers of two only. There, A and B are first brought
-    to about the same largest value by a power of two, which is exact.
+    If `shared` is True, factors of experts go to the slots for shared factors.
 
     Raises:
       AdapterMismatchError: The scaling is not a finite float32, or slot dtype cannot hold a value.
     """
     pieces = _pieces(where, name, module, wrapped, site, first, count)
-    dtype, size = np.dtype(site.spec.dtype), len(pieces[0].names)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
-    once = shared and site.spec.experts is not None
-    shifts = [_balance(piece, module.scaling, once) if dtype == np.float16 else [0] * size for piece in pieces]
-    fills = [
-        (held, rows, piece, shift)
-        for held, rows in _held(module, site, row, shared)
-        for piece, shift in zip(pieces, shifts, strict=True)
-    ]
-    for held, rows, piece, shift in fills:
+    dtype = np.dtype(site.spec.dtype)
+    fills = [(held, rows, piece) for held, rows in _held(module, site, row, shared) for piece in pieces]
+    for held, rows, piece in fills:
         start = sum(site.spec.out_sizes[: piece.first])
         slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
         for run, parts in packing.runs(held, rows.start, len(rows)):
-            powers = np.array(shift[run]).reshape(-1, 1, 1) if any(shift[run]) else None
-            minus = None if powers is None else -powers
             fits = True
             for features, stored in held.spec.in_runs if held.spec.in_features else ():
                 into_a = [(begin, a[:, slices, :, stored]) for begin, a, _ in parts]
-                fits &= write(piece.a[:, :, features], run, dtype, None, powers, into_a)
+                fits &= write(piece.a[:, :, features], run, dtype, into_a)
             for features, stored in _within(held.spec.out_runs, columns) if held.spec.out_features else ():
                 into_b = [(begin, b[:, None, :, stored]) for begin, _, b in parts]
-                fits &= write(piece.b[:, :, features], run, dtype, module.scaling, minus, into_b)
+                fits &= write(piece.b[:, :, features], run, dtype, into_b)
             if not fits:
-                _refuse(where, module.scaling, site, pieces, shifts)
+                _refuse(where, dtype, pieces)
+    magnitude = getattr(module, "magnitude", None)
+    if magnitude is not None:
+        magnitude = in_slot_dtype(f"{where}: {name}", "magnitude", magnitude, np.dtype(np.float32))
     return [
         Placement(
-            *(
-                piece.names[i] if held.spec.experts or held is site else piece.name,
-                held,
-                row,
-                piece.first,
-                piece.slices,
-            ),
-            *(module.rank, module.alpha, module.scaling, shift[i]),
+            module=piece.names[i] if held.spec.experts or held is site else piece.name,
+            site=held,
+            row=row,
+            first=piece.first,
+            count=piece.slices,
+            rank=module.rank,
+            alpha=module.alpha,
+            scaling=module.scaling,
+            magnitude=magnitude,
         )
-        for held, rows, piece, shift in fills
+        for held, rows, piece in fills
         for i, row in enumerate(rows)
     ]
 
@@ -235,39 +229,28 @@ def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[s
     return found
 
 
-def _refuse(
-    where: str, scaling: float, site: Site, pieces: Sequence[_Piece], shifts: Sequence[Sequence[int]]
-) -> NoReturn:
+def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
     """Raise AdapterMismatchError for the first row of a module with a value that slot dtype cannot hold."""
     for i in range(len(pieces[0].names)):
-        for piece, shift in zip(pieces, shifts, strict=True):
-            a, b = (factor[i % len(factor)] for factor in (piece.a, piece.b))
-            in_slot_dtype(f"{where}: {piece.names[i]}", a, site, None, shift[i])
-            in_slot_dtype(f"{where}: {piece.names[i]}", b, site, scaling, -shift[i])
-    raise AssertionError("what a module's rows hold, the whole of it holds")
+        for piece in pieces:
+            for label, factor in (("A", piece.a), ("B", piece.b)):
+                in_slot_dtype(f"{where}: {piece.names[i]}", label, factor[i % len(factor)], dtype)
+    raise AssertionError("slot dtype holds all values of all rows")
 
 
-def rank_vector(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> np.ndarray:
-    """Return the true rank of each output slice of every row, int32, in the order of `sites`."""
+def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "slices 2"]:
+    """Return (true rank, scale) of each output slice of every row, float32, in the order of `sites`.
+
+    Slices without factors, or with scale 0 and no magnitude, have rank 0: the base output keeps its bits there.
+    """
     starts: dict[Site, int] = {}
     total = 0
     for site in sites:
         starts[site] = total
         total += math.prod((*site.spec.rows, site.spec.slices))
-    ranks = np.zeros(total, np.int32)
+    table = np.zeros((total, 2), np.float32)
     for p in placements:
-        start = starts[p.site] + p.row * p.site.spec.slices + p.first
-        ranks[start : start + p.count] = p.rank
-    return ranks
-
-
-def _balance(piece: _Piece, scaling: float, together: bool) -> list[int]:
-    """Return for each row the exponent of two that brings the largest values of A and B closest.
-
-    A is multiplied by the power of two and B divided by it. If `together` is True, all rows have one exponent.
-    """
-    largest: list[list[float]] = []
-    for factor in (piece.a, widened(piece.b) * np.float32(scaling)):
-        sizes = np.abs(factor, dtype=np.float32).max(axis=(1, 2), initial=0, where=np.isfinite(factor))
-        largest.append(np.broadcast_to(sizes.max() if together else sizes, len(piece.names)).tolist())
-    return [round((math.log2(b) - math.log2(a)) / 2) if a and b else 0 for a, b in zip(*largest, strict=True)]
+        if np.float32(p.scaling) or p.magnitude is not None:
+            start = starts[p.site] + p.row * p.site.spec.slices + p.first
+            table[start : start + p.count] = p.rank, p.scaling
+    return table

@@ -1,18 +1,23 @@
 """Implementation of `prepare`: load the adapters of a batch, write them into slots, and lease the slots."""
 
+import itertools
 import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch, renewed
+from jlora.layers.forward.batch import Parts as ServedParts
+from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.batch_arguments import BatchArguments, Name
+from jlora.manager.batch_arguments import BatchArguments, Name, Parts
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
@@ -26,6 +31,30 @@ from jlora.manager.slot_table import SlotPlan, SlotTable
 _KEPT_BATCHES = 8
 
 
+class _Sequences(NamedTuple):
+    """The adapters of each sequence of a batch, with the fields of `Lease`."""
+
+    parts: tuple[ServedParts, ...]
+    invocations: tuple[tuple[int, ...], ...]
+    shape: BatchShape
+
+
+class _Distinct(NamedTuple):
+    """The distinct entries of a batch, as lists of one value each.
+
+    Attributes:
+      ready: True if all adapters of the entry are in slots.
+      slots, scales: one value for each adapter that a sequence can have.
+      parts, invocations: as in `Lease`.
+    """
+
+    ready: list[bool]
+    slots: list[list[int]]
+    scales: list[list[float]]
+    parts: list[ServedParts]
+    invocations: list[tuple[int, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class _Kept:
     """A cached batch, and the conditions under which its arrays are valid.
@@ -35,13 +64,13 @@ class _Kept:
       slots: adapter -> (slot, write count of the slot), for each adapter of the batch.
       newest: adapters that must still be the newest version of their name. The others were given by handles. The
         handles are not stored here, so that they can be garbage collected.
-      versions: version of the adapter of each sequence; None for the base model.
+      sequences: the adapters of each sequence.
     """
 
     batch: LoRABatch
     slots: dict[PackedAdapter, tuple[int, int]]
     newest: frozenset[PackedAdapter]
-    versions: tuple[int | None, ...]
+    sequences: _Sequences
 
 
 class _Plan(NamedTuple):
@@ -126,7 +155,7 @@ class Batches:
             return None
         self._slots.hit(kept.slots)
         self._kept.move_to_end(args.key)
-        lease = self._lease(kept.slots, kept.versions)
+        lease = self._lease(kept.slots, kept.sequences)
         return renewed(kept.batch, lease)
 
     def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
@@ -346,6 +375,12 @@ class Batches:
             if packed is not None:
                 self._check_served(packed)
                 found[name] = packed
+        if any(packed.magnitudes is not None for packed in found.values()):
+            for parts in args.parts.values():
+                _check_dora(found, parts)
+        if any(packed.invocation_tokens for packed in found.values()):
+            for parts in args.parts.values():
+                _invocation(found, parts)
         return found
 
     def _check_served(self, packed: PackedAdapter) -> None:
@@ -365,21 +400,38 @@ class Batches:
         served = {name: loaded[name] for name in slot_of}
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
-        ready = tuple(name is None or name in slot_of for name in args.names)
-        versions = tuple(None if name not in served else served[name].version for name in args.names)
         none, writes = self._config.max_loras, self._slots.pool.writes
-        slots = [none if name is None else slot_of.get(name, none) for name in args.names]
-        stamps = [writes[slot] if slot < none else 0 for slot in slots]
-        lease = self._lease(served.values(), versions)
+        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [], [])
+        for given in args.parts.values():
+            own = [slot_of.get(name, none) for name, _ in given]
+            ready = none not in own
+            own, parts = (own, given) if ready else ([], ())  # several adapters take none until all are ready
+            rest = sites.adapters - len(own)
+            distinct.ready.append(ready)
+            distinct.slots.append([*own, *[none] * rest])
+            distinct.scales.append([*[scale for _, scale in parts], *[1.0] * rest])
+            distinct.parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
+            distinct.invocations.append(_invocation(served, parts))
+        order = dict(zip(args.parts, range(len(args.parts)), strict=True))
+        index = [order[name] for name in args.names]
+        all_ready = tuple([distinct.ready[i] for i in index])
+        sequences = _Sequences(
+            tuple([distinct.parts[i] for i in index]),
+            tuple([distinct.invocations[i] for i in index]) if any(distinct.invocations) else (),
+            args.shape,
+        )
+        lease = self._lease(served.values(), sequences)
+        slots = np.array(distinct.slots, np.int32)[index]
         batch = make_batch(
             slots,
             args.shape,
-            self._wrapped.sites,
+            sites,
             lease,
             none=none,
             unserved=self._wrapped.unserved.sites,
-            stamps=stamps,
-            absent=not all(ready),
+            stamps=np.array([*writes, 0], np.int32)[slots],
+            scales=np.array(distinct.scales, np.float32)[index] if sites.scaled else None,
+            absent=not all(all_ready),
         )
         if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
             # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
@@ -387,20 +439,48 @@ class Batches:
             closed.close()
             slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
-            self._kept[args.key] = _Kept(renewed(batch, closed), slots_of, newest, versions)
+            self._kept[args.key] = _Kept(renewed(batch, closed), slots_of, newest, sequences)
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
-        return batch, ready
+        return batch, all_ready
 
-    def _lease(self, loaded: Iterable[PackedAdapter], versions: tuple[int | None, ...]) -> Lease:
+    def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
         distinct = tuple(dict.fromkeys(loaded))
-        lease = Lease(distinct, versions, threading.get_ident(), where, self._changed.ring)
+        parts, invocations, shape = sequences
+        thread = threading.get_ident()
+        lease = Lease(distinct, parts, thread, where, self._changed.ring, invocations=invocations, shape=shape)
         self._leases.add(lease)
         return lease
 
 
+def _check_dora(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
+    """Raise LoRAUsageError if a sequence takes a DoRA adapter with a factor or beside another adapter."""
+    for name, scale in parts:
+        if name in loaded and loaded[name].magnitudes is not None and (len(parts) > 1 or scale != 1):
+            raise LoRAUsageError(
+                f"prepare: {loaded[name].name!r} is a DoRA adapter, which is served alone and with the factor 1, and "
+                f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
+            )
+
+
 def _deleted(batch: LoRABatch) -> bool:
     """Return True if a step donated an array of a batch."""
-    return any(array is not None and array.is_deleted() for array in (batch.slots, batch.token_slots, batch.stamps))
+    arrays = (batch.active_from, *itertools.chain(*batch.assigned))
+    return any(array is not None and array.is_deleted() for array in arrays)
+
+
+def _invocation(served: Mapping[Name, PackedAdapter], parts: Parts) -> tuple[int, ...]:
+    """Return the invocation tokens of the aLoRA adapter of a sequence; () if it has none.
+
+    Raises:
+      LoRAUsageError: the sequence has aLoRA adapters with different tokens.
+    """
+    found = {tokens: name for name, _ in parts if name in served and (tokens := served[name].invocation_tokens)}
+    if not found:
+        return ()
+    if len(found) > 1:
+        names = ", ".join(repr(served[name].name) for name in found.values())
+        raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
+    return next(iter(found))

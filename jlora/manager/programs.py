@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
-from jlora.layers.slot_write import takes_kernels, write_block, write_ranks
+from jlora.layers.slot_write import takes_kernels, write_block, write_magnitudes, write_ranks
 from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.manager.blocks import rank_step
 
@@ -83,22 +83,48 @@ def _write_part(
 def compiled_ranks(
     specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
 ) -> Launch:
-    """Compile the program that writes the ranks of every site for one slot and increments its stamp.
+    """Compile the program that writes the ranks and scales of every site for one slot and increments its stamp.
 
-    Its signature is `write(*arrays, ranks, [slot, 0, 0, 0])`. The arrays are the rank arrays and the stamps, and are
-    donated. `ranks` is the int32 vector of `rank_vector`.
+    Its signature is `write(*arrays, table, [slot, 0, 0, 0])`. The arrays hold ranks and scales, and the last one the
+    stamps. They are donated. `table` is the result of `rank_table`.
     """
+    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
+    return _compiled_table(write_ranks, 2, (total, 2), specs, stamps, placements)
 
-    def write(arrays: Arrays, ranks: jax.Array, where: jax.Array) -> Arrays:
-        return *write_ranks(specs, arrays[:-1], ranks, where[0]), _stamped(arrays[-1], where[0])
+
+@lru_cache(maxsize=32)
+def compiled_magnitudes(
+    specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
+) -> Launch:
+    """Compile the program that writes the magnitudes of every site for one slot and increments its stamp.
+
+    It is called as that of `compiled_ranks`, with the magnitudes of `PackedAdapter`. `specs` are of sites that hold
+    magnitudes.
+    """
+    total = sum(int(np.prod((*spec.stack, spec.stored_out))) for spec in specs)
+    return _compiled_table(write_magnitudes, 3, (total,), specs, stamps, placements)
+
+
+def _compiled_table(
+    write_all: Callable[..., Arrays],
+    j: int,
+    shape: tuple[int, ...],
+    specs: tuple[SlotSpec, ...],
+    stamps: tuple[int, ...],
+    placements: tuple[ArrayPlacement, ...],
+) -> Launch:
+    """Compile the program that writes values of one shape into array `j` of `SlotSpec.shapes` of every site."""
+
+    def write(arrays: Arrays, values: jax.Array, where: jax.Array) -> Arrays:
+        return *write_all(specs, arrays[:-1], values, where[0]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    split = all(spec.shardings[2] == where for spec, where in zip(specs, placements[:-1], strict=True))
+    split = all(spec.shardings[j] == where for spec, where in zip(specs, placements[:-1], strict=True))
     mesh = meshes.pop() if meshes and split else None
-    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
-    arrays = [_struct(spec.shapes[2], "int32", where) for spec, where in zip(specs, placements[:-1], strict=True)]
-    operands = [_struct(shape, "int32", everywhere(placements[0])) for shape in ((total,), (4,))]
-    return _compile(write, mesh, placements, [*arrays, _struct(stamps, "int32", placements[-1])], operands)
+    arrays = [_struct(spec.shapes[j], "float32", where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    arrays.append(_struct(stamps, "int32", placements[-1]))
+    whole = everywhere(placements[0])
+    return _compile(write, mesh, placements, arrays, [_struct(shape, "float32", whole), _struct((4,), "int32", whole)])
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:

@@ -33,6 +33,8 @@ class AdapterInfo:
       nbytes: bytes in the host cache; 0 if evicted.
       request: source of the weights; None if they came from memory.
       base_model_name: base model named in the adapter's files; None if unknown.
+      invocation_tokens: token ids that activate an activated LoRA (`jlora.active_from`); empty for a plain adapter, and
+        None if evicted.
     """
 
     name: str
@@ -46,6 +48,7 @@ class AdapterInfo:
     nbytes: int
     request: LoRARequest | None
     base_model_name: str | None
+    invocation_tokens: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def _record(
             nbytes=0,
             request=cache.known[name],
             base_model_name=cache.known[name].base_model_name,
+            invocation_tokens=None,
         )
     slot = slots.get(packed)
     return AdapterInfo(
@@ -129,6 +133,7 @@ def _record(
         nbytes=packed.nbytes,
         request=packed.request,
         base_model_name=None if packed.about is None else packed.about.base_model_name,
+        invocation_tokens=() if packed.about is None else packed.about.invocation_tokens,
     )
 
 

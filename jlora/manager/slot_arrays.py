@@ -29,11 +29,12 @@ from jlora.manager.array_placement import (
     refreshed,
 )
 from jlora.manager.blocks import Block, Chunk, cut
+from jlora.manager.magnitudes import count_columns
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.programs import Key, Part, compiled_ranks, compiled_write
+from jlora.manager.programs import Key, Part, compiled_magnitudes, compiled_ranks, compiled_write
 from jlora.sharding.put import put
 
-_RANKS: Key = ()  # key of the program that writes ranks
+_TABLES = ("ranks", "magnitudes")  # keys of the programs that write one value for each slice or column
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class SlotArrays:
         self.compilations = 0
         self._max_bytes = max_staging_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
-        self._places: dict[Site, range] = {}  # indices of its factors and ranks in the variables
+        self._places: dict[Site, range] = {}  # indices of its arrays in the variables
         for site in self.sites:
             start = len(self._variables)
             self._variables += [vars(modules[site])[name] for name in site.attributes]
@@ -99,17 +100,20 @@ class SlotArrays:
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._renumbering = False  # True while stamps and `writes` may disagree
-        self._jobs: dict[tuple[tuple[Chunk, int | None], ...], _Job] = {}
+        self._jobs: dict[tuple[tuple[Chunk, int | None], ...] | str, _Job] = {}
         self._in_flight: list[Block] = []
         self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
         self._written = self._variables[0]  # a variable of the last write
-        self._ranks: list[np.ndarray | None] = [None] * num_slots  # ranks last written to each slot
+        self._ones = np.ones(count_columns(self.sites), np.float32)  # magnitudes of a plain adapter
+        # Ranks and magnitudes last written to each slot; None if unknown.
+        self._ranks: list[np.ndarray | None] = [None] * num_slots
+        self._magnitudes: list[np.ndarray | None] = [self._ones] * num_slots
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
-        """Return the current arrays of the model: A, B and ranks of each site, then the stamps."""
+        """Return the current arrays of the model: those of each site (`SlotSpec.held`), then the stamps."""
         return list(map(raw_value, self._variables))
 
     def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -164,6 +168,7 @@ class SlotArrays:
         if lost:
             self.dirty |= whole
             self._ranks = [None] * len(self.table)
+            self._magnitudes = [None] * len(self.table)
         if lost or self._renumbering:
             self._renumbering = True
             lost.add(len(self._variables) - 1)  # the stamps, for the counts that follow
@@ -239,13 +244,19 @@ class SlotArrays:
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         held = None if slot in self.dirty else self._ranks[slot]
         new_ranks = held is None or not np.array_equal(held, packed.ranks)
-        ready, ranks = self.move(waves[0] if waves else [], [packed.ranks] if new_ranks else [])
+        magnitudes = self._ones if packed.magnitudes is None else packed.magnitudes
+        held = None if slot in self.dirty else self._magnitudes[slot]
+        new_magnitudes = bool(self._ones.size) and (held is None or not np.array_equal(held, magnitudes))
+        tables = [packed.ranks] * new_ranks + [magnitudes] * new_magnitudes
+        ready, tables = self.move(waves[0] if waves else [], tables)
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
         # update to the host, if there is one.
         spent = self._spent if packed.ahead is not None or packed.copying else []
         self.dirty.add(slot)
         if new_ranks:
             self._ranks[slot] = None
+        if new_magnitudes:
+            self._magnitudes[slot] = None
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
@@ -257,8 +268,11 @@ class SlotArrays:
             ready = blocks = operands = ()  # release this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         if new_ranks:
-            self._run(slot, self._job(()), [*ranks, self._index(slot, 0, 0, 0)], donate)
+            self._run(slot, self._table_job("ranks"), [tables[0], self._index(slot, 0, 0, 0)], donate)
             self._ranks[slot] = packed.ranks
+        if new_magnitudes:
+            self._run(slot, self._table_job("magnitudes"), [tables[-1], self._index(slot, 0, 0, 0)], donate)
+            self._magnitudes[slot] = magnitudes
         self.dirty.discard(slot)
         packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
@@ -310,13 +324,21 @@ class SlotArrays:
         return self._index(slot, row, block.start, owner)
 
     def _job(self, blocks: Sequence[Block]) -> "_Job":
-        """Return the program that writes the blocks, and its variables. Without blocks, it writes the ranks."""
+        """Return the program that writes the blocks, and its variables."""
         at = tuple((block.chunk, block.row) for block in blocks)
         if at not in self._jobs:
-            key, places = self._task(at) if at else (_RANKS, self._of_ranks())
-            program = self._program(key, tuple(self._placements[i] for i in places))
-            self._jobs[at] = _Job(places, tuple(self._variables[i] for i in places), program)
+            self._jobs[at] = self._make_job(*self._task(at))
         return self._jobs[at]
+
+    def _table_job(self, table: str) -> "_Job":
+        """Return the program that writes one of `_TABLES`, and its variables."""
+        if table not in self._jobs:
+            self._jobs[table] = self._make_job(table, self._of(table))
+        return self._jobs[table]
+
+    def _make_job(self, key: Key | str, places: tuple[int, ...]) -> "_Job":
+        program = self._program(key, tuple(self._placements[i] for i in places))
+        return _Job(places, tuple(self._variables[i] for i in places), program)
 
     def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[Key, tuple[int, ...]]:
         """Return the compile key and variable indices of the program that writes these rows of chunks (None: all)."""
@@ -370,9 +392,11 @@ class SlotArrays:
         """Return the variable indices of all A, then all B, of sites with one spec. A site may have only one factor."""
         return tuple(self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
 
-    def _of_ranks(self) -> tuple[int, ...]:
-        """Return the variable indices of the ranks of all sites, and of the stamps."""
-        return *(self._places[site][-1] for site in self.sites), len(self._variables) - 1
+    def _of(self, table: str) -> tuple[int, ...]:
+        """Return the variable indices of the ranks or magnitudes of all sites that hold some, and of the stamps."""
+        j = 2 + _TABLES.index(table)
+        held = (self._places[site][site.spec.held.index(j)] for site in self.sites if j in site.spec.held)
+        return *held, len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -394,23 +418,28 @@ class SlotArrays:
             programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
 
-    def _wanted(self) -> set[tuple[Key, tuple[ArrayPlacement, ...]]]:
-        """Return the keys of all programs (chunks, rows of chunks, ranks), each with the placements of its arrays."""
+    def _wanted(self) -> set[tuple[Key | str, tuple[ArrayPlacement, ...]]]:
+        """Return the keys of all programs (chunks, rows of chunks, tables), each with the placements of its arrays."""
+        tasks: list[tuple[Key | str, tuple[int, ...]]]
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
-        tasks.append((_RANKS, self._of_ranks()))
+        tasks += [(table, self._of(table)) for table in (_TABLES if self._ones.size else _TABLES[:1])]
         return {(key, tuple(self._placements[i] for i in places)) for key, places in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
         """Return one row of each site of a chunk."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key, placements: tuple[ArrayPlacement, ...]) -> Launch:
+    def _program(self, key: Key | str, placements: tuple[ArrayPlacement, ...]) -> Launch:
         found = self._programs.get((key, placements))
         if found is not None:
             return found
-        if key == _RANKS:
+        if key == "ranks":
             return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, placements)
+        if key == "magnitudes":
+            specs = tuple(site.spec for site in self.sites if site.spec.dora)
+            return compiled_magnitudes(specs, self._stamps, placements)
+        assert not isinstance(key, str)
         return compiled_write(key, self._stamps, placements)
 
 

@@ -28,6 +28,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jlora._compat import explicit_transfers
+from jlora._typing import is_list_or_tuple
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
 from jlora.config import LoRARequest
@@ -45,14 +46,23 @@ from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter, Placement
-from jlora.manager.packing import rank_vector
+from jlora.manager.packing import rank_table
 from jlora.manager.slot_table import SlotTable
+from jlora.manager.stage import check_variant
 
 _log = logging.getLogger("jlora")
 
-_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 1
-_ABOUT = ("base_model_name", "use_rslora", "fan_in_fan_out", "task_type", "peft_fields", "unchecked")
-_PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling", "shift")
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 2
+_ABOUT = (
+    "base_model_name",
+    "use_rslora",
+    "invocation_tokens",
+    "fan_in_fan_out",
+    "task_type",
+    "peft_fields",
+    "unchecked",
+)
+_PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling")
 _AT_ONCE = 4  # number of adapters read at the same time
 
 
@@ -150,13 +160,16 @@ def _take(
 
 
 def _pack_file(packed: PackedAdapter) -> bytes:
-    """Return the factors of an adapter as a safetensors file, in the layout and dtype of its slot, without padding."""
+    """Return an adapter as a safetensors file: unpadded factors in the layout and dtype of its slot, and magnitudes."""
     ranks = _ranks(packed.placements)
     factors = unpack(packed.blocks, ranks.keys())
     arrays: dict[str, np.ndarray] = {}
     for i, (row, rank) in enumerate(ranks.items()):
         a, b = factors[row]
         arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
+    for i, p in enumerate(packed.placements):
+        if p.magnitude is not None:
+            arrays[f"{i}.magnitude"] = p.magnitude
     about = packed.about or Adapter(name=packed.name, modules={})
     header = {
         "about": {key: getattr(about, key) for key in _ABOUT},
@@ -317,7 +330,8 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     pool = slots.pool
     sites = {(site.path, site.prefix): site for site in pool.sites}
     placements = tuple(
-        Placement(module, sites[path, prefix], *rest) for module, path, prefix, *rest in header["placements"]
+        Placement(module, sites[path, prefix], *rest, magnitude=arrays.get(f"{i}.magnitude"))
+        for i, (module, path, prefix, *rest) in enumerate(header["placements"])
     )
     for p in placements:
         if p.rank > p.site.spec.max_rank:
@@ -325,19 +339,23 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for i, row in enumerate(_ranks(placements)):
         a, b = (arrays[f"{i}.{half}"].view(row[0].spec.dtype) for half in "ab")
-        if not host.allow_nonfinite and not (all_finite(a) and all_finite(b)):
+        if not host.config.allow_nonfinite and not (all_finite(a) and all_finite(b)):
             raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
         factors[row] = a, b
-    about: Any = {**header["about"], "unchecked": tuple(header["about"]["unchecked"])}
-    return PackedAdapter(
+    fields: Any = {key: tuple(v) if is_list_or_tuple(v) else v for key, v in header["about"].items()}
+    about = Adapter(name=entry.name, modules={}, **fields)
+    dora = any(p.magnitude is not None for p in placements)
+    check_variant(where, host.config, dora=dora, invocation_tokens=about.invocation_tokens)
+    packed = PackedAdapter(
         name=entry.name,
         version=entry.version,
         placements=placements,
         blocks=pack(pool.chunks, factors),
-        ranks=rank_vector(pool.sites, placements),
+        ranks=rank_table(pool.sites, placements),
         rank=max(p.rank for p in placements),
-        about=Adapter(name=entry.name, modules={}, **about),
+        about=about,
     )
+    return host.measured(packed)
 
 
 def _load(

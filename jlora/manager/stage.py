@@ -1,22 +1,23 @@
 """Preparation of a `PackedAdapter` from the files of a request or from an adapter in memory.
 
-It runs on any thread without a lock and does not use the cache.
+It runs on any thread without a lock and does not use the cache. The magnitudes of a DoRA adapter follow later
+(`jlora.manager.magnitudes`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jlora.adapters import Adapter, AdapterShapes
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.lora import LoRA
 from jlora.adapters.resolve import AdapterFolder
-from jlora.config import LoRARequest
+from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.packing import pack_modules, rank_vector
+from jlora.manager.packing import pack_modules, rank_table
 from jlora.manager.slot_arrays import SlotArrays
 
 
@@ -27,7 +28,7 @@ def pack_files(
     index: SiteIndex,
     pool: SlotArrays,
     *,
-    allow_nonfinite: bool,
+    config: LoRAConfig,
 ) -> PackedAdapter:
     """Read the files of an adapter and pack it.
 
@@ -40,28 +41,43 @@ def pack_files(
     where = describe(request.name, request.path)
     with open_adapter(found) as opened:
         shapes = opened.shapes
+        check_variant(where, config, dora=shapes.use_dora, invocation_tokens=shapes.invocation_tokens)
         _check_request(where, request, shapes)
-        placed = place(where, shapes.modules, index)
+        placed = place(where, shapes.modules, index, dora=shapes.use_dora)
         check_base_shapes(where, shapes.base_weights, index)
-        adapter = opened.read(own_experts(shapes.modules, placed), allow_nonfinite=allow_nonfinite)
+        adapter = opened.read(own_experts(shapes.modules, placed), allow_nonfinite=config.allow_nonfinite)
     modules, adapter = dict(adapter.modules), replace(adapter, modules={})
     return _pack(where, adapter, modules, placed, request, wrapped, index, pool)
 
 
 def pack_in_memory(
-    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays, *, allow_nonfinite: bool
+    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays, *, config: LoRAConfig
 ) -> PackedAdapter:
     """Check and pack an adapter that is in memory.
 
     Raises:
-      AdapterFormatError: A factor holds NaN or infinity, and `allow_nonfinite` is False.
-      AdapterMismatchError: The adapter does not fit the model.
+      AdapterFormatError: A factor holds NaN or infinity, and `config.allow_nonfinite` is False.
+      AdapterMismatchError: The adapter does not fit the model, or `config` does not serve DoRA or aLoRA.
     """
     where = describe(adapter.name, None)
-    if not allow_nonfinite:  # files are checked while they are read
+    check_variant(where, config, dora=adapter.use_dora, invocation_tokens=adapter.invocation_tokens)
+    if not config.allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
-    placed = place(where, adapter.modules, index)
+    placed = place(where, adapter.modules, index, dora=adapter.use_dora)
     return _pack(where, adapter, dict(adapter.modules), placed, None, wrapped, index, pool)
+
+
+def check_variant(where: str, config: LoRAConfig, *, dora: bool, invocation_tokens: Sequence[int]) -> None:
+    """Raise AdapterMismatchError if the manager does not serve a DoRA or an activated LoRA (aLoRA) adapter."""
+    if dora and not config.dora:
+        raise AdapterMismatchError(
+            f"{where} is a DoRA adapter; LoRAConfig(dora=True) serves it, or jlora serve --dora-loras"
+        )
+    if invocation_tokens and not config.activated:
+        raise AdapterMismatchError(
+            f"{where} is an activated LoRA (aLoRA); LoRAConfig(activated=True) serves it, or jlora serve "
+            "--activated-loras"
+        )
 
 
 def _check_request(where: str, request: LoRARequest, shapes: AdapterShapes) -> None:
@@ -97,7 +113,7 @@ def _pack(
         version=0,
         placements=placements,
         blocks=blocks,
-        ranks=rank_vector(pool.sites, placements),
+        ranks=rank_table(pool.sites, placements),
         rank=rank,
         about=replace(adapter, modules={}, base_weights={}),
         request=None if request is None else replace(request, load_inplace=False),

@@ -12,6 +12,7 @@ from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.fit import check_base_shapes, describe, place
 from jlora.manager.names import SiteIndex
+from jlora.manager.stage import check_variant
 
 
 class Survey:
@@ -28,6 +29,7 @@ class Survey:
     """
 
     def __init__(self, model: nnx.Module, config: LoRAConfig):
+        self._config = config
         self._wrapped = survey(model, config)
         self._index = SiteIndex(self._wrapped, ())
 
@@ -37,12 +39,12 @@ class Survey:
 
     @property
     def device_slot_bytes(self) -> int:
-        """Bytes of all slots on one device: A, B and the ranks."""
+        """Bytes of all slots on one device: A, B, ranks, scales and magnitudes."""
         total = 0
         for spec in (site.spec for site in self._wrapped.modules):
-            for j in (*spec.factors, 2):
+            for j in spec.held:
                 shape, sharding = spec.shapes[j], spec.shardings[j]
-                itemsize = np.dtype(spec.dtype).itemsize if j < 2 else 4
+                itemsize = np.dtype(spec.dtypes[j]).itemsize
                 total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
         return total
 
@@ -50,19 +52,21 @@ class Survey:
         """Check names, kinds, shapes and ranks of an adapter, without reading tensors from files.
 
         Raises:
-          AdapterMismatchError: The adapter does not fit the model.
+          AdapterMismatchError: The adapter does not fit the model or the configuration.
           LoRAError: The files of a request cannot be read (see `Adapter.from_pretrained`).
         """
         if isinstance(adapter, Adapter):
             where = describe(adapter.name, None)
-            place(where, adapter.modules, self._index)
+            check_variant(where, self._config, dora=adapter.use_dora, invocation_tokens=adapter.invocation_tokens)
+            place(where, adapter.modules, self._index, dora=adapter.use_dora)
             weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
             check_base_shapes(where, weights, self._index)
             return
         where = describe(adapter.name, adapter.path)
 
         def check(shapes: AdapterShapes) -> None:
-            place(where, shapes.modules, self._index)
+            check_variant(where, self._config, dora=shapes.use_dora, invocation_tokens=shapes.invocation_tokens)
+            place(where, shapes.modules, self._index, dora=shapes.use_dora)
             check_base_shapes(where, shapes.base_weights, self._index)
             raise _Fits
 

@@ -16,9 +16,9 @@ from jlora.adapters.checkpoint import all_finite, sorted_keys
 from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.manager.blocks import Block, Row, pack, unpack
-from jlora.manager.casting import in_slot_dtype
+from jlora.manager.casting import check_scaling, in_slot_dtype
 from jlora.manager.packed_adapter import PackedAdapter, Placement
-from jlora.manager.packing import rank_vector
+from jlora.manager.packing import rank_table
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
 
@@ -32,15 +32,15 @@ def updated(
 
     Args:
       packed: The current packed adapter.
-      arrays: PEFT tensor name -> A [r, K] or B [N, r], unscaled. A factor without a new array keeps its weights. The
+      arrays: PEFT tensor name -> A [r, K] or B [N, r]. A factor without a new array keeps its weights. The
         rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
       pool: The slot arrays, whose chunks and sites are used.
       allow_nonfinite: True to accept NaN and infinity.
 
     Raises:
       LoRAUsageError: `arrays` is empty or not a mapping of names to arrays.
-      AdapterMismatchError: The adapter lacks a named module, a shape or rank does not fit, or slot dtype cannot hold a
-        value of a host array.
+      AdapterMismatchError: The adapter lacks a named module, a shape or rank does not fit, the scaling of a new rank is
+        not a finite float32, or slot dtype cannot hold a value of a host array.
       AdapterFormatError: An array is not a matrix of floats, or holds NaN or infinity. Device arrays with a value that
         slot dtype cannot hold raise it too.
     """
@@ -94,7 +94,7 @@ def updated(
         packed,
         placements=placements,
         blocks=(*kept, *written),
-        ranks=rank_vector(pool.sites, placements),
+        ranks=rank_table(pool.sites, placements),
         rank=max(p.rank for p in placements),
         request=None,
         key=None,
@@ -153,6 +153,7 @@ def _check(
         raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
     if rank != placement.rank:
         scaling = scaling_of(placement.alpha, rank, packed.about is not None and packed.about.use_rslora)
+        check_scaling(at, scaling)
         placement = replace(placement, rank=rank, scaling=scaling)
     return NewFactors(placement, a, b, tuple(parts[name] for name in names if name in parts))
 
@@ -198,12 +199,11 @@ def _assemble_on_host(
         for label, array in (("A", new.a), ("B", new.b)):
             if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
-        # A factor that is kept has its power of two already, so the new one must use the same shift.
-        at = f"{where}: {p.module}"
+        at, dtype = f"{where}: {p.module}", np.dtype(spec.dtype)
         if new.a is not None:
-            own_a = in_slot_dtype(at, np.asarray(new.a), p.site, None, p.shift)
+            own_a = in_slot_dtype(at, "A", np.asarray(new.a), dtype)
         if new.b is not None:
-            own_b = in_slot_dtype(at, np.asarray(new.b).T, p.site, p.scaling, -p.shift)
+            own_b = in_slot_dtype(at, "B", np.asarray(new.b).T, dtype)
         covered = slice(p.first, p.first + p.count)
         into[0][covered], into[1][:, start:stop] = 0, 0
         into[0][covered, : p.rank], into[1][: p.rank, start:stop] = own_a, own_b

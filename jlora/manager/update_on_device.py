@@ -1,20 +1,20 @@
 """Update from device arrays, compiled for their names and shapes, without a copy to the host."""
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
 from jlora.errors import AdapterFormatError
 from jlora.layers.site import SlotSpec
+from jlora.manager.array_placement import auto_axes, with_auto_axes
 from jlora.manager.blocks import Block, Chunk, Row, rank_starts, rank_step
 from jlora.manager.packed_adapter import Placement
 from jlora.manager.slot_arrays import SlotArrays
@@ -39,7 +39,6 @@ class _Module:
     first: int
     count: int
     rank: int
-    shift: int
     has_a: bool
     has_b: bool
 
@@ -73,7 +72,6 @@ class UpdatePlan:
       rows: The rows that are written.
       blocks: (chunk, row of it or None for all, first ranks) of the blocks of each group of rows.
       old: Rows whose old factors are needed, in the order in which `_assemble` uses them.
-      scales: Scalings of the modules, float32, in the order in which `_assemble` uses them.
       shape: The static argument of `_assemble`.
     """
 
@@ -82,7 +80,6 @@ class UpdatePlan:
     rows: set[Row]
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]]
     old: list[Row]
-    scales: np.ndarray
     shape: _Shape
 
 
@@ -117,7 +114,6 @@ def plan_update(
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]] = []
     kept: list[Row] = []
     keys: list[str] = []
-    scales: list[float] = []
     groups: list[Any] = []
     for chunk, i, rows in chosen:
         starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
@@ -126,13 +122,12 @@ def plan_update(
             if row in old:
                 kept.append(row)
             keys.extend(key for new in by_row[row] for key in new.keys)
-            scales.extend(new.placement.scaling for new in by_row[row])
             parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
         groups.append((chunk.spec, starts, tuple(parts)))
     place = {name: i for i, name in enumerate(names)}
     shape = _shape(tuple(groups), tuple(place[key] for key in keys))
-    return UpdatePlan(names, shapes, set(by_row), blocks, kept, np.asarray(scales, np.float32), shape)
+    return UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
 
 
 def blocks_on_device(
@@ -148,9 +143,9 @@ def blocks_on_device(
         tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
         kept = [_fitted(old[row], tops[row]) for row in plan.old]
     given = _off_explicit(list(arrays.values()))
-    with _auto_axes(), explicit_transfers():
+    with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
-        made, finite = assemble(plan.shape, given, kept, plan.scales)
+        made, finite = assemble(plan.shape, given, kept)
     if not allow_nonfinite and not jax.device_get(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
@@ -163,38 +158,18 @@ def blocks_on_device(
     )
 
 
-@contextlib.contextmanager
-def _auto_axes() -> Generator[None, None, None]:
-    """Make all axes of the current mesh Auto axes, so that the compiler chooses the sharding of each value."""
-    mesh = jax.sharding.get_mesh()
-    with contextlib.nullcontext() if mesh.empty else jax.set_mesh(_auto(mesh)):
-        yield
-
-
 def _off_explicit(arrays: list[Any]) -> list[Any]:
     """Return the arrays with the axes of their meshes as Auto axes. No data moves."""
     try:
         kinds = set(map(type, map(_sharding, arrays)))
     except AttributeError:  # some arrays are on the host
         kinds = {NamedSharding}
-    return list(map(_placed, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
-
-
-def _placed(array: Any) -> Any:
-    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
-        return array
-    mesh = array.sharding.mesh
-    assert isinstance(mesh, Mesh)
-    return jax.device_put(array, NamedSharding(_auto(mesh), array.sharding.spec))
-
-
-def _auto(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return list(map(with_auto_axes, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
 
 
 def _part(new: NewFactors) -> _Module:
     p = new.placement
-    return _Module(p.first, p.count, p.rank, p.shift, new.a is not None, new.b is not None)
+    return _Module(p.first, p.count, p.rank, new.a is not None, new.b is not None)
 
 
 def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -213,11 +188,9 @@ def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
     return jax.jit(_assemble, static_argnums=0, compiler_options=without_graphs(platform))
 
 
-def _assemble(
-    shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any], scales: jax.Array
-) -> tuple[Any, jax.Array]:
+def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> tuple[Any, jax.Array]:
     """Return (blocks of each group of rows, True if all of their values are finite)."""
-    feed, kept, scale = (given[i] for i in shape.order), iter(old), iter(scales)
+    feed, kept = (given[i] for i in shape.order), iter(old)
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.groups:
@@ -231,7 +204,7 @@ def _assemble(
             else:
                 a, b = (jnp.asarray(factor) for factor in next(kept))
             for part in parts:
-                a, b = _fill(spec, part, a, b, feed, next(scale))
+                a, b = _fill(spec, part, a, b, feed)
             all_a.append(a)
             all_b.append(b)
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
@@ -254,17 +227,17 @@ def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def _fill(
-    spec: SlotSpec, part: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array], scale: jax.Array
+    spec: SlotSpec, part: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
     start = sum(spec.out_sizes[: part.first])
     stop = start + sum(spec.out_sizes[part.first : part.first + part.count])
     if part.has_a:
-        new = (next(feed).astype(jnp.float32) * 2.0**part.shift).astype(spec.dtype)
+        new = next(feed).astype(spec.dtype)
         rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: part.rank].set(new)
         a = a.at[part.first : part.first + part.count].set(rows[None])
     if part.has_b:
-        new = (next(feed).T.astype(jnp.float32) * scale * 2.0**-part.shift).astype(spec.dtype)
+        new = next(feed).T.astype(spec.dtype)
         columns = jnp.zeros((b.shape[0], stop - start), spec.dtype).at[: part.rank].set(new)
         b = b.at[:, start:stop].set(columns)
     return a, b

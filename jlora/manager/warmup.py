@@ -15,7 +15,7 @@ from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.packing import rank_vector
+from jlora.manager.packing import rank_table
 from jlora.manager.slot_table import SlotTable
 
 
@@ -37,8 +37,8 @@ def warm_up(
         wrapped.check()
         slots.sweep()
         slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
-        blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_vector(pool.sites, ()), 0)
-        lease = Lease([blank], (0,) * shape.num_sequences, threading.get_ident())
+        blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_table(pool.sites, ()), 0)
+        lease = Lease([blank], (None,) * shape.num_sequences, threading.get_ident())
         leases.add(lease)
         if slot < none:
             slots.write(slot, blank)

@@ -270,7 +270,7 @@ class _Probe:
 
     def _random(self, site: Site, layer: nnx.Module) -> list[Array]:
         if site not in self._filled:
-            values = [np.zeros(array.shape, array.dtype) for array in self._zeros(site, layer)]
+            values = _blank(site.spec)
             lead = (slice(None),) * len(site.spec.stack)
             for slot, name in enumerate(self.names):
                 a, b = self.factors[name][site]
@@ -279,15 +279,13 @@ class _Probe:
                     values[0][(*lead, slot)][..., :rank, stored] = a[..., features]
                 for features, stored in site.spec.out_runs:
                     values[1][(*lead, slot)][..., :rank, stored] = b[..., features]
-                values[2][(*lead, slot)] = rank
+                values[2][(*lead, slot)] = rank, 1
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]
 
     def _zeros(self, site: Site, layer: nnx.Module) -> list[Array]:
         if site.spec not in self._empty:
-            dtypes = (site.spec.dtype, site.spec.dtype, "int32")
-            zeros = [np.zeros(shape, dtype) for shape, dtype in zip(site.spec.shapes, dtypes, strict=True)]
-            self._empty[site.spec] = _like(zeros, site, layer)
+            self._empty[site.spec] = _like(_blank(site.spec), site, layer)
         return self._empty[site.spec]
 
     # --- comparing ------------------------------------------------------------------------------------------------
@@ -427,6 +425,11 @@ class _Probe:
 def _kernel(wrapped: WrappedModel, site: Site) -> Array:
     layer = wrapped.modules[site]
     return vars(layer)[spec_of(layer, site).param].get_value()
+
+
+def _blank(spec: SlotSpec) -> list[np.ndarray]:
+    """Return the arrays of empty slots: ones for magnitudes, else zeros."""
+    return [np.full(spec.shapes[j], j == 3, spec.dtypes[j]) for j in spec.held]
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import chex
 import jax
@@ -37,6 +37,16 @@ def make_adapter(name: str, targets: Sequence[Target], rank: int, seed: int = 0)
     return Adapter(name=name, modules={t.name: make_module(rng, t.k, t.n, rank, t.kind) for t in targets})
 
 
+def make_dora(name: str, targets: Sequence[Target], rank: int) -> Adapter:
+    """Return an adapter with a random magnitude for each module."""
+    plain, rng = make_adapter(name, targets, rank), np.random.default_rng(rank)
+    modules = {
+        key: replace(module, magnitude=rng.uniform(1, 3, len(module.b)).astype(np.float32))
+        for key, module in plain.modules.items()
+    }
+    return replace(plain, modules=modules)
+
+
 def make_module(rng, k: int, n: int, rank: int, kind: str = "linear") -> ModuleLoRA:
     a = rng.normal(size=(rank, k)).astype(np.float32)
     b = rng.normal(size=(n, rank)).astype(np.float32)
@@ -66,9 +76,22 @@ def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None)
         if adapter is not None and target.name in adapter.modules:
             param = at_path(copy, target.param)
             weight = np.asarray(param[...], np.float64).copy()
-            weight[target.at] += target.into(delta(adapter.modules[target.name])).reshape(weight[target.at].shape)
+            module = adapter.modules[target.name]
+            weight[target.at] += target.into(delta(module)).reshape(weight[target.at].shape)
+            if module.magnitude is not None:
+                weight[target.at] *= _scales(target, weight[target.at], module.magnitude)
             param[...] = weight.astype(param.dtype)
     return copy
+
+
+def _scales(target: Target, weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """Return the factors of a weight with which its N columns have the norms `magnitude`, as DoRA gives them."""
+    n, k = target.n, target.k
+    place = target.into(np.arange(1.0, n * k + 1).reshape(n, k)).reshape(weight.shape).astype(int) - 1
+    columns = np.empty(n * k)
+    columns[place[place >= 0]] = weight[place >= 0]
+    scales = np.repeat(magnitude / np.linalg.norm(columns.reshape(n, k), axis=1), k)
+    return np.where(place >= 0, scales[place], 1)
 
 
 @jax.jit

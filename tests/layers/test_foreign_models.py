@@ -330,11 +330,10 @@ def test_slot_dtype_apart_from_the_models(param, compute, slots):
     held = jnp.dtype(slots or compute)
     assert model.proj.jlora_a.dtype == model.proj.jlora_b.dtype == held
     module = adapter.modules["proj"]
-    a = np.asarray(jnp.asarray(module.a, held), np.float64)
-    b = np.asarray(jnp.asarray(module.scaling * module.b, held), np.float64)
+    a, b = (np.asarray(jnp.asarray(factor, held), np.float64) for factor in (module.a, module.b))
     x_seen = np.asarray(x.astype(held), np.float64)
     expected = base.astype(np.float64)
-    expected[[0, 2]] += (x_seen @ a.T @ b.T)[[0, 2]]
+    expected[[0, 2]] += module.scaling * (x_seen @ a.T @ b.T)[[0, 2]]
     assert found.dtype == base.dtype
     np.testing.assert_array_equal(found[1], base[1])
     assert_close(found, expected, tolerance=2**-8 if compute == "bfloat16" else rounding_of(held))

@@ -276,8 +276,8 @@ def test_slots_that_do_not_fit_leave_the_model_as_it_was(rank):
 def test_slots_larger_than_the_device_memory_are_refused(monkeypatch):
     model = Model()
     before = held(model)
-    # 6 sites: embed (11 -> 6), its logits (6 -> 11) and 4 of 6 -> 6; 3 slots of rank 4 in float32, and a rank each.
-    needed = 3 * (4 * 4 * (17 + 17 + 4 * 12) + 6 * 4)
+    # 6 sites: embed (11 -> 6), its logits (6 -> 11) and 4 of 6 -> 6; 3 slots of rank 4 in float32, and 8 bytes each.
+    needed = 3 * (4 * 4 * (17 + 17 + 4 * 12) + 6 * 8)
     monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: needed - 1)
     found = (
         f"{needed:,} bytes are needed, {needed // 3:,} for each of max_loras=3 .*on a device that has {needed - 1:,}"

@@ -413,8 +413,8 @@ def test_a_registered_gate_keeps_its_own_output_dtype():
         found = np.asarray(serve(model, x, batch))
     assert found.dtype == np.float32
     module = adapter.modules["proj"]
-    a, b = (np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) for v in (module.a, module.scaling * module.b))
-    change = np.asarray(x, np.float64) @ a.T @ b.T
+    a, b = (np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) for v in (module.a, module.b))
+    change = module.scaling * np.asarray(x, np.float64) @ a.T @ b.T
     change[1] = 0
     assert_close(found, base + change, rounding_of(jnp.bfloat16))
 

@@ -109,8 +109,9 @@ def test_a_function_shared_by_two_compiled_functions(served, kind):
 
 def stacked(model):
     """Return three stacked copies of the layers with different weights, for a `lax.scan` over layers."""
-    graphdef, state = nnx.split(model)
-    return graphdef, jax.tree.map(lambda v: jnp.stack([v, v if v.dtype == jnp.int32 else 2 * v, v]), state)
+    graphdef, ranks, state = nnx.split(model, SlotRanks, ...)
+    same = jax.tree.map(lambda v: jnp.stack([v, v, v]), ranks)
+    return graphdef, (same, jax.tree.map(lambda v: jnp.stack([v, 2 * v, v]), state))
 
 
 def test_lax_scan_over_layers(served):
@@ -119,7 +120,7 @@ def test_lax_scan_over_layers(served):
 
     def scan(model, x):
         graphdef, layers = stacked(model)
-        return jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, layer)(x), None), x, layers)[0]
+        return jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, *layer)(x), None), x, layers)[0]
 
     @jax.jit
     def step(model, x, batch):
@@ -173,8 +174,8 @@ def test_gradients_of_slots_and_inputs(remat):
             return self.proj(x)
 
     model, names = One(), NAMES
-    manager = make_manager(model, [make_adapter(n, [Target("proj", 6, 5, "")], r) for n, r in (("one", 3), ("two", 1))])
-    w = normal(8, 2, 5, seed=3)
+    adapters = [make_adapter(n, [Target("proj", 6, 5, "")], r) for n, r in (("one", 3), ("two", 1))]
+    manager, w = make_manager(model, adapters), normal(8, 2, 5, seed=3)
     with manager.prepare(names) as batch:
         graphdef, ranks, slots, rest = nnx.split(model, SlotRanks, SlotParam, ...)
 
@@ -192,12 +193,13 @@ def test_gradients_of_slots_and_inputs(remat):
     a, b = (np.asarray(v[...], np.float64) for v in (model.proj.jlora_a, model.proj.jlora_b))
     kernel = np.asarray(model.proj.kernel[...], np.float64)
     d_a, d_b, expected_x = np.zeros_like(a), np.zeros_like(b), w @ kernel.T
+    scaled = adapters[0].modules["proj"].scaling * w.astype(np.float64)
     for i, slot in enumerate(rows):
         if slot < 3:
             for t in range(2):
-                d_a[slot, 0] += np.outer(b[slot] @ w[i, t], X[i, t])
-                d_b[slot] += np.outer(a[slot, 0] @ X[i, t], w[i, t])
-                expected_x[i, t] += a[slot, 0].T @ (b[slot] @ w[i, t])
+                d_a[slot, 0] += np.outer(b[slot] @ scaled[i, t], X[i, t])
+                d_b[slot] += np.outer(a[slot, 0] @ X[i, t], scaled[i, t])
+                expected_x[i, t] += a[slot, 0].T @ (b[slot] @ scaled[i, t])
     # Rows past an adapter's rank are no part of it and get no gradient.
     true_ranks = {slot: {"one": 3, "two": 1}[name] for slot, name in zip(rows, names, strict=True) if name}
     for slot, rank in true_ranks.items():

@@ -39,7 +39,7 @@ from jlora.errors import (
 from jlora.manager.multihost import SeveralProcesses
 from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
-from tests.layers.merging import assert_close, expected_rows, make_adapter, merge
+from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
 from tests.records import on_host, slot_names
 
@@ -187,6 +187,31 @@ def fully_sharded(world: World) -> None:
         manager.add_adapter(adapter)  # from memory
     for names in (["one", None, "two", "one"], ["three", "four", None, "four"]):
         world.check(names)
+
+
+@scenario
+def dora(world: World) -> None:
+    adapter = make_dora("dora", SMALL_TARGETS[1:], 3)
+    with jax.default_device(jax.local_devices()[0]):
+        world.twins["dora"] = merge(Small(), SMALL_TARGETS, adapter)
+    for fully_sharded in (False, True):
+        manager = world.start(dora=True, fully_sharded=fully_sharded)
+        manager.add_adapter(adapter)
+        manager.add_adapter(world.request("one"))
+        for names in (["dora", None, "one", "dora"], ["one", "dora", None, "dora"]):
+            world.check(names)
+        arrays = {f"up.lora_{half}.weight": getattr(ONE.modules["up"], half.lower()) for half in "AB"}
+        manager.update_adapter("dora", arrays)
+        world.alike()
+        factors = {"a": ONE.modules["up"].a, "b": ONE.modules["up"].b}
+        up = dataclasses.replace(adapter.modules["up"], **factors)
+        updated = dataclasses.replace(adapter, modules={**adapter.modules, "up": up})
+        with jax.default_device(jax.local_devices()[0]):
+            world.twins["updated"] = merge(Small(), SMALL_TARGETS, updated)
+        with manager.prepare(["dora", None, None, "dora"]) as batch:
+            found = world.answers(batch)
+        with jax.default_device(jax.local_devices()[0]):
+            assert_close(found, expected_rows(world.twins, ["updated", None, None, "updated"], TOKENS))
 
 
 @scenario

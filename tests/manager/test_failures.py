@@ -1,5 +1,6 @@
 """A load or a write that fails leaves the host cache, the slots and every running adapter bitwise as they were."""
 
+import dataclasses
 import json
 
 import jax
@@ -90,8 +91,8 @@ BAD = {
         ["layers.0.o_proj", "scaling must be a finite float32", "nan"],
     ),
     "overflow": (
-        lambda w: adapter(layers__0__o_proj=factors(2, WIDTH, 16, scaling=3e38)),
-        ["layers.0.o_proj", "scaling * B must be finite", "float32"],
+        lambda w: adapter(layers__0__o_proj=dataclasses.replace(factors(2, WIDTH, 16), b=np.full((16, 2), 1e300))),
+        ["layers.0.o_proj", "B must be finite", "float32", "reaches 1e+300"],
     ),
     "base values": (
         lambda w: with_base(w, lambda table: table + np.float32(1e-3)),

@@ -1,5 +1,7 @@
 """Base weights in an adapter, and adapters read back from their slots."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,14 +31,25 @@ def test_an_adapter_is_read_back_from_its_slot(world):
     world.manager.activate_adapter("a")
     read = world.manager.export_adapter("a")
     assert list(read.modules) == list(adapter.modules)
-    for name, module in adapter.modules.items():  # the scaling is a power of two: exact
+    for name, module in adapter.modules.items():
         np.testing.assert_array_equal(read.modules[name].a, module.a)
         np.testing.assert_array_equal(read.modules[name].b, module.b)
         assert (read.modules[name].alpha, read.modules[name].scaling) == (module.alpha, module.scaling)
 
 
-def test_a_scaling_of_zero_cannot_be_read_back(rng):
+@pytest.mark.parametrize("scaling", [0.0, 1 / 3, -1.5])
+def test_any_scaling_is_read_back_with_the_bits_of_the_factors(rng, scaling):
     manager = make_manager(Merged())
-    placed(manager, {"proj": factors(rng, 2, 3, 12, scaling=0.0)})
-    with pytest.raises(jlora.LoRAError, match="scaling 0"):
-        manager.export_adapter("x")
+    module = factors(rng, 2, 3, 12, scaling=scaling)
+    placed(manager, {"proj": module})
+    read = manager.export_adapter("x").modules["proj"]
+    assert (read.a.tobytes(), read.b.tobytes()) == (module.a.tobytes(), module.b.tobytes())
+    assert (read.rank, read.alpha, read.scaling) == (2, module.alpha, scaling)
+
+
+def test_scaling_zero_serves_the_bits_of_the_base(world):
+    modules = {
+        name: dataclasses.replace(lora, alpha=0.0, scaling=0.0) for name, lora in make_adapter("z").modules.items()
+    }
+    world.manager.add_adapter(jlora.Adapter(name="z", modules=modules))
+    np.testing.assert_array_equal(world.serve(["z", None, "z"]), world.serve([None] * 3))

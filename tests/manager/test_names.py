@@ -35,7 +35,7 @@ def placed(manager, modules):
     manager.add_adapter(jlora.Adapter(name="x", modules=modules))
     manager.activate_adapter("x")
     layer = manager.model.proj
-    return np.asarray(layer.jlora_a[0]), np.asarray(layer.jlora_b[0]), layer.jlora_ranks[0].tolist()
+    return np.asarray(layer.jlora_a[0]), np.asarray(layer.jlora_b[0]), layer.jlora_ranks[0, :, 0].tolist()
 
 
 def test_parts_fill_their_slices_alone(rng):
@@ -101,9 +101,9 @@ def test_name_map(rng, name_map, name):
     module = factors(rng, 2, 16, 16)
     manager.add_adapter(jlora.Adapter(name="x", modules={name: module}))
     manager.activate_adapter("x")
-    assert model.layers[1].o_proj.jlora_ranks[0].tolist() == [2]
+    assert model.layers[1].o_proj.jlora_ranks[0].tolist() == [[2, 1]]
     np.testing.assert_array_equal(model.layers[1].o_proj.jlora_a[0, 0, :2], module.a)
-    assert model.layers[0].o_proj.jlora_ranks[0].tolist() == [0]
+    assert model.layers[0].o_proj.jlora_ranks[0].tolist() == [[0, 0]]
 
 
 @pytest.mark.usefixtures("unchecked_calls")

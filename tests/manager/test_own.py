@@ -195,18 +195,6 @@ def test_slots_for_experts_that_share_a_factor(folder_of, kind):
     assert all(block.a.any() or block.b.any() for block in alone)
 
 
-def test_float16_is_filled_from_all_experts(folder_of, monkeypatch):
-    """The power of two of A depends on all experts."""
-    found, fields = file_of("flat")
-    folder = folder_of(found, **fields)
-    request = jlora.LoRARequest("x", str(folder))
-    whole = whole_of(Gathering, 4, dtype="float16").staged(request)
-    world = world_of(Gathering, 4, (1, 2), dtype="float16")
-    times = counted(monkeypatch, folder / "adapter_model.safetensors")
-    assert_same_where_own(world.staged(request), whole, world.own)
-    assert times.sum() == sum(array.nbytes for array in found.values())
-
-
 @pytest.mark.parametrize("kind", [EACH, "flat"])
 def test_an_adapter_in_memory(folder_of, kind):
     found, fields = file_of(kind)

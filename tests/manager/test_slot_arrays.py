@@ -65,7 +65,7 @@ def moves(monkeypatch) -> list:
 
 ROW = 4 * 4  # bytes of a float32 for each of the 4 ranks
 A_ROW = {"layers.0.q_proj": 3 * WIDTH + 32, "layers.0.o_proj": 2 * WIDTH, "embed": VOCAB + WIDTH}
-RANKS = 4 * (2 + LAYERS * (3 + 1))
+RANKS = 8 * (2 + LAYERS * (3 + 1))  # each with a scale
 
 
 @pytest.mark.parametrize("module", A_ROW)
@@ -102,10 +102,10 @@ def test_every_byte_of_seven_modules_a_layer_moves_once(rng, monkeypatch, layers
     moved = moves(monkeypatch)
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 4 * 7 * layers
+    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 8 * 7 * layers
     factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
-    assert manager.list_adapters()["c"].nbytes == factors + 4 * 7 * layers
-    assert all(array.is_deleted() for array in old if array.ndim > 2)  # the ranks were there
+    assert manager.list_adapters()["c"].nbytes == factors + 8 * 7 * layers
+    assert all(array.is_deleted() for array in old if array.shape[-1] > 2)  # the ranks were there
 
     for i, layer in enumerate(model.layers):
         for name in NAMES:
@@ -113,7 +113,7 @@ def test_every_byte_of_seven_modules_a_layer_moves_once(rng, monkeypatch, layers
             projection = getattr(layer, name)
             np.testing.assert_array_equal(projection.jlora_a[:, 0], np.stack([m.a for m in want]))
             np.testing.assert_array_equal(projection.jlora_b[...], np.stack([m.b.T for m in want]))
-            np.testing.assert_array_equal(projection.jlora_ranks[...], [[2], [2]])
+            np.testing.assert_array_equal(projection.jlora_ranks[...], [[[2, 1]], [[2, 1]]])
 
 
 def staged_bytes(monkeypatch, shapes) -> list[int]:
@@ -124,7 +124,7 @@ def staged_bytes(monkeypatch, shapes) -> list[int]:
     def spy(x, *args, **kwargs):
         moved = put(x, *args, **kwargs)
         alive = [array for array in jax.live_arrays() if id(array) not in before and array.shape not in shapes]
-        seen.append(sum(array.nbytes for array in alive if array.dtype == jnp.float32))
+        seen.append(sum(array.nbytes for array in alive if array.ndim > 2))
         return moved
 
     monkeypatch.setattr(jax, "device_put", spy)
@@ -180,7 +180,7 @@ def test_the_write_is_in_place(world):
     before = [array for _, array in world.slots()]
     places = [array.unsafe_buffer_pointer() for array in before]
     world.manager.activate_adapter("b")
-    assert all(array.is_deleted() for array in before if array.ndim > 2)  # the ranks may have been there
+    assert all(array.is_deleted() for array in before if array.shape[-1] > 2)  # the ranks may have been there
     assert [array.unsafe_buffer_pointer() for _, array in world.slots()] == places
 
 
@@ -393,7 +393,7 @@ def test_ranks_past_a_multiple_of_16():
         lora = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0)
         manager.add_adapter(jlora.Adapter(name=f"r{rank}", modules={"proj": lora}), load_inplace=True)
         blocks = -(-rank // 16)
-        assert manager.list_adapters()[f"r{rank}"].nbytes == blocks * 16 * (8 + 12) * 4 + 4
+        assert manager.list_adapters()[f"r{rank}"].nbytes == blocks * 16 * (8 + 12) * 4 + 8
         with manager.prepare([f"r{rank}"]) as batch:
             got = np.asarray(forward(model, jnp.asarray(x), batch))
         want = x @ np.asarray(model.proj.kernel[...], np.float64) + 2.0 * x.astype(np.float64) @ a.T @ b.T

@@ -227,7 +227,7 @@ def test_updated_weights_come_back(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bits_come_back_in_any_dtype(tmp_path, dtype):
-    """Of weights from memory, also with scalings that no dtype divides by without rounding."""
+    """Of weights from memory and from a file, with their ranks and scales."""
     world = make_world(dtype=dtype)
     adapter = make_adapter("a")
     odd = {

@@ -82,6 +82,32 @@ def test_updates(world, how):
         np.testing.assert_array_equal(found.modules[name].a, lora.a)
 
 
+@pytest.mark.parametrize("put", [jax.device_put, np.asarray])
+def test_an_update_of_another_rank_takes_the_scaling_of_its_alpha(world, put):
+    old, new = (make_adapter("a", version, rank=rank, modules=list(MODULES)) for version, rank in ((0, 2), (1, 4)))
+    alphas = {name: lora.alpha for name, lora in old.modules.items()}
+    modules = {n: dataclasses.replace(lora, alpha=alphas[n], scaling=alphas[n] / 4) for n, lora in new.modules.items()}
+    new = jlora.Adapter(name="a", modules=modules)
+    world.manager.add_adapter(old, load_inplace=True)
+    served(world, [old, None, old])
+    world.manager.update_adapter("a", tensors(new, put))
+    served(world, [new, None, new])
+    found = world.manager.export_adapter("a").modules
+    assert {name: lora.scaling for name, lora in found.items()} == {n: m.scaling for n, m in modules.items()}
+    world.manager.add_adapter(old, load_inplace=True)
+    served(world, [None, old, old])
+
+
+def test_an_update_whose_scaling_is_too_large_is_refused(world):
+    """The alpha fits at rank 2 and not at rank 1."""
+    old, new = (make_adapter("a", version, rank=rank, modules=["embed"]) for version, rank in ((0, 2), (1, 1)))
+    modules = {name: dataclasses.replace(lora, alpha=6e38, scaling=3e38) for name, lora in old.modules.items()}
+    world.manager.add_adapter(jlora.Adapter(name="a", modules=modules), load_inplace=True)
+    for put in (jax.device_put, np.asarray):
+        with pytest.raises(jlora.AdapterMismatchError, match=r"embed: scaling must be a finite float32, found 6e\+38"):
+            world.manager.update_adapter("a", tensors(new, put))
+
+
 def test_saved_state_is_restored(world, tmp_path):
     a = make_adapter("a")
     world.manager.add_adapter(a)

@@ -153,13 +153,14 @@ def test_list_adapters_shows_every_level(world):
         level="host",
         rank=3,
         modules=2,
-        # one row of each of the two at max_lora_rank, A for all three slices of the merged layer, and all ranks
-        nbytes=4 * MAX_RANK * (VOCAB + WIDTH + 3 * WIDTH + 32) + 4 * (1 + 1 + LAYERS * (3 + 1)),
+        # one row of each of the two at max_lora_rank, A for all slices of the merged layer, and all ranks and scales
+        nbytes=4 * MAX_RANK * (VOCAB + WIDTH + 3 * WIDTH + 32) + 8 * (1 + 1 + LAYERS * (3 + 1)),
         slot=None,
         pinned=False,
         leases=0,
         request=None,
         base_model_name="org/base",
+        invocation_tokens=(),
         version=info.version,
     )
     world.manager.pin_adapter("a")

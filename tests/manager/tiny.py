@@ -58,27 +58,45 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
-def expected(model: Model, adapter: jlora.Adapter | None, tokens) -> np.ndarray:
-    """Logits of one sequence [L] -> [L, V] with one adapter (None: the base), float64."""
+def expected(model: Model, adapter, tokens, active_from: int = 0) -> np.ndarray:
+    """Logits of one sequence [L] -> [L, V], float64, in plain NumPy.
+
+    `adapter` is an adapter, None for the base, or pairs (adapter, factor) that are summed. Rows before `active_from`
+    take the base.
+    """
+    parts = () if adapter is None else ((adapter, 1.0),) if isinstance(adapter, jlora.Adapter) else adapter
+    active = np.arange(len(tokens))[:, None] >= active_from
 
     def weight(variable):
         return np.asarray(variable[...], np.float64)
 
     def delta(name, x):
-        if adapter is None or name not in adapter.modules:
-            return 0.0
-        lora = adapter.modules[name]
-        return lora.scaling * (x @ np.asarray(lora.a, np.float64).T) @ np.asarray(lora.b, np.float64).T
+        total = 0.0
+        for each, factor in parts:
+            if name in each.modules:
+                lora = each.modules[name]
+                a, b = (np.asarray(half, np.float64) for half in (lora.a, lora.b))
+                total = total + factor * lora.scaling * (x @ a.T) @ b.T
+        return np.where(active, total, 0)
+
+    def project(name, x, w):
+        """x @ w [K, N] plus the delta; for DoRA in the norms that the adapter gives the columns of the sum."""
+        y = x @ w + delta(name, x)
+        lora = parts[0][0].modules.get(name) if parts else None
+        if lora is None or lora.magnitude is None:
+            return y
+        whole = w.T + lora.scaling * np.asarray(lora.b, np.float64) @ np.asarray(lora.a, np.float64)
+        return np.where(active, y * (lora.magnitude / np.linalg.norm(whole, axis=1)), y)
 
     tokens = np.asarray(tokens)
     table = weight(model.embed.embedding)
     x = table[tokens] + delta("embed", np.eye(VOCAB)[tokens])
     for i, layer in enumerate(model.layers):
-        y = x @ weight(layer.qkv_proj.kernel)
-        q, k, v = (y[..., s:e] + delta(f"layers.{i}.{name}", x) for name, (s, e) in PARTS.items())
+        qkv = weight(layer.qkv_proj.kernel)
+        q, k, v = (project(f"layers.{i}.{name}", x, qkv[:, s:e]) for name, (s, e) in PARTS.items())
         mixed = q + np.concatenate([k, -v], axis=-1)
-        x = x + mixed @ weight(layer.o_proj.kernel) + weight(layer.o_proj.bias) + delta(f"layers.{i}.o_proj", mixed)
-    return x @ table.T + delta("lm_head", x)
+        x = x + project(f"layers.{i}.o_proj", mixed, weight(layer.o_proj.kernel)) + weight(layer.o_proj.bias)
+    return project("lm_head", x, table.T)
 
 
 def lora(name: str, rank: int, rng: np.random.Generator, *, scaling=0.5, dtype=np.float32) -> jlora.ModuleLoRA:
@@ -100,6 +118,13 @@ def make_adapter(name: str, version: int = 0, *, rank: int | None = None, module
     if modules is None:
         modules = rng.permutation(list(MODULES))[: rng.integers(1, len(MODULES) + 1)]
     return jlora.Adapter(name=name, modules={m: lora(str(m), rank, rng) for m in modules}, **fields)
+
+
+def as_dora(adapter: jlora.Adapter) -> jlora.Adapter:
+    """Return an adapter with a random magnitude for each module."""
+    rng = np.random.default_rng(zlib.crc32(adapter.name.encode()))
+    modules = {n: dataclasses.replace(m, magnitude=rng.uniform(1, 3, len(m.b))) for n, m in adapter.modules.items()}
+    return dataclasses.replace(adapter, modules=modules)
 
 
 def tensors(adapter: jlora.Adapter, put) -> dict[str, object]:

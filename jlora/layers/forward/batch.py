@@ -2,18 +2,19 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from jlora._compat import to_device
+from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.mesh import across_mesh, here
@@ -38,6 +39,10 @@ _ABSENT = (
     "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
     "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
 )
+_UNDECIDED = (
+    "this LoRABatch holds activated LoRA (aLoRA) adapters and no first active rows: give prepare(..., active_from=) or "
+    "batch.activate(first rows of this forward)"
+)
 _ARRAYS = (jax.Array, np.ndarray)
 
 
@@ -52,6 +57,21 @@ class Served(Protocol):
     def version(self) -> int: ...
 
 
+Parts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
+
+
+class CacheKey(NamedTuple):
+    """The identity of the results of a sequence.
+
+    Attributes:
+      adapters: (name, version, scale) of each adapter of the sequence, in the order of their sum.
+      active_from: the first row of the forward that the adapters change; 0 if they change all.
+    """
+
+    adapters: Parts
+    active_from: int = 0
+
+
 class Lease:
     """Host state of one `prepare`. While it is open, the adapters of the batch keep their slots.
 
@@ -59,25 +79,35 @@ class Lease:
 
     Attributes:
       adapters: the distinct adapters of the batch.
-      versions: the adapter version of each sequence; None for the base model.
+      parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () or None for the
+        base model.
+      invocations: `LoRABatch.invocation_tokens`; () if no adapter has any.
+      shape: the shape of the batch; None if there are no first active rows.
       opened: `time.monotonic()` when it was opened, in seconds.
       thread: identifier of the thread that opened it.
       where: the stack trace of the call that opened it, if recorded.
       closed: True once it has ended.
     """
 
-    __slots__ = ("__weakref__", "_on_close", "adapters", "closed", "opened", "thread", "versions", "where")
+    __slots__ = (
+        "__weakref__", "_on_close", "adapters", "closed", "invocations", "opened", "parts", "shape", "thread", "where"
+    )  # fmt: skip
 
     def __init__(
         self,
         adapters: Sequence[Served],
-        versions: tuple[int | None, ...],
+        parts: "Sequence[Parts | None]",
         thread: int,
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
+        *,
+        invocations: tuple[tuple[int, ...], ...] = (),
+        shape: BatchShape | None = None,
     ):
         self.adapters = tuple(adapters)
-        self.versions = versions
+        self.parts = parts
+        self.invocations = invocations
+        self.shape = shape
         self.thread = thread
         self.where = where
         self.opened = time.monotonic()
@@ -101,6 +131,7 @@ class Layout:
       unserved: the sites that serve no adapter.
       length: rows of each sequence, if declared.
       absent: True if sequences lack their adapter.
+      undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
       lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
         the batch was returned by a traced function.
@@ -111,13 +142,32 @@ class Layout:
     unserved: frozenset[Site]
     length: int | None = None
     absent: bool = False
+    undecided: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
 
 
+class Assigned(NamedTuple):
+    """One adapter of each sequence, as arrays.
+
+    Attributes:
+      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence without an adapter.
+      token_slots: int32 [T], the slot of each row of packed tokens; None without token counts.
+      stamps: int32 [B], the number of the write that put each sequence's adapter into its slot; 0 for no check.
+      scales: float32 [B], the factor of the adapter of each sequence; None if the manager serves no factors.
+      token_scales: float32 [T], the factor of each row of packed tokens, likewise.
+    """
+
+    slots: Any
+    token_slots: Any
+    stamps: Any
+    scales: Any = None
+    token_scales: Any = None
+
+
 @jax.tree_util.register_pytree_node_class
 class LoRABatch:
-    """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small int32 arrays.
+    """The adapters of one batch, made by `LoRAManager.prepare`: a pytree of small arrays.
 
     It is also a context manager: its adapters stay in their slots until it closes. Copies (`jax.device_put`,
     `jax.tree.map`, `copy.copy`) share one lease, so closing one closes all. A batch returned by a traced function
@@ -125,24 +175,35 @@ class LoRABatch:
     for example with `jnp.where`, is not supported: the result holds only one of their leases.
 
     Attributes:
-      slots: int32 [B], the slot of each sequence; `max_loras` for a sequence without an adapter.
-      token_slots: int32 [T], the slot of each row of packed tokens; None without token counts.
-      stamps: int32 [B], the number of the write that put each sequence's adapter into its slot; 0 for no check.
+      assigned: the first adapter of each sequence, then the second of each, up to
+        `LoRAConfig.max_adapters_per_sequence`.
+      active_from: int32 [B], the first row of each sequence that takes its adapters; None for all rows, and for packed
+        rows, whose `token_slots` hold it.
 
     Under `jax.vmap` over its sequences, the batch inside is one sequence with a scalar `slots`. Under `jax.shard_map`
     over its sequences, the batch inside holds the sequences and packed rows of its own shard.
     """
 
-    slots: Int[jax.Array, "B"]
-    token_slots: Int[jax.Array, "T"] | None
-    stamps: Int[jax.Array, "B"]
-
-    def __init__(self, slots: Any, token_slots: Any, stamps: Any, layout: Layout, lease: Lease | None):
-        self.slots = slots
-        self.token_slots = token_slots
-        self.stamps = stamps
+    def __init__(self, assigned: Any, active_from: Any, layout: Layout, lease: Lease | None):
+        self.assigned = assigned
+        self.active_from = active_from
         self.layout = layout
         self.lease = lease
+
+    @property
+    def slots(self) -> Any:
+        """Slot of the first adapter of each sequence, int32 [B]; `max_loras` for a sequence without one."""
+        return self.assigned[0].slots
+
+    @property
+    def token_slots(self) -> Any:
+        """Slot of the first adapter of each row of packed tokens, int32 [T]; None without token counts."""
+        return self.assigned[0].token_slots
+
+    @property
+    def stamps(self) -> Any:
+        """Number of the write that put the first adapter of each sequence into its slot, int32 [B]; 0 for no check."""
+        return self.assigned[0].stamps
 
     @property
     def has_adapters(self) -> bool:
@@ -154,17 +215,48 @@ class LoRABatch:
         return True if self.lease is None else bool(self.lease.adapters)
 
     @property
-    def versions(self) -> tuple[int | None, ...]:
-        """Version of the adapter of each sequence; None for the base model.
+    def versions(self) -> tuple[int | tuple[int, ...] | None, ...]:
+        """Version of the adapter of each sequence: a tuple for several adapters, None for the base model.
 
-        A version identifies one content of an adapter name. Prefix caches must use both as their key.
+        A version identifies one content of an adapter name.
 
         Raises:
           LoRAUsageError: inside a traced function, where the versions are unknown.
         """
+        versions = (tuple(version for _, version, _ in parts or ()) for parts in self._host_state().parts)
+        return tuple(None if not each else each[0] if len(each) == 1 else each for each in versions)
+
+    @property
+    def cache_keys(self) -> tuple[Hashable | None, ...]:
+        """Key of the results of each sequence, for prefix caches; None for rows of the base model alone.
+
+        A key holds the names, versions and factors of the adapters, and the first active row of this forward. Rows with
+        equal keys, equal tokens and equal positions have equal results, if the forward begins with the first token of
+        the sequence. For a later chunk, add the first active token of the prompt (`jlora.active_from`) to the key. If
+        all declared rows (`token_counts`, `length`) of a sequence precede the first active one, they are those of the
+        base model, and the key is None.
+
+        Raises:
+          LoRAUsageError: inside a traced function, where the keys are unknown.
+        """
+        lease = self._host_state()
+        shape = lease.shape or BatchShape(len(lease.parts))
+        first = shape.active_from if self.active_from is None else self.active_from.tolist()
+        rows = shape.token_counts or (shape.length,) * len(lease.parts)
+        keys: list[CacheKey | None] = []
+        for i, parts in enumerate(lease.parts):
+            start, count = 0 if first is None else first[i], rows[i]
+            inactive = not parts or (count is not None and start >= count > 0)
+            keys.append(None if inactive else CacheKey(parts or (), start))
+        return tuple(keys)
+
+    def _host_state(self) -> Lease:
         if self.lease is None:
-            raise LoRAUsageError("LoRABatch.versions is known outside traced functions only; read it before the step")
-        return self.lease.versions
+            raise LoRAUsageError(
+                "the versions, cache_keys and invocation_tokens of a LoRABatch are known outside traced functions "
+                "only; read them before the step"
+            )
+        return self.lease
 
     def close(self) -> None:
         """Release the slots. Closing twice is harmless."""
@@ -177,8 +269,60 @@ class LoRABatch:
         The base model computes those rows, so their results are meaningless. See `LoRAManager.prepare(...,
         wait=False)`.
         """
-        layout = self.layout
-        return LoRABatch(self.slots, self.token_slots, self.stamps, replace(layout, absent=False), self.lease)
+        return LoRABatch(self.assigned, self.active_from, replace(self.layout, absent=False), self.lease)
+
+    @property
+    def invocation_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Invocation tokens of the aLoRA adapter of each sequence; () for other adapters and the base model.
+
+        Raises:
+          LoRAUsageError: inside a traced function, where they are unknown.
+        """
+        lease = self._host_state()
+        return lease.invocations or ((),) * len(lease.parts)
+
+    @property
+    def needs_activation(self) -> bool:
+        """True if there are aLoRA adapters and `prepare` was not given their first active rows; see `activate`."""
+        return self.layout.undecided
+
+    def activate(self, first_rows: Int[jax.Array | np.ndarray, "B"] | Sequence[int]) -> "LoRABatch":
+        """Return the same batch for another forward, with other first active rows, as in `prepare(..., active_from=)`.
+
+        It shares the lease and the `cache_keys`, and may be called inside a traced function. It is for rows that are
+        not packed.
+
+        Args:
+          first_rows: integers [B], the first row of each sequence in that forward that takes its adapter.
+
+        Raises:
+          LoRAUsageError: the manager has no `LoRAConfig(activated=True)`, the rows are packed, or the shape differs.
+        """
+        if self.active_from is None:
+            raise LoRAUsageError("LoRABatch.activate needs LoRAConfig(activated=True), and rows that are not packed")
+        first: Any = first_rows if isinstance(first_rows, jax.Array) else np.asarray(first_rows)
+        if first.shape != self.active_from.shape or not jnp.issubdtype(first.dtype, jnp.integer):
+            raise LoRAUsageError(
+                f"LoRABatch.activate takes integers {list(self.active_from.shape)}, one a sequence, got "
+                f"{first.dtype}{list(first.shape)}"
+            )
+        first = first.astype(np.int32)
+        if isinstance(first, np.ndarray):  # placed as by `prepare`, so that no step is compiled again
+            first = _placed(cast("list[Any]", [first]), self.layout.sites)[0]
+        return LoRABatch(self.assigned, first, replace(self.layout, undecided=False), self.lease)
+
+    def activate_in(self, prompts: Sequence[Sequence[int]], *, start: int = 0) -> "LoRABatch":
+        """Return the same batch for a forward over these prompts, each row active from its invocation tokens on.
+
+        Args:
+          prompts: token ids of the whole prompt of each sequence.
+          start: number of tokens of each prompt that are in the cache already. Row 0 of the forward is the next one.
+
+        Raises:
+          LoRAUsageError: as `activate`, or inside a traced function.
+        """
+        pairs = zip(prompts, self.invocation_tokens, strict=True)
+        return self.activate([active_from(prompt, tokens, start=start) for prompt, tokens in pairs])
 
     def check_usable(self) -> None:
         """Raise `LoRAError` unless the slots hold the adapters of the batch."""
@@ -197,7 +341,7 @@ class LoRABatch:
         self.close()
 
     def __copy__(self) -> "LoRABatch":
-        return LoRABatch(self.slots, self.token_slots, self.stamps, self.layout, self.lease)
+        return LoRABatch(self.assigned, self.active_from, self.layout, self.lease)
 
     def __deepcopy__(self, memo: object) -> "LoRABatch":
         return self.__copy__()
@@ -205,7 +349,7 @@ class LoRABatch:
     def __reduce__(self) -> Any:
         raise LoRAUsageError("a LoRABatch cannot be pickled: its slots mean something to its manager alone")
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], Layout]:
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
         slots, layout = self.slots, self.layout
         if isinstance(slots, jax.core.Tracer):
             # JAX caches this layout for all calls of a traced function that returns the batch.
@@ -213,13 +357,17 @@ class LoRABatch:
         elif isinstance(slots, _ARRAYS) and not layout.orphan:
             # Passing an orphan around is allowed. Only using it raises. Skip the check for ShapeDtypeStructs.
             self.check_usable()
-        return (self.slots, self.token_slots, self.stamps), layout
+        return (self.assigned, self.active_from), layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any, Any]) -> "LoRABatch":
+    def tree_unflatten(cls, layout: Layout, children: tuple[Any, Any]) -> "LoRABatch":
         # Traced arrays, shapes and other placeholders of JAX get no lease, since a cache of compiled functions may keep
         # them after the call.
-        if isinstance(children[0], jax.core.Tracer) or not isinstance(children[0], _ARRAYS):
+        try:
+            first: object = children[0][0].slots
+        except (AttributeError, TypeError):  # a placeholder of all assigned adapters
+            first = None
+        if isinstance(first, jax.core.Tracer) or not isinstance(first, _ARRAYS):
             return cls(*children, layout, None)
         if layout.lease is None:
             return cls(*children, replace(layout, orphan=True), None)
@@ -231,6 +379,8 @@ def check_batch(batch: LoRABatch) -> None:
     batch.check_usable()
     if batch.layout.absent:
         raise LoRAError(_ABSENT)
+    if batch.layout.undecided:
+        raise LoRAError(_UNDECIDED)
 
 
 def check_copy(
@@ -247,7 +397,10 @@ def check_copy(
     def compare(out: Array, stamps: Array, slots: Array, needed: Array) -> Array:
         return jnp.where(_missed(stamps, slots, needed), jnp.nan, out)
 
-    operands = stamps, here(batch.slots), here(batch.stamps)
+    slots, needed = batch.slots, batch.stamps
+    if len(batch.assigned) > 1:
+        slots, needed = (jnp.stack(each) for each in zip(*((a.slots, a.stamps) for a in batch.assigned), strict=True))
+    operands = stamps, here(slots), here(needed)
     if any(isinstance(operand, jax.core.Tracer) for operand in (out, *operands)):
         return across_mesh(compare, out, *operands)
     if _missed(*operands):
@@ -260,43 +413,77 @@ def _missed(stamps: Array, slots: Array, needed: Array) -> Array:
 
 
 def make_batch(
-    slots: Sequence[int],
+    slots: Sequence[int] | Int[np.ndarray, "B k"],
     shape: BatchShape,
     sites: ModelSites,
     lease: Lease,
     *,
     none: int,
     unserved: frozenset[Site],
-    stamps: Sequence[int] | None = None,
+    stamps: Int[np.ndarray, "B k"] | None = None,
+    scales: Float[np.ndarray, "B k"] | None = None,
     absent: bool = False,
 ) -> LoRABatch:
-    """Return a batch with its int32 arrays on the device or the mesh.
+    """Return a batch with its arrays on the device or the mesh.
 
     Args:
-      slots: the slot of each sequence.
+      slots: the slot of each sequence, or [B, k] those of its k adapters, at most `sites.adapters`.
       shape: the shape of the batch.
       sites: the sites of the model.
       lease: the lease of the adapters in these slots.
       none: the slot of rows without an adapter.
       unserved: the sites that serve no adapter.
-      stamps: the stamp of each sequence. None: every copy of the model is accepted.
+      stamps: the stamp of each of `slots`. None: every copy of the model is accepted.
+      scales: the factor of each of `slots`. None: all are 1.
       absent: True if sequences lack their adapter.
     """
-    of_sequences = np.array(slots, np.int32)
-    of_tokens = shape.token_slots(of_sequences, none)
-    of_writes = np.zeros_like(of_sequences) if stamps is None else np.array(stamps, np.int32)
-    layout = Layout(sites, shape.num_sequences, unserved, shape.length, absent, lease=weakref.ref(lease))
-    arrays = [of_sequences, of_writes] if of_tokens is None else [of_sequences, of_writes, of_tokens]
+    # [adapters of a sequence, B]
+    of_slots = _by_adapter(slots, none, sites.adapters, np.int32)
+    of_stamps = np.zeros_like(of_slots) if stamps is None else _by_adapter(stamps, 0, sites.adapters, np.int32)
+    of_scales: Any = (None,) * len(of_slots)
+    if sites.scaled:
+        ones = np.ones(shape.num_sequences) if scales is None else scales
+        of_scales = _by_adapter(ones, 1, sites.adapters, np.float32)
+    assigned: list[Assigned] = []
+    for own, stamp, scale in zip(of_slots, of_stamps, of_scales, strict=True):
+        of_sequences = shape.active_slots(own, none)
+        assigned.append(
+            Assigned(
+                slots=of_sequences,
+                token_slots=shape.token_slots(own, none),
+                stamps=stamp if of_sequences is own else np.where(of_sequences == none, 0, stamp),
+                scales=scale,
+                token_scales=None if scale is None else shape.by_token(scale, 1),
+            )
+        )
+    of_batch = tuple(assigned), shape.first_rows() if sites.activated else None
+    tree = cast("Any", jax.tree.structure(of_batch))
+    found, first = jax.tree.unflatten(tree, _placed(jax.tree.leaves(of_batch), sites))
+    undecided = shape.active_from is None and any(lease.invocations)
+    layout = Layout(sites, shape.num_sequences, unserved, shape.length, absent, undecided, lease=weakref.ref(lease))
+    return LoRABatch(found, first, layout, lease)
+
+
+def _placed(arrays: Sequence[np.ndarray], sites: ModelSites) -> Sequence[jax.Array]:
+    """Return arrays of a batch on the device, or replicated over the mesh, so that each shard slices its own rows."""
     if sites.sharding is None:
-        placed = [to_device(array, sites.device) for array in arrays]
-    else:  # replicated over the mesh, so each shard of rows slices its own without communication
-        placed = put(arrays, [sites.sharding.whole] * len(arrays))
-    return LoRABatch(placed[0], None if of_tokens is None else placed[2], placed[1], layout, lease)
+        return [to_device(array, sites.device) for array in arrays]
+    return put(arrays, [sites.sharding.whole] * len(arrays))
+
+
+def _by_adapter(values: Any, other: int, adapters: int, dtype: type[np.generic]) -> Shaped[np.ndarray, "adapters B"]:
+    """Return a row of values for each adapter of a sequence, from `values` [B] or [B, k] and `other` past the k."""
+    given = np.asarray(values, dtype)
+    given = given.reshape(len(given), -1).T
+    if len(given) == adapters:
+        return np.ascontiguousarray(given)
+    return np.concatenate([given, np.full((adapters - len(given), given.shape[1]), other, dtype)])
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """Return a batch with the arrays of `batch` under another lease of the same adapters."""
     old = batch.layout
     # `dataclasses.replace` takes 3 us, a tenth of a `prepare` of a known batch.
-    layout = Layout(old.sites, old.num_sequences, old.unserved, old.length, old.absent, lease=weakref.ref(lease))
-    return LoRABatch(batch.slots, batch.token_slots, batch.stamps, layout, lease)
+    of_old = old.sites, old.num_sequences, old.unserved, old.length, old.absent, old.undecided
+    layout = Layout(*of_old, lease=weakref.ref(lease))
+    return LoRABatch(batch.assigned, batch.active_from, layout, lease)

@@ -15,7 +15,8 @@ Without a mesh the same code runs directly as the only shard. Rows split over th
 code runs without another map.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,15 +28,14 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
-from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.layers.forward.batch import LoRABatch, check_copy
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
-from jlora.layers.forward.row_layout import RowSharding, slots_by_axes
+from jlora.layers.forward.row_layout import slots_by_axes
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.scope import AdapterRows, CallRows, Scope
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -50,68 +50,79 @@ _STALE_SLOTS = (
 
 
 class Factor(NamedTuple):
-    """A or B of all slots, and the plan of the rows that multiply it.
+    """A or B of all slots.
 
     Attributes:
-      plan: plan of the groups, which are slots, or pairs of slot and expert.
       array: A [S, (E,) n, R, K] or B [S, (E,) R, N].
-      ranks: int32 [S, (E,) n], the true ranks.
+      ranks: float32 [S, (E,) n, 2], true ranks and scales.
     """
 
-    plan: Plan
     array: Array
     ranks: Array
 
 
 class SlotFactors(NamedTuple):
-    """A and B of all slots of a site, and the plan of the rows that multiply them.
+    """A and B of all slots of a site.
 
     Attributes:
-      plan: plan of the groups, which are slots, or pairs of slot and expert.
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
-      ranks: int32 [S, (E,) n], the true ranks.
+      ranks: float32 [S, (E,) n, 2], true ranks and scales.
+      magnitudes: float32 [S, N], the factor of each output column (DoRA); None if the site holds none.
     """
 
-    plan: Plan
     a: Array
     b: Array
     ranks: Array
+    magnitudes: Array | None = None
 
     @property
     def first(self) -> Factor:
         """A as a `Factor`."""
-        return Factor(self.plan, self.a, self.ranks)
+        return Factor(self.a, self.ranks)
 
     @property
     def second(self) -> Factor:
         """B as a `Factor`."""
-        return Factor(self.plan, self.b, self.ranks)
+        return Factor(self.b, self.ranks)
 
 
-def slot_factors(layer: nnx.Module, site: Site, plan: Plan) -> SlotFactors:
+class ColumnScaling(NamedTuple):
+    """The scaling of output columns by DoRA, in the column order of B.
+
+    Attributes:
+      magnitudes: `SlotFactors.magnitudes`.
+      bias: [N], the part of the base output that is not scaled; None for zeros.
+    """
+
+    magnitudes: Array | None = None
+    bias: Array | None = None
+
+
+_UNSCALED = ColumnScaling()
+
+
+def slot_factors(layer: nnx.Module, site: Site) -> SlotFactors:
     """Return the slot arrays of a layer inside the forward.
 
     Raises:
       LoRAError: they would be constants of a compiled function, or the layer is a stack that is not mapped.
     """
-    a, b, ranks = _slot_arrays(layer, site)
-    return SlotFactors(plan, a, b, ranks)
+    return SlotFactors(*_slot_arrays(layer, site))
 
 
-def shared_factor(layer: nnx.Module, site: Site, plan: Plan) -> Factor:
+def shared_factor(layer: nnx.Module, site: Site) -> Factor:
     """Return the single factor of a site in `site.shared`. Raises as `slot_factors`."""
-    array, ranks = _slot_arrays(layer, site)
-    return Factor(plan, array, ranks)
+    return Factor(*_slot_arrays(layer, site))
 
 
 def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
-    """Return the slot arrays named in `site.attributes`: A and B, or one of them, and the ranks."""
+    """Return the slot arrays named in `site.attributes`."""
     arrays: list[Array] = [vars(layer)[name][...] for name in site.attributes]
-    ranks = arrays[-1]
+    ranks = arrays[len(site.spec.factors)]
     if not isinstance(ranks, jax.core.Tracer) and staged():
         raise LoRAError(_STALE_SLOTS.format(path=site.path))
-    if ranks.ndim != (2 if site.spec.experts is None else 3):
+    if ranks.ndim != (3 if site.spec.experts is None else 4):
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
@@ -135,6 +146,7 @@ def add_delta(
     spec: LinearSpec,
     row_map: RowMap | None = None,
     x_rows: Integer[Array, "M"] | None = None,
+    bias: Float[Array, "N"] | None = None,
 ) -> Float[Array, "*lead N"]:
     """Add the LoRA of every row to the complete output `base`. Padding features keep the bits of `base`.
 
@@ -150,30 +162,42 @@ def add_delta(
       spec: the spec of the layer, or of the product.
       row_map: the rows of a product of experts; None if the rows are those of the batch.
       x_rows: integers [M]: row m of `base` has the input x[x_rows[m]]. None: it has x[m].
+      bias: the values that `base` holds beside the product, which magnitudes do not scale; None for zeros.
 
     Raises:
-      LoRAError: slots would be constants of a compiled function, or the layer is a stack that is not mapped.
+      LoRAError: slots would be constants of a compiled function, the layer is a stack that is not mapped, or fully
+        sharded magnitudes meet a partial sum.
     """
     if not base.size:
         return base
     rows = scope.rows(site, base, row_map)
     if rows is None:
         return base
-    own = slot_factors(layer, site, rows.plan)
-    shared = [shared_factor(layer, each, plan) for each, plan in zip(site.shared, rows.shared, strict=True)]
+    own = slot_factors(layer, site)
+    shared = [shared_factor(layer, each) for each in site.shared]
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
+    if own.magnitudes is None:
+        bias = None
+    elif not complete and sharding.b[2] != sharding.outs:
+        raise LoRAError(
+            f"{site.path}: DoRA is not served inside a jax.shard_map over {' and '.join(map(repr, sharding.ins))} with "
+            "LoRAConfig.fully_sharded, where no shard has the magnitudes of all columns of its partial sum; call the "
+            "layer outside, or set fully_sharded=False"
+        )
 
     def local(
         base: Array,
         x: Array,
         own: SlotFactors,
+        adapters: Sequence[AdapterRows],
         expert: Array | None,
         x_rows: Array | None,
         shared: Sequence[Factor],
+        bias: Array | None,
     ) -> Array:
-        out = add_rows(site, spec, base, x, own, complete=complete, x_rows=x_rows, shared=shared)
+        out = add_rows(site, spec, base, x, own, adapters, complete=complete, x_rows=x_rows, shared=shared, bias=bias)
         if expert is None:
             return out
         mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == lax.axis_index(sums)
@@ -191,10 +215,12 @@ def add_delta(
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
         of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
-        of_own = factor_specs(site.spec, rows.sharding, sums)
-        of_shared = [_shared_specs(each.spec, rows.sharding, sums) for each in site.shared]
-        mapped = on_mesh(sharding, local, (of_base, of_x, of_own, whole, whole, of_shared), of_base)
-        return mapped(base, x, own, expert, x_rows, shared)
+        of_own, of_rows = factor_specs(site.spec), adapter_specs(site, rows, sums)
+        of_shared = [_shared_specs(each.spec) for each in site.shared]
+        of_bias = partition(sharding.outs)
+        specs = (of_base, of_x, of_own, of_rows, whole, whole, of_shared, of_bias)
+        mapped = on_mesh(sharding, local, specs, of_base)
+        return mapped(base, x, own, rows.adapters, expert, x_rows, shared, bias)
 
 
 def add_lookup(
@@ -223,30 +249,39 @@ def add_lookup(
             "outside, or leave it out with LoRAConfig.exclude_modules"
         )
 
-    def local(base: Array, tokens: Array, ids: Array, own: SlotFactors) -> Array:
+    def local(
+        base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[AdapterRows]
+    ) -> Array:
         flat = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
         size = own.a.shape[-1]
         column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
-        # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
-        slots = jnp.repeat(ids.reshape(-1), len(column) // max(1, ids.size)).clip(0, site.spec.num_slots - 1)
-        h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
-        if sharding.ins:
-            h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
-        h = (h if spec.scale == 1 else h * spec.scale)[None]
-        out = _expand_whole(site.spec, site.backend, flat, h, own.second, complete=True)
+
+        def add(total: Array, adapter: AdapterRows, slots: Array) -> Array:
+            # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
+            slots = jnp.repeat(slots.reshape(-1), len(column) // max(1, slots.size)).clip(0, site.spec.num_slots - 1)
+            h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
+            if sharding.ins:
+                h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
+            h = (h if spec.scale == 1 else h * spec.scale)[None]
+            return _expand_whole(site, site.spec, total, h, own.second, adapter, complete=True)
+
+        out = _summed_adapters(flat, [partial(add, adapter=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
         if spec.rows < spec.vocab:
             out = jnp.where((found < spec.rows)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        ids = slots_by_axes(rows.layout, scope.slots(), site.spec.num_slots)
+        none = site.spec.num_slots
+        ids = [slots_by_axes(rows.layout, scope.slots(i), none) for i in range(len(rows.adapters))]
         base = check_stamps(layer, site, scope.batch, base)
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)
-        specs = of_base, of_rows, partition(*lead[: ids.ndim]), factor_specs(site.spec, rows.sharding)
-        return on_mesh(sharding, local, specs, of_base)(base, tokens, ids, slot_factors(layer, site, rows.plan))
+        of_ids = partition(*lead[: ids[0].ndim])
+        specs = of_base, of_rows, of_ids, factor_specs(site.spec), adapter_specs(site, rows)
+        mapped = on_mesh(sharding, local, specs, of_base)
+        return mapped(base, tokens, ids, slot_factors(layer, site), rows.adapters)
 
 
 # --- the code of a shard ----------------------------------------------------------------------------------------------
@@ -258,21 +293,24 @@ def add_rows(
     base: Array,
     x: Array,
     own: SlotFactors,
+    adapters: Sequence[AdapterRows],
     *,
     complete: bool,
     x_rows: Array | None = None,
     shared: Sequence[Factor] = (),
+    bias: Array | None = None,
 ) -> Array:
     """Return `base` [*lead, own N] plus the LoRA of x [*lead, own K], in the code of one shard.
 
     If K is split, `base` is a partial sum unless `complete` is True. `shared` holds A and B of the slots of
-    `site.shared`.
+    `site.shared`. `bias` [own N] is the part of `base` that magnitudes do not scale.
     """
-    sharding, backend = split_of(site.spec), site.backend
-    plan, a, b, ranks = own = SlotFactors(own.plan, *_by_group(own.a, own.b, own.ranks))
+    sharding = split_of(site.spec)
+    own = own._replace(**dict(zip(("a", "b", "ranks"), _by_group(site.spec, *own[:3]), strict=True)))
+    shared = [Factor(*_by_group(each.spec, *factor)) for each, factor in zip(site.shared, shared, strict=False)]
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-    x = x.reshape(-1, x.shape[-1]).astype(a.dtype)
+    x = x.reshape(-1, x.shape[-1]).astype(own.a.dtype)
     if sharding.ins:  # padding features may hold any value
         real = _real(sharding, sharding.ins, site.spec.in_blocks)
         x = x if real is None else jnp.where(real, x, 0)
@@ -280,43 +318,93 @@ def add_rows(
         x = spec.columns_in.take(x)
     columns = None if sharding.outs else spec.columns_out
     rows = rows if columns is None else columns.take(rows)
-    merged = merged_columns(site.spec)
-    by_itself = not sharding.ins or not complete
-    if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
-        out = add_lora(rows, x, a, b, plan, slice_sizes=merged.sizes, ranks=ranks, x_rows=x_rows, backend=backend)
-    else:
-        h = _shrink_own(site.spec, backend, x, own.first, x_rows)
-        out = _expand_whole(site.spec, backend, rows, h, own.second, complete=complete)
-    if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
-        of_a, of_b = (each.spec for each in site.shared)
-        first, second = (Factor(each.plan, *_by_group(each.array, each.ranks)) for each in shared)
-        h = _shrink_own(of_a, backend, x, first, x_rows)
-        out = _expand_whole(of_b, backend, out, h, second, complete=complete)
+    bias = bias if columns is None or bias is None else columns.take(bias)
+    scaling = ColumnScaling(own.magnitudes, bias)
+    add = partial(_add_adapter, site, x=x, own=own, scaling=scaling, shared=shared, complete=complete, x_rows=x_rows)
+    out = _summed_adapters(rows, [partial(add, adapter=adapter) for adapter in adapters])
     real = _real(sharding, sharding.outs, site.spec.out_blocks)
     out = out if real is None else jnp.where(real, out, rows)
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
 
 
-def _by_group(*arrays: Array) -> Sequence[Array]:
-    """Return arrays of slots and experts, the ranks last, with both axes merged into one."""
-    if arrays[-1].ndim == 2:
+def _summed_adapters(rows: Array, adds: Sequence[Callable[[Array], Array]]) -> Array:
+    """Return `rows` after each of `adds`. With several, the sum is in float32 and rounded once."""
+    total = rows if len(adds) == 1 else rows.astype(jnp.float32)
+    for add in adds:
+        total = add(total)
+    return total.astype(rows.dtype)
+
+
+def _add_adapter(
+    site: Site,
+    rows: Array,
+    *,
+    x: Array,
+    own: SlotFactors,
+    scaling: ColumnScaling,
+    shared: Sequence[Factor],
+    adapter: AdapterRows,
+    complete: bool,
+    x_rows: Array | None,
+) -> Array:
+    """Return `rows` [M, own N] plus the LoRA of one adapter of each sequence. See `add_rows`."""
+    sharding, merged = split_of(site.spec), merged_columns(site.spec)
+    by_itself = not sharding.ins or not complete
+    if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
+        rows = add_lora(
+            rows, x, own.a, own.b, adapter.plan,
+            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, row_scales=adapter.flat_scales,
+            magnitudes=scaling.magnitudes, bias=scaling.bias, **_options(site),
+        )  # fmt: skip
+    else:
+        h = _shrink_own(site, site.spec, x, own.first, adapter.plan, x_rows)
+        rows = _expand_whole(site, site.spec, rows, h, own.second, adapter, scaling, complete=complete)
+    if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
+        of_a, of_b = (each.spec for each in site.shared)
+        h = _shrink_own(site, of_a, x, shared[0], adapter.shared[0], x_rows)
+        adapter = adapter._replace(plan=adapter.shared[1])
+        rows = _expand_whole(site, of_b, rows, h, shared[1], adapter, complete=complete)
+    return rows
+
+
+def _options(site: Site) -> dict[str, Any]:
+    """Return the options of the ops that are the same for all calls of a layer."""
+    return {"backend": site.backend, "batch_invariant": site.batch_invariant}
+
+
+def _by_group(slots: SlotSpec, *arrays: Array) -> Sequence[Array]:
+    """Return slot arrays with the axes of slots and experts merged into one."""
+    if slots.experts is None:
         return arrays
     return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
 
-def _shrink_own(slots: SlotSpec, backend: Backend, x: Array, first: Factor, x_rows: Array | None) -> Array:
+def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan, x_rows: Array | None) -> Array:
     """Return h [n, M, own R] of x [M or tokens, own K]: the ranks of this shard, as a partial sum if K is split."""
-    plan, a, ranks = first
+    a, ranks = first
     size = a.shape[2]
     if (axes := split_of(slots).a[2]) and size:
-        ranks = jnp.clip(ranks - lax.axis_index(axes) * size, 0, size)
-    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, backend=backend)
+        # The scales beside the ranks do not matter here, because only `expand` uses them.
+        first_rank = (lax.axis_index(axes) * size).astype(ranks.dtype)
+        ranks = ranks.at[..., 0].set(jnp.clip(ranks[..., 0] - first_rank, 0, size))
+    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, **_options(site))
 
 
-def _expand_whole(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor, *, complete: bool) -> Array:
+def _expand_whole(
+    site: Site,
+    slots: SlotSpec,
+    rows: Array,
+    h: Array,
+    second: Factor,
+    adapter: AdapterRows,
+    scaling: ColumnScaling = _UNSCALED,
+    *,
+    complete: bool,
+) -> Array:
     """Return `rows` [M, own N] plus the expansion of `h` [n, M, own R].
 
-    `h` may be a partial sum, or a part of the ranks.
+    `h` may be a partial sum, or a part of the ranks. If B's columns are split further and `rows` is a partial sum,
+    `scaling` must be empty, because the shard has the magnitudes of its own columns of B only.
     """
     sharding = split_of(slots)
     if sharding.a[2]:
@@ -325,25 +413,39 @@ def _expand_whole(slots: SlotSpec, backend: Backend, rows: Array, h: Array, seco
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
-        return _expand_merged(slots, backend, rows, h, second)
+        return _expand_merged(site, slots, rows, h, second, adapter, scaling)
     count = second.array.shape[-1]
     start = lax.axis_index(further) * count
     part = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
-    part = _expand_merged(slots, backend, part, h, second)
+    if scaling.bias is not None:
+        scaling = scaling._replace(bias=lax.dynamic_slice_in_dim(scaling.bias, start, count))
+    part = _expand_merged(site, slots, part, h, second, adapter, scaling)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
 
-def _expand_merged(slots: SlotSpec, backend: Backend, rows: Array, h: Array, second: Factor) -> Array:
+def _expand_merged(
+    site: Site,
+    slots: SlotSpec,
+    rows: Array,
+    h: Array,
+    second: Factor,
+    adapter: AdapterRows,
+    scaling: ColumnScaling,
+) -> Array:
     """Call `expand` on the columns of the output slices that this shard holds."""
-    merged, (plan, b, ranks) = merged_columns(slots), second
-    if merged.sizes is not None:
-        return expand(h, b, plan, slice_sizes=merged.sizes, base=rows, ranks=ranks, backend=backend)
-    table = jnp.asarray(merged.table)
-    ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
-    sizes = (merged.size,) * len(merged.table[0])
-    return expand(h[ids], b, plan, slice_sizes=sizes, base=rows, ranks=ranks[:, ids], backend=backend)
+    merged, (b, ranks) = merged_columns(slots), second
+    sizes = merged.sizes
+    if sizes is None:
+        table = jnp.asarray(merged.table)
+        ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
+        h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
+    return expand(
+        h, b, adapter.plan,
+        slice_sizes=sizes, base=rows, ranks=ranks, row_scales=adapter.flat_scales,
+        magnitudes=scaling.magnitudes, bias=scaling.bias, **_options(site),
+    )  # fmt: skip
 
 
 def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
@@ -360,22 +462,26 @@ def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def factor_specs(slots: SlotSpec, rows: RowSharding, experts: Names = ()) -> SlotFactors:
-    """Return the PartitionSpecs of `SlotFactors`.
-
-    Plans are split over the shards of rows or over `experts`. Slot arrays are split as for a single layer of a stack.
-    """
+def factor_specs(slots: SlotSpec) -> SlotFactors:
+    """Return the PartitionSpecs of `SlotFactors`, split as for a single layer of a stack."""
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
-    of_plan = partition((*rows.names, *experts))
-    specs = of_plan, partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    return SlotFactors(*cast("Any", specs))
+    specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
+    of_magnitudes = partition((), sharding.b[2]) if slots.dora else None
+    return SlotFactors(*cast("Any", (*specs, of_magnitudes)))
 
 
-def _shared_specs(slots: SlotSpec, rows: RowSharding, experts: Names) -> Factor:
+def _shared_specs(slots: SlotSpec) -> Factor:
     """Return the PartitionSpecs of the single `Factor` that these slots hold."""
-    specs = factor_specs(slots, rows, experts)
+    specs = factor_specs(slots)
     return specs.second if 1 in slots.factors else specs.first
+
+
+def adapter_specs(site: Site, rows: CallRows, experts: Names = ()) -> Sequence[AdapterRows]:
+    """Return the PartitionSpecs of `rows.adapters`. Plans are split over the shards of rows or over `experts`."""
+    of_plan = partition((*rows.sharding.names, *experts))
+    specs = of_plan, (of_plan,) * len(site.shared), partition(*rows.sharding.axes)
+    return (AdapterRows(*cast("Any", specs)),) * len(rows.adapters)
 
 
 def summed(array: Array, axes: Names) -> Array:

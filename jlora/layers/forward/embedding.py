@@ -10,7 +10,7 @@ from flax import nnx
 
 from jlora.errors import LoRAError
 from jlora.layers.forward.delta import add_delta, add_lookup
-from jlora.layers.forward.linear import first_input, parameters_of
+from jlora.layers.forward.linear import added_bias, first_input, parameters_of
 from jlora.layers.forward.mesh import parts_of
 from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
@@ -53,7 +53,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
         _check_output(site, f"{cls.__name__}.{name}", y, query.shape[:-1], head.out_features, str(list(query.shape)))
         if spec.attend_scale != 1:
             query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, in the cast to the slots' dtype
-        return add_delta(self, site, scope, y, query, head)
+        return add_delta(self, site, scope, y, query, head, bias=added_bias(self, head))
 
     return attend
 

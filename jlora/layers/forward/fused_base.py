@@ -5,7 +5,7 @@ in one kernel.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -16,9 +16,17 @@ from jax import Array, lax
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.forward.delta import SlotFactors, add_rows, check_stamps, factor_specs, slot_factors, summed
+from jlora.layers.forward.delta import (
+    SlotFactors,
+    adapter_specs,
+    add_rows,
+    check_stamps,
+    factor_specs,
+    slot_factors,
+    summed,
+)
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
-from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.scope import AdapterRows, Scope
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.pallas.api import linear_lora, product_tiles
@@ -39,6 +47,8 @@ def can_fuse(
     own, sharding = vars(layer), site.spec.sharding
     if sharding is not None and (not sharding.ins or reached(site)):
         return False
+    if site.spec.dora and sharding is not None and sharding.b[2] != sharding.outs:
+        return False  # a shard has the magnitudes of a part of the columns of its partial sum
     if own.get("promote_dtype") is not promote_dtype:
         return False
     rows = own["jlora_spec"].rows  # `rows` of a registered spec may do more than the product shows
@@ -54,7 +64,9 @@ def can_fuse(
 def _has_kernels(layer: nnx.Module, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a kernel that computes both product and LoRA exists for this call and may be used."""
     own, spec, x = vars(layer), cast("LinearSpec", vars(layer)["jlora_spec"]), _input(args, kwargs)
-    if site.bitwise_base or site.spec.stack or not isinstance(x, Array):
+    if own["jlora_sites"].adapters > 1:
+        return False  # the sum over several adapters is not fused
+    if site.bitwise_base or site.batch_invariant or site.spec.stack or not isinstance(x, Array):
         return False  # a stack's kernel is a slice, which only XLA's own products read in place
     if own.get("precision") is not None or own.get("preferred_element_type") is not None:
         return False
@@ -138,24 +150,26 @@ def _with_lora(
     for i, names in enumerate(call.sharding.axes):
         of_x[axes.x[i]] = of_y[axes.y[i]] = names
 
-    def local(x: Array, kernel: Array, own: SlotFactors) -> Array:
+    def local(x: Array, kernel: Array, own: SlotFactors, adapters: Sequence[AdapterRows]) -> Array:
         rows = _flat(x, axes)
         *shape, k = rows.shape
         if not sharding.ins:
+            (adapter,) = adapters  # `can_fuse` is False for more
             out = linear_lora(
-                rows.reshape(-1, k), kernel.reshape(k, -1), own.a, own.b, own.plan,
-                slice_sizes=site.spec.out_sizes, ranks=own.ranks, backend=site.backend,
+                rows.reshape(-1, k), kernel.reshape(k, -1), own.a, own.b, adapter.plan,
+                slice_sizes=site.spec.out_sizes, ranks=own.ranks, row_scales=adapter.flat_scales,
+                magnitudes=own.magnitudes, backend=site.backend,
             )  # fmt: skip
         else:
             base = product(x.astype(dtype), kernel).transpose(axes.y).reshape(*shape, -1)
-            out = add_rows(site, spec, base, rows, own, complete=False)
+            out = add_rows(site, spec, base, rows, own, adapters, complete=False)
         out = out.reshape(*shape, *(kernel.shape[i] for i in axes.kernel_out))
         return summed(out.transpose([axes.y.index(i) for i in range(out.ndim)]), sharding.ins)
 
-    specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec, call.sharding)
+    specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec), adapter_specs(site, call)
     with jax.named_scope("lora"):
         mapped = on_mesh(sharding, local, specs, partition(*of_y))
-        return mapped(x, kernel, slot_factors(layer, site, call.plan))
+        return mapped(x, kernel, slot_factors(layer, site), call.adapters)
 
 
 def _flat(x: Array, axes: EinsumAxes) -> Array:

@@ -13,6 +13,7 @@ from jax import Array
 
 from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
+from jlora.layers.einsum import EinsumRows
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.fused_base import can_fuse, fused_base
 from jlora.layers.forward.mesh import parts_of
@@ -37,7 +38,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
             return y
         spec: LinearSpec = vars(self)["jlora_spec"]
         try:
-            x, base, restore = _rows(self, site, spec, parameters, y, args, kwargs)
+            x, base, restore, bias = _rows(self, site, spec, parameters, y, args, kwargs)
         except Exception as error:
             if site.doubt is not None and scope.recorded:  # a wrong guess is recorded instead of raised
                 scope.refuse(site, f"{site.doubt.why}, and {error}")
@@ -45,7 +46,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
             if isinstance(error, LoRAError):
                 raise LoRAError(f"{site.path}: {error}") from error
             raise
-        return restore(add_delta(self, site, scope, base, x, spec))
+        return restore(add_delta(self, site, scope, base, x, spec, bias=bias))
 
     return call
 
@@ -58,16 +59,22 @@ def _rows(
     y: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[Array, Array, Callable[[Array], Any]]:
-    """Return x as [*lead, K], y as [*lead, N], and the function back to the layer's own output. Raises `LoRAError`."""
+) -> tuple[Array, Array, Callable[[Array], Any], Array | None]:
+    """Return x as [*lead, K], y as [*lead, N], the function back to the layer's own output, and the bias [N] in y.
+
+    Raises:
+      LoRAError: the call does not fit the spec.
+    """
     x, args, kwargs = first_input(parameters, args, kwargs)
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
     pack: Callable[[Array], Any] = _unchanged
+    bias = added_bias(layer, spec)
     pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
     if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], sizes[1], pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
+        bias = None
     if not _is_array(x) or not _is_array(y) or not jnp.issubdtype(y.dtype, jnp.floating):
         raise LoRAError(
             "a linear layer takes an array and returns the projection of it, a floating array or (array, bias); this "
@@ -85,7 +92,15 @@ def _rows(
             f"{_describe(x)} and returned {_describe(y)}; give the spec of its class `rows`, or leave it out with "
             "LoRAConfig.exclude_modules"
         )
-    return flat, base, lambda rows: pack(restore(rows))
+    if bias is not None and isinstance(spec.rows, EinsumRows):
+        bias = spec.rows.flat_bias(bias, x, y, *args, **kwargs)
+    return flat, base, lambda rows: pack(restore(rows)), bias
+
+
+def added_bias(layer: nnx.Module, spec: LinearSpec) -> Array | None:
+    """Return the bias [N] of a layer, in the order of `out_axes`; None if it has none."""
+    held: Any = None if spec.bias is None else vars(layer).get(spec.bias)
+    return None if held is None else jnp.reshape(held[...], -1)
 
 
 def _unchanged(rows: Array) -> Array:

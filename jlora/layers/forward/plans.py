@@ -16,6 +16,7 @@ from jlora.layers.forward.row_layout import (
     RowLayout,
     RowSharding,
     entries_of,
+    row_key,
     slots_by_axes,
     slots_of,
 )
@@ -26,17 +27,15 @@ from jlora.pallas.plan import Plan, make_plan
 from jlora.sharding.rules import partition
 
 
-def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Hashable:
-    """Return the cache key of a plan. Calls with equal keys in one scope share the plan.
+def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding, slots: BatchSlots) -> Hashable:
+    """Return the cache key of a plan. Calls with equal keys in one scope share the plan of one adapter of a sequence.
 
-    The arrays of a row map are compared by identity. Keep them alive as long as the key.
+    Keep the layout alive as long as the key, as for `row_key`.
     """
-    kind: Hashable = layout.kind
-    if isinstance(layout.kind, RowMap):
-        kind = id(layout.kind.source), id(layout.kind.expert), layout.kind.of, layout.kind.length
     rows = (sharding, layout.shape) if sharding.split else None
     experts = site.spec.experts, spec.experts, split_of(spec).experts
-    return kind, layout.repeats, spec.slots, experts, site.backend, rows
+    active = None if slots.active_from is None else (layout.positions, layout.length, slots.lengths)
+    return row_key(layout), spec.slots, experts, site.backend, rows, active
 
 
 def plan_of(
@@ -57,11 +56,16 @@ def plan_of(
 
     def make(slots: Array, repeats: int) -> Plan:
         return make_plan(
-            slots, num_groups=spec.num_slots, max_active=num_sequences, repeats=repeats, backend=site.backend
+            slots,
+            num_groups=spec.num_slots,
+            max_active=num_sequences,
+            repeats=repeats,
+            batch_invariant=site.batch_invariant,
+            backend=site.backend,
         )
 
     if not sharding.split:
-        return make(slots_of(layout, slots, spec.num_slots), layout.repeats)
+        return make(slots_of(layout, slots, spec.num_slots), layout.repeats if slots.active_from is None else 1)
     kernel = split_of(spec)
     rows = math.prod(size // kernel.size(names) for size, names in zip(layout.shape, sharding.axes, strict=True))
 
@@ -79,7 +83,7 @@ def _plan_of_experts(
     row_map, sharding = layout.kind, split_of(site.spec)
     assert isinstance(row_map, RowMap)  # `layout_of` has checked `expert`
     own = num_experts // site.spec.expert_shards
-    table, index = entries_of(row_map, slots)
+    table, index = entries_of(row_map, slots, spec.slots.stop)
     table = table if spec.first_slot == 0 else table - spec.first_slot
 
     def make(table: Array, index: Array, expert: Array) -> Plan:
@@ -93,6 +97,7 @@ def _plan_of_experts(
             num_slots=spec.num_slots,
             num_experts=groups,
             max_active=num_sequences * groups,
+            batch_invariant=site.batch_invariant,
             backend=site.backend,
         )
 

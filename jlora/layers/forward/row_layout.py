@@ -5,6 +5,7 @@ functions of shapes, declarations and the batch's arrays.
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -32,12 +33,14 @@ class RowLayout:
       shape: shape of the axes before the features.
       repeats: consecutive rows of each sequence; 1 for the other kinds.
       length: L if the rows are [B, L, features]; else None.
+      positions: number of consecutive positions of a sequence among its rows; 1 for the other kinds.
     """
 
     kind: RowKind
     shape: tuple[int, ...]
     repeats: int = 1
     length: int | None = None
+    positions: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,24 @@ class RowSharding:
 
 @dataclass(frozen=True)
 class BatchSlots:
-    """The slots of a batch.
+    """One adapter of each sequence of a batch.
 
     Attributes:
       sequences: int32 [B], the slot of each sequence.
       tokens: int32 [T], the slot of each packed row; None if rows are not packed.
       lengths: the possible numbers of tokens of a sequence, if rows are not packed: the declared one, else those seen
         so far.
+      scales: float32 [B], the factor of each sequence; None if all are 1.
+      token_scales: float32 [T], the factor of each packed row.
+      active_from: int32 [B], the first active row of each sequence; None if all rows are active, or packed.
     """
 
     sequences: Int[Array, "B"]
     tokens: Int[Array, "T"] | None
     lengths: frozenset[int]
+    scales: Float[Array, "B"] | None = None
+    token_scales: Float[Array, "T"] | None = None
+    active_from: Int[Array, "B"] | None = None
 
 
 def layout_of(
@@ -116,7 +125,9 @@ def layout_of(
             )
         return RowLayout(row_map, shape)
     if batch.slots.ndim == 0:  # the batch is mapped over its sequences, so every row belongs to this one
-        return RowLayout("sequences", shape, total)
+        if reason := _unclear_positions(batch, shape, lengths):
+            return reason
+        return RowLayout("sequences", shape, total, shape[0] if len(shape) == 1 else None, shape[0] if shape else 1)
     if batch.layout.length is not None:
         lengths |= {batch.layout.length}
     sequences = batch.slots.size
@@ -131,11 +142,14 @@ def layout_of(
         case (rows,) | (1, rows) if rows == packed:
             return RowLayout("packed", shape)
         case (first, *between) if between and first == sequences:
-            return RowLayout("sequences", shape, math.prod(between), between[0] if len(between) == 1 else None)
+            if reason := _unclear_positions(batch, tuple(between), lengths):
+                return reason
+            length = between[0] if len(between) == 1 else None
+            return RowLayout("sequences", shape, math.prod(between), length, between[0])
         case (rows,) if rows == sequences:
             return RowLayout("sequences", shape)
         case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
-            return RowLayout("sequences", shape, rows // sequences)
+            return RowLayout("sequences", shape, rows // sequences, positions=rows // sequences)
         case _:
             pass
     tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
@@ -143,6 +157,24 @@ def layout_of(
         f"its rows of shape {shape} fit no layout of this batch of {sequences} sequences: expected "
         f"[{sequences}, ..., features], one row a sequence [{sequences}, features], or {tokens} (declare flattened "
         "rows with prepare(..., length=), or say what they are with jlora.rows)"
+    )
+
+
+def _unclear_positions(batch: LoRABatch, between: tuple[int, ...], lengths: frozenset[int]) -> str | None:
+    """Return the reason why the first axis after that of the sequences may not be their positions, else None.
+
+    Without `active_from` all rows of a sequence are alike.
+    """
+    declared = batch.layout.length
+    if batch.active_from is None or not between or (declared is None and len(between) == 1):
+        return None
+    known = lengths if declared is None else {declared}
+    if between[0] in known:
+        return None
+    return (
+        f"a sequence has rows of shape {between}, and `active_from` counts along the first of these axes, which should "
+        f"have one of the sizes {sorted(known)} (declare it with prepare(..., length=), or say what the rows are with "
+        "jlora.rows)"
     )
 
 
@@ -189,43 +221,113 @@ def row_sharding(batch: LoRABatch, site: Site, layout: RowLayout, rows: Float[Ar
     return RowSharding(tuple(data if divided and i == axis else () for i in range(count)))
 
 
-def batch_slots(batch: LoRABatch, lengths: frozenset[int]) -> BatchSlots:
-    """Return the slots of a batch, also inside of a shard. `lengths` are those seen so far, as in `BatchSlots`."""
-    tokens, declared = batch.token_slots, batch.layout.length
-    return BatchSlots(
-        here(batch.slots.reshape(-1)),
-        None if tokens is None else here(tokens),
-        lengths if declared is None else frozenset({declared}),
-    )
+def row_key(layout: RowLayout) -> Hashable:
+    """Return the part of a cache key that tells how flattened rows map to the batch.
+
+    The arrays of a row map are compared by identity. Keep the layout alive as long as the key.
+    """
+    kind: Hashable = layout.kind
+    if isinstance(layout.kind, RowMap):
+        kind = id(layout.kind.source), id(layout.kind.expert), layout.kind.of, layout.kind.length
+    return kind, layout.repeats
+
+
+def batch_slots(batch: LoRABatch, lengths: frozenset[int], adapter: int = 0) -> BatchSlots:
+    """Return one adapter of each sequence of a batch, also inside of a shard.
+
+    Args:
+      batch: the batch.
+      lengths: those seen so far, as in `BatchSlots`.
+      adapter: index of the adapter among those of a sequence.
+    """
+    own, declared = batch.assigned[adapter], batch.layout.length
+    flat = [None if array is None else here(array.reshape(-1)) for array in (*own, batch.active_from)]
+    slots, tokens, _, scales, token_scales, active_from = flat
+    assert slots is not None
+    known = lengths if declared is None else frozenset({declared})
+    return BatchSlots(slots, tokens, known, scales, token_scales, active_from)
 
 
 def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "runs"]:
-    """Return the slot of each run of `layout.repeats` rows; `none` for rows of a map outside of the batch."""
-    if layout.kind == "sequences":
-        return slots.sequences
+    """Return the slot of each run of rows, `none` for inactive rows and for rows of a map outside of the batch.
+
+    A run is `layout.repeats` rows, and a single row if `slots.active_from` is set.
+    """
     if layout.kind == "packed":
         assert slots.tokens is not None  # checked by `layout_of`
         return slots.tokens
-    table, index = entries_of(layout.kind, slots)
-    inside = (index >= 0) & (index < table.shape[0])
-    found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
-    return jnp.where(inside, found, none).astype(jnp.int32)
+    if layout.kind == "sequences":
+        if slots.active_from is None:
+            return slots.sequences
+        if layout.repeats == 1 and layout.length is None:
+            return _last_rows(slots, none)
+        return jnp.repeat(_token_table(slots, layout.positions, none), layout.repeats // max(1, layout.positions))
+    table, index = entries_of(layout.kind, slots, none)
+    return _taken(table, index, none).astype(jnp.int32)
 
 
 def slots_by_axes(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "..."]:
     """Return `slots_of` in the shape of the first axes of the rows. The slot is constant along the other axes."""
     found = slots_of(layout, slots, none)
-    return found if layout.kind == "sequences" and layout.repeats > 1 else found.reshape(layout.shape)
+    runs = layout.kind == "sequences" and layout.repeats > 1 and slots.active_from is None
+    return found if runs else found.reshape(layout.shape)
 
 
-def entries_of(row_map: RowMap, slots: BatchSlots) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
+def scales_of(layout: RowLayout, slots: BatchSlots) -> Float[Array, "..."] | None:
+    """Return the factor of each row, in the shape of the rows; None if all are 1."""
+    if slots.scales is None:
+        return None
+    if layout.kind == "packed":
+        assert slots.token_scales is not None
+        found = slots.token_scales
+    elif layout.kind == "sequences":
+        found = jnp.repeat(slots.scales, layout.repeats)
+    elif layout.kind.of == "tokens" and slots.token_scales is not None:
+        found = _taken(slots.token_scales, jnp.asarray(layout.kind.source), 1)
+    else:
+        index = jnp.asarray(layout.kind.source)
+        index = index if layout.kind.of == "sequences" else index // _length(layout.kind, slots.lengths)
+        found = _taken(slots.scales, index, 1)
+    return found.reshape(layout.shape)
+
+
+def entries_of(row_map: RowMap, slots: BatchSlots, none: int) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
     """Return the slots of the sequences or tokens that a map indexes, and the index of each row among them."""
     index = jnp.asarray(row_map.source)
     if row_map.of == "sequences":
-        return slots.sequences, index
+        return slots.sequences if slots.active_from is None else _last_rows(slots, none), index
     if slots.tokens is not None:
         return slots.tokens, index
-    return slots.sequences, index // _length(row_map, slots.lengths)  # a negative index stays negative
+    length = _length(row_map, slots.lengths)
+    if slots.active_from is not None:
+        return _token_table(slots, length, none), index
+    return slots.sequences, index // length  # a negative index stays negative
+
+
+def _token_table(slots: BatchSlots, length: int, none: int) -> Int[Array, "tokens"]:
+    """Return the slot of each of the `length` tokens of every sequence, `none` before the first active one."""
+    assert slots.active_from is not None
+    active = jnp.arange(length, dtype=jnp.int32)[None] >= slots.active_from[:, None]
+    return jnp.where(active, slots.sequences[:, None], none).astype(jnp.int32).reshape(-1)
+
+
+def _last_rows(slots: BatchSlots, none: int) -> Int[Array, "B"]:
+    """Return the slot of the last row of each sequence, `none` if it is not active."""
+    assert slots.active_from is not None
+    if len(slots.lengths) > 1:
+        raise LoRAUsageError(
+            "with `active_from`, one row a sequence is the last of its rows, and this forward has rows of several "
+            f"lengths {sorted(slots.lengths)}: declare it with prepare(..., length=)"
+        )
+    (length,) = slots.lengths or {1}
+    return jnp.where(slots.active_from < length, slots.sequences, none).astype(jnp.int32)
+
+
+def _taken(table: Array, index: Array, other: int) -> Array:
+    """Return `table[index]`, and `other` where the index is outside of the table."""
+    inside = (index >= 0) & (index < table.shape[0])
+    found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
+    return jnp.where(inside, found, other)
 
 
 def counted_rows(row_map: RowMap, slots: BatchSlots) -> int:

@@ -1,8 +1,10 @@
 """`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -22,11 +24,15 @@ from jlora.layers.forward.row_layout import (
     batch_slots,
     layout_of,
     only_rows_mapped,
+    row_key,
     row_sharding,
+    scales_of,
 )
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
+from jlora.layers.site import ModelSites, Site, is_named
 from jlora.pallas.plan import Plan
+
+T = TypeVar("T")
 
 _OUTSIDE = (
     "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
@@ -46,6 +52,25 @@ _EAGER = (
 )
 
 
+class AdapterRows(NamedTuple):
+    """The rows of one call of a layer, for one adapter of each sequence.
+
+    Attributes:
+      plan: plan of the rows for the layer's own slots.
+      shared: plans of the rows for the slots of each site in `site.shared`.
+      scales: float32 in the shape of the rows, the factor of each row; None if all are 1.
+    """
+
+    plan: Plan
+    shared: tuple[Plan, ...]
+    scales: Float[Array, "..."] | None
+
+    @property
+    def flat_scales(self) -> Float[Array, "M"] | None:
+        """The factors as a vector."""
+        return None if self.scales is None else self.scales.reshape(-1)
+
+
 @dataclass(frozen=True)
 class CallRows:
     """The rows of one call of a layer.
@@ -53,14 +78,12 @@ class CallRows:
     Attributes:
       layout: how the rows map to the entries of the batch.
       sharding: how the rows are split over the mesh.
-      plan: plan of the rows for the layer's own slots.
-      shared: plans of the rows for the slots of each site in `site.shared`.
+      adapters: the first adapter of each sequence, then the second of each, and so on.
     """
 
     layout: RowLayout
     sharding: RowSharding
-    plan: Plan
-    shared: tuple[Plan, ...]
+    adapters: tuple[AdapterRows, ...]
 
 
 class BaseScope(Opened):
@@ -95,7 +118,7 @@ class Scope(Opened):
         self.checks = outer is None
         self._lengths: set[tuple[bool, int]] = set()  # (only rows under vmap, L) of each [B, L, features] so far
         self._trace: object = jax.extend.core.get_opaque_trace_state()
-        self._plans: dict[Hashable, tuple[RowLayout, Plan]] = {}
+        self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
 
     @property
     def sites(self) -> ModelSites:
@@ -135,25 +158,37 @@ class Scope(Opened):
             self._lengths.add((mapped, layout.length))
         check_mesh(site)
         sharding = row_sharding(self.batch, site, layout, base)
-        plan, *shared = (self._plan(site, each.spec, layout, sharding) for each in site.with_shared)
-        return CallRows(layout, sharding, plan, tuple(shared))
+        found: list[AdapterRows] = []
+        for adapter in range(len(self.batch.assigned)):
+            slots = self.slots(adapter)
+            plan, *shared = (
+                self._kept(
+                    (adapter, plan_key(site, each.spec, layout, sharding, slots)),
+                    layout,
+                    partial(plan_of, site, each.spec, layout, sharding, slots, self.batch.layout.num_sequences),
+                )
+                for each in site.with_shared
+            )
+            key = ("scales", adapter, row_key(layout), layout.shape)
+            scales = self._kept(key, layout, partial(scales_of, layout, slots))
+            found.append(AdapterRows(plan, tuple(shared), scales))
+        return CallRows(layout, sharding, tuple(found))
 
-    def slots(self) -> BatchSlots:
-        """Return the slots of the batch, or of the calling code's shard of it."""
-        return batch_slots(self.batch, frozenset(length for _, length in self._lengths))
+    def slots(self, adapter: int = 0) -> BatchSlots:
+        """Return one adapter of each sequence of the batch, or of the calling code's shard of it."""
+        return batch_slots(self.batch, frozenset(length for _, length in self._lengths), adapter)
 
-    def _plan(self, site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Plan:
-        """Return the plan of the rows, computed once and shared by all layers with the same key."""
+    def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
+        """Return what `make` returns, computed once and shared by all layers with the same key."""
         # A value traced inside scan, remat or grad must not outlive that trace, so it is not cached. XLA merges the
         # identical plans of the layers.
         keep = self._trace == jax.extend.core.get_opaque_trace_state()
-        key = plan_key(site, spec, layout, sharding)
-        if keep and key in self._plans:
-            return self._plans[key][1]
-        plan = plan_of(site, spec, layout, sharding, self.slots(), self.batch.layout.num_sequences)
+        if keep and key in self._made:
+            return self._made[key][1]
+        made = make()
         if keep:
-            self._plans[key] = layout, plan  # the layout keeps the arrays alive that the key identifies
-        return plan
+            self._made[key] = layout, made  # the layout keeps the arrays alive that the key identifies
+        return made
 
     def _outer_calls(self) -> Calls | None:
         """Return the calls of the enclosing scope or record that also counts this scope's calls, or None."""

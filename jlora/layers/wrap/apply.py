@@ -67,7 +67,7 @@ def wrap_model(
     device = _device_of([found for found, _ in plans])
     every = [each for _, sites in plans for site in sites for each in site.with_shared]
     arrays = {site: values for site, values in _allocate(every, make, device)}
-    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device)
+    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device, config)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -108,9 +108,17 @@ def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
         raise LoRAUsageError(f"skip: {error.pattern!r} is not a regular expression: {error}") from None
 
 
-def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | None) -> ModelSites:
+def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | None, config: LoRAConfig) -> ModelSites:
     names = {name for site in sites for name in (*site.aliases, *site.parts)}
-    return ModelSites(tuple(sites), frozenset({*wrapped.unwrapped, *names}), sites[0].spec.sharding, device)
+    return ModelSites(
+        tuple(sites),
+        frozenset({*wrapped.unwrapped, *names}),
+        sites[0].spec.sharding,
+        device,
+        adapters=config.max_adapters_per_sequence,
+        scaled=config.sequence_scales or config.max_adapters_per_sequence > 1,
+        activated=config.activated,
+    )
 
 
 def _device_of(layers: Iterable[Found]) -> Device | None:

@@ -237,7 +237,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     shape: tuple[int, ...] = kernel.get_value().shape[-letters:]
     if len(shape) != letters:
         return f"{name} has the equation {equation!r}, and a parameter of the shape {shape}"
-    return einsum_spec(equation, shape, param)
+    return einsum_spec(equation, shape, param, bias=next((name for name in _BIASES if name in own), None))
 
 
 def _kept_methods(spec: EmbedSpec, cls: type, base: type) -> tuple[Spec | str, dict[str, str]]:

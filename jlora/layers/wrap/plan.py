@@ -110,7 +110,7 @@ def choose(
                 wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
         chosen: list[Site] = []
         for use in uses:
-            made = selection.why_not(use.names) or _site_or_reason(use)
+            made = selection.why_not(use.names) or _site_or_reason(use, context.config)
             if isinstance(made, Site):
                 chosen.append(made)
                 selection.serve(use.names)
@@ -154,10 +154,10 @@ def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
         yield from (f"{alias}.attend" for alias in found.aliases)
 
 
-def _site_or_reason(use: _Use) -> Site | str:
+def _site_or_reason(use: _Use, config: LoRAConfig) -> Site | str:
     """Return the site of a use, or the reason why it has none."""
     try:
-        return use.make()
+        return replace(use.make(), bitwise_base=config.bitwise_base, batch_invariant=config.batch_invariant)
     except LoRAError as error:
         return str(error)
 
@@ -201,8 +201,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
         def projection() -> Site:
             sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
             slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
-            exact = context.config.bitwise_base
-            return Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess, bitwise_base=exact)
+            return Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess)
 
         return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
     uses: list[_Use] = []
@@ -268,6 +267,7 @@ def _slots(
         max_rank=context.selection.max_rank(names),
         dtype=_slot_dtype(found.module, spec, linear, param.dtype, config),
         experts=experts,
+        dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),
     )
     if context.mesh is None:
         return slots

@@ -1,0 +1,242 @@
+"""`active_from` in every layout of rows: active rows equal merged weights, and the others have the bits of the base."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import assert_close, expected_rows, make_manager, merge, run
+from tests.layers.test_scope import NAMES, ONE, TARGETS, TOKENS, TWO, Model, serve
+
+pytestmark = pytest.mark.device
+
+SEQUENCES, LENGTH = TOKENS.shape
+NEVER = 2**31 - 1
+FIRST = [(1, 0, 2, 3), (0, 1, NEVER, 2), (2, 2, 0, NEVER)]
+
+
+class World:
+    """A model served with `activated`, and its outputs for TOKENS: of merged weights, and of the base."""
+
+    def __init__(self):
+        self.model = Model()
+        twins = {"one": merge(self.model, TARGETS, ONE), "two": merge(self.model, TARGETS, TWO), None: Model()}
+        self.merged = expected_rows(twins, NAMES, TOKENS)
+        self.base = np.asarray(run(twins[None], TOKENS), np.float64)
+        self.manager = make_manager(self.model, [ONE, TWO], activated=True)
+
+    def check(self, step, *args, take=lambda array: array, place=0, options=()):
+        """Compare a step with the expected values and with the bits of the base, for all of FIRST.
+
+        Args:
+          step: called with the model, `args` and a batch.
+          take: the rows of the step's output, from values [B, L, ...].
+          place: the place in TOKENS of row 0 of the step.
+          options: further arguments of `prepare`.
+        """
+        served = np.array([name is not None for name in NAMES])
+        with self.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, **dict(options)) as batch:
+            base = np.asarray(step(self.model, *args, batch))
+        for first in FIRST:
+            active = (np.arange(LENGTH) >= np.array(first)[:, None]) & served[:, None]
+            starts = [max(0, row - place) for row in first]
+            with self.manager.prepare(NAMES, active_from=starts, **dict(options)) as batch:
+                found = np.asarray(step(self.model, *args, batch))
+            assert_close(found, take(np.where(active[..., None], self.merged, self.base)))
+            active = take(active)
+            assert (~active).any()
+            np.testing.assert_array_equal(found[~active], base[~active])
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+def flat(array):
+    return array.reshape(-1, *array.shape[2:])
+
+
+# --- Layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_sequences(world):
+    world.check(serve, TOKENS)
+    world.check(serve, flat(TOKENS), take=flat, options={"length": LENGTH})
+
+
+def test_decode_steps(world):
+    """One row a sequence, as [B] and as [B, 1], takes its adapter if `active_from` is 0."""
+    for place in range(LENGTH):
+        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
+        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place)
+
+
+def head_of(rows_of_head):
+    """Return a step that computes the logits of some rows; the layers before see all rows."""
+
+    @jax.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch):
+            x = jnp.tanh(model.proj(model.embed(tokens)))
+            return rows_of_head(model, x)
+
+    return step
+
+
+def test_the_head_of_the_last_row(world):
+    order = np.array([2, 0, 3, 1, 0])
+
+    def mapped(model, x):
+        with jlora.rows(jlora.RowMap(order)):
+            return model.lm_head(x[order, -1])
+
+    world.check(head_of(lambda model, x: model.lm_head(x[:, -1])), TOKENS, take=lambda a: a[:, -1])
+    world.check(head_of(mapped), TOKENS, take=lambda a: a[order, -1])
+
+
+def test_maps_of_tokens(world):
+    order = np.array([11, 3, 0, 7, 7, 5, 2, 8, 9, 1])
+
+    def mapped(model, x):
+        with jlora.rows(jlora.RowMap(order, of="tokens")):
+            return model.lm_head(x.reshape(-1, x.shape[-1])[order])
+
+    world.check(head_of(mapped), TOKENS, take=lambda a: flat(a)[order])
+
+
+COUNTS = (3, 1, 2, 3)
+PACKED = np.concatenate([i * LENGTH + np.arange(n) for i, n in enumerate(COUNTS)])
+LAST = np.cumsum(COUNTS) - 1
+
+
+@pytest.mark.parametrize("pad_to", [9, 12])
+def test_packed_rows(world, pad_to):
+    """All rows, rows in another order, and one row a sequence for the logits."""
+    order = np.array([8, 2, 2, 0, 5])
+    rows = np.pad(flat(TOKENS)[PACKED], (0, pad_to - len(PACKED)))
+    packed = {"token_counts": COUNTS, "pad_to": pad_to}
+
+    def mapped(model, x):
+        with jlora.rows(jlora.RowMap(order, of="tokens")):
+            return model.lm_head(x[order])
+
+    def check(rows_of_head, of_head):
+        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], options=packed)
+
+    check(lambda model, x: model.lm_head(x)[: len(PACKED)], slice(None))
+    check(mapped, order)
+    check(lambda model, x: model.lm_head(x[LAST]), LAST)
+
+
+def test_sequences_under_vmap(world):
+    mapped = jax.jit(jax.vmap(serve, in_axes=(None, 0, 0)))
+    world.check(mapped, TOKENS)
+    for place in range(LENGTH):
+        world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
+
+
+@pytest.mark.device(devices=8)
+def test_shards_of_sequences(world):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    specs = (P(), P("data"), P("data"))
+    world.check(jax.jit(jax.shard_map(serve, mesh=mesh, in_specs=specs, out_specs=P("data"))), TOKENS)
+
+
+def test_a_batch_activated_inside_a_step(world):
+    @jax.jit
+    def step(model, tokens, first, batch):
+        with jlora.use(batch.activate(first)):
+            return model(tokens)
+
+    first = FIRST[0]
+    with world.manager.prepare(NAMES, active_from=[LENGTH] * SEQUENCES) as batch:
+        found = np.asarray(step(world.model, TOKENS, np.array(first), batch))
+    with world.manager.prepare(NAMES, active_from=first) as batch:
+        np.testing.assert_array_equal(found, np.asarray(serve(world.model, TOKENS, batch)))
+
+
+# --- Positions that no shape shows ------------------------------------------------------------------------------------
+
+
+class Heads(nnx.Module):
+    """A projection of every head."""
+
+    def __init__(self):
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def heads_of(**options):
+    model, target = Heads(), TARGETS[0]
+    twin = merge(model, [target], ONE)
+    adapter = dataclasses.replace(ONE, modules={"proj": ONE.modules["proj"]})
+    return model, twin, make_manager(model, [adapter], activated=True, **options)
+
+
+X = np.random.default_rng(1).normal(size=(2, 3, 5, 6)).astype(np.float32)  # [B, L, heads, K]
+
+
+def test_positions_before_heads():
+    model, twin, manager = heads_of()
+    with manager.prepare(["one", "one"], length=3, active_from=[2, 1]) as batch:
+        found = np.asarray(serve(model, X, batch))
+        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
+            serve(model, X.swapaxes(1, 2), batch)
+        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
+            jax.vmap(serve, in_axes=(None, 0, 0))(model, X.swapaxes(1, 2), batch)
+        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5,\), and `active_from`"):
+            serve(model, X[:, 0], batch)
+    active = np.arange(3) >= np.array([[2], [1]])
+    assert_close(found, np.where(active[..., None, None], run(twin, X), run(Heads(), X)))
+    with (
+        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
+        pytest.raises(jlora.LoRAError, match=r"one of the sizes \[\] .*prepare\(\.\.\., length=\)"),
+    ):
+        serve(model, X, batch)
+
+
+def test_one_row_a_sequence_after_rows_of_two_lengths():
+    model, _, manager = heads_of()
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return [model.proj(rows) for rows in (x[:, :, 0], x[:, 0, :1], x[:, -1, 0])]
+
+    with (
+        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
+        pytest.raises(jlora.LoRAError, match=r"one row a sequence is the last .* lengths \[1, 3\]"),
+    ):
+        step(model, X, batch)
+
+
+# --- Batches without first rows ---------------------------------------------------------------------------------------
+
+
+def test_an_activated_adapter_needs_first_rows():
+    modules = {name: ONE.modules[name] for name in ("proj", "lm_head")}  # PEFT has no aLoRA of an embedding
+    one = dataclasses.replace(ONE, modules=modules)
+    manager = make_manager(Model(), [dataclasses.replace(one, invocation_tokens=(3, 4)), TWO], activated=True)
+    plain = make_manager(Model(), [one, TWO], activated=True)
+    with manager.prepare(NAMES) as batch:
+        assert batch.needs_activation
+        with pytest.raises(jlora.LoRAError, match=r"aLoRA.*prepare\(\.\.\., active_from=\) or batch\.activate\("):
+            serve(manager.model, TOKENS, batch)
+        found = np.asarray(serve(manager.model, TOKENS, batch.activate([2, 0, 0, LENGTH])))
+        prompts = [[3, 4, 3, 4], [3, 4, 1, 2], [1], [7, 7, 7, 7]]
+        again = np.asarray(serve(manager.model, TOKENS, batch.activate_in(prompts)))
+    with manager.prepare([None, "two", "two", None]) as batch:
+        assert not batch.needs_activation
+        serve(manager.model, TOKENS, batch)
+    with plain.prepare(NAMES, active_from=[2, 0, 0, LENGTH]) as batch:
+        want = np.asarray(serve(plain.model, TOKENS, batch))
+    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(again, want)

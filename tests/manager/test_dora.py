@@ -1,0 +1,411 @@
+"""DoRA adapters (arXiv:2402.09353) in slots: values against NumPy, reuse of slots, updates, repairs and refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora import Mix, Scaled
+from tests.layers import expert_models
+from tests.manager.tiny import LAYERS, MODULES, Model, as_dora, make_adapter, make_world, tensors
+
+LINEAR = [name for name, (_, _, kind) in MODULES.items() if kind == "linear"]
+O_PROJ = "layers.1.o_proj"
+
+
+def dora(name, version=0, *, rank=3, modules=LINEAR, **fields):
+    return as_dora(make_adapter(name, version, rank=rank, modules=modules, **fields))
+
+
+def plain(name, **fields):
+    return make_adapter(name, rank=2, **fields)
+
+
+def served(*adapters, **config):
+    world = make_world(dora=True, **config)
+    for adapter in adapters:
+        world.manager.add_adapter(adapter)
+    return world
+
+
+def magnitudes(world):
+    """Path -> float32 [S, N] of every layer that holds magnitudes."""
+    return {path: np.asarray(value) for path, value in world.slots() if str(path[-1]).endswith("_magnitudes")}
+
+
+@pytest.fixture(scope="module")
+def both():
+    return dora("all"), dora("some", modules=["layers.0.k_proj", O_PROJ]), plain("plain")
+
+
+def test_mixed_batches_equal_scaled_weights(both):
+    world = served(*both, max_loras=3, max_cpu_loras=3)
+    first, some, other = both
+    for rows in ([first, None, some], [other, first, first], [some, other, None]):
+        world.check(world.serve([row and row.name for row in rows]), rows)
+    assert len(world.traces) == 1
+    assert world.manager.stats().compilations == 1
+
+
+def test_sums_and_activations_beside_dora(both):
+    config = {"sequence_scales": True, "max_adapters_per_sequence": 2, "activated": True}
+    world = served(*both, max_loras=3, max_cpu_loras=3, **config)
+    first, _, other = both
+    entries = [Mix({"all": 1}), Mix({"plain": 0.5}), Scaled("all", 1.0)]
+    world.check(world.serve(entries), [first, [(other, 0.5)], first])
+    base = world.serve([None] * 3)
+    assert (world.serve([Scaled("all", 0), None, Mix({"all": 0})]) == base).all()
+
+
+def test_bfloat16_rows_follow_the_float32_values(both):
+    world = served(*both, max_loras=3, max_cpu_loras=3, dtype=jnp.bfloat16)
+    exact = served(*both, max_loras=3, max_cpu_loras=3)
+    for (_, variable), (_, other) in zip(
+        *(nnx.to_flat_state(nnx.state(w.model, nnx.Param)) for w in (exact, world)), strict=True
+    ):
+        variable.set_value(other[...].astype(jnp.float32))
+    exact.manager.remove_all_adapters()
+    for adapter in both:
+        exact.manager.add_adapter(adapter)
+    names = ["all", "some", "plain"]
+    got, want = world.serve(names).astype(np.float32), exact.serve(names)
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    for (path, held), (_, other) in zip(magnitudes(world).items(), magnitudes(exact).items(), strict=True):
+        np.testing.assert_allclose(held, other, rtol=5e-3, err_msg=str(path))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both, dtype):
+    first, _, other = both
+    without = make_world(max_loras=2, dtype=dtype)
+    without.manager.add_adapter(other)
+    world = served(first, other, dtype=dtype)
+    want = without.serve(["plain", None, "plain"])
+    assert (world.serve(["plain", None, "plain"]) == want).all()
+    got = world.serve(["plain", None, "all"])
+    assert (got[:2] == want[:2]).all()
+    assert (got[2] != want[2]).any()
+
+
+def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot(both):
+    first, some, other = both
+    fresh = served(other, max_loras=1)
+    want = fresh.serve(["plain", None, "plain"])
+    world = served(*both, max_loras=1)
+    world.serve(["all", None, "all"])
+    assert (world.serve(["plain", None, "plain"]) == want).all()
+    assert all((held == 1).all() for held in magnitudes(world).values())
+    world.check(world.serve(["some", None, "some"]), [some, None, some])
+    world.check(world.serve(["all", None, "all"]), [first, None, first])
+
+
+def test_evicted_adapters_are_loaded_again_with_their_magnitudes(tmp_path):
+    adapters = {name: dora(name, rank=rank) for rank, name in enumerate("abc", 1)}
+    requests = []
+    for name, adapter in adapters.items():
+        adapter.save_pretrained(tmp_path / name)
+        requests.append(jlora.LoRARequest(name, str(tmp_path / name)))
+    world = served(*requests, max_loras=1, max_cpu_loras=1)
+    for name in "abcba":
+        world.check(world.serve([name, None, name]), [adapters[name], None, adapters[name]])
+
+
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("names", [LINEAR, ["layers.0.q_proj", O_PROJ]])
+def test_updates_compute_the_norms_again(put, names):
+    adapter, other = dora("a", modules=LINEAR), make_adapter("a", 7, rank=3, modules=names)
+    world = served(adapter)
+    world.serve(["a", None, "a"])
+    for scale in (1, 2):
+        modules = {n: dataclasses.replace(m, a=scale * m.a) for n, m in other.modules.items()}
+        part = dataclasses.replace(other, modules=modules)
+        world.manager.update_adapter("a", tensors(part, put))
+        changed = {n: dataclasses.replace(adapter.modules[n], a=m.a, b=m.b) for n, m in modules.items()}
+        now = dataclasses.replace(adapter, modules=dict(adapter.modules) | changed)
+        world.check(world.serve(["a", None, "a"]), [now, None, now])
+
+
+def test_updates_take_no_magnitude():
+    world = served(dora("a"))
+    with pytest.raises(jlora.AdapterMismatchError, match="found lora_magnitude_vector"):
+        world.manager.update_adapter("a", {f"{O_PROJ}.lora_magnitude_vector": np.ones(16, np.float32)})
+
+
+def test_exports_and_saved_managers_keep_magnitudes(tmp_path, both):
+    world = served(*both[:2])
+    world.serve(["all", "some", None])
+    exported = world.manager.export_adapter("all")
+    for name, module in exported.modules.items():
+        np.testing.assert_array_equal(module.magnitude, both[0].modules[name].magnitude.astype(np.float32))
+    world.manager.save(tmp_path)
+    restored = make_world(dora=True)
+    restored.manager.restore(tmp_path)
+    assert (restored.serve(["all", "some", None]) == world.serve(["all", "some", None])).all()
+    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(dora=True\) serves it"):
+        make_world().manager.restore(tmp_path)
+
+
+def test_lost_arrays_are_written_again(both):
+    world = served(*both, max_loras=2)
+    first, some, _ = both
+    state = jax.tree.map(jnp.copy, nnx.state(world.model, jlora.SlotParam))
+    world.serve(["all", "some", None])
+    nnx.update(world.model, state)
+    world.check(world.serve(["all", "some", None]), [first, some, None])
+    for path, variable in nnx.to_flat_state(nnx.state(world.model, jlora.SlotRanks)):
+        if str(path[-1]).endswith("_magnitudes"):
+            variable[...].delete()
+    world.check(world.serve(["all", "some", None]), [first, some, None])
+    world.check(world.serve(["all", "plain", None]), [first, both[2], None])
+
+
+def test_arrays_lost_while_a_slot_is_empty_are_written_again(both):
+    world = served(both[0], max_loras=1)
+    state = jax.tree.map(jnp.copy, nnx.state(world.model, jlora.SlotParam))
+    world.serve(["all", None, None])
+    world.manager.remove_adapter("all")
+    nnx.update(world.model, state)
+    world.manager.add_adapter(both[0])
+    world.check(world.serve(["all", None, "all"]), [both[0], None, both[0]])
+
+
+def test_only_linear_layers_of_the_switch_hold_magnitudes():
+    world, without = served(), make_world()
+    held = magnitudes(world)
+    assert len(held) == 2 * LAYERS + 1
+    assert all((array == 1).all() for array in held.values())
+    assert not magnitudes(without)
+    columns = sum(array.shape[-1] for array in held.values())
+    nbytes = [sum(layer.slot_bytes for layer in w.manager.layers()) for w in (world, without)]
+    assert nbytes[0] - nbytes[1] == 4 * columns
+    surveys = [jlora.Survey(Model(), w.manager.config).device_slot_bytes for w in (world, without)]
+    assert surveys[0] - surveys[1] == 2 * 4 * columns
+
+
+def test_plain_adapters_write_no_magnitudes(both):
+    counts = []
+    for world in (served(both[2], max_loras=1), make_world(max_loras=1)):
+        world.manager.add_adapter(dataclasses.replace(both[2], name="other"))
+        world.serve(["other", None, None])
+        stamps = {str(path[-1]): np.asarray(value) for path, value in world.slots() if "stamps" in str(path[-1])}
+        counts.append(stamps)
+    assert counts[0] == counts[1]
+
+
+# --- Norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("param", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("slots", ["float32", "bfloat16"])
+def test_norms_are_those_of_float64(param, slots):
+    k, n, rank = 512, 384, 8
+    model = nnx.Dict(layer=nnx.Linear(k, n, param_dtype=param, rngs=nnx.Rngs(0)))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=rank, dtype=slots, dora=True))
+    rng = np.random.default_rng(0)
+    w = np.asarray(model["layer"].kernel[...]).astype(np.float64)
+    # Factors as after a training: the delta is a tenth of the weight, and partly along it.
+    u, s, v = np.linalg.svd(w, full_matrices=False)
+    a = (-0.1 * s[:rank, None] * u[:, :rank].T + 1e-3 * rng.normal(size=(rank, k))).astype(np.float32)
+    b = (v[:rank].T + 0.1 * rng.normal(size=(n, rank))).astype(np.float32)
+    magnitude = np.linalg.norm(w, axis=0).astype(np.float32)
+    module = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0, magnitude=magnitude)
+    manager.add_adapter(jlora.Adapter(name="a", modules={"layer": module}))
+    manager.activate_adapter("a")
+    a, b = (factor.astype(slots).astype(np.float64) for factor in (a, b))
+    want = magnitude / np.linalg.norm(w.T + 2 * b @ a, axis=1)
+    got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitudes"][...])[0]
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def with_weight(name, **changes):
+    """A DoRA adapter of one module, and a world in whose model that module has changed weights."""
+    world = served()
+    layer = world.model.layers[1].o_proj
+    layer.kernel[...] = changes.get("kernel", lambda w: w)(layer.kernel[...])
+    return world, dora(name, modules=[O_PROJ])
+
+
+def test_a_column_without_norm_is_refused():
+    world, adapter = with_weight("a", kernel=lambda w: w.at[:, 5].set(0))
+    b = adapter.modules[O_PROJ].b
+    b[5] = 0
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: the norm of column 5 .* is 0"):
+        world.manager.add_adapter(adapter)
+    b[5] = 1  # the delta alone has a norm
+    world.manager.add_adapter(adapter)
+    world.check(world.serve(["a", None, "a"]), [adapter, None, adapter])
+
+
+def test_columns_that_cancel_are_refused():
+    world, adapter = with_weight("a")
+    module = adapter.modules[O_PROJ]
+    delta = module.scaling * module.b @ module.a
+    layer = world.model.layers[1].o_proj
+    layer.kernel[...] = layer.kernel[...].at[:, 2].set(-delta[2])
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"{O_PROJ}: the norm of column 2 .* cancels to 0"):
+        world.manager.add_adapter(adapter)
+
+
+def test_base_weights_that_are_not_finite_are_refused():
+    world, adapter = with_weight("a", kernel=lambda w: w.at[3, 4].set(jnp.inf))
+    with pytest.raises(jlora.AdapterMismatchError, match=r"column 4 .* is not finite"):
+        world.manager.add_adapter(adapter)
+
+
+def test_donated_and_quantized_base_weights_are_refused():
+    world, adapter = with_weight("a")
+    kernel = world.model.layers[1].o_proj.kernel
+    kept = jnp.copy(kernel[...])
+    kernel[...].delete()
+    with pytest.raises(jlora.LoRAError, match=rf"{O_PROJ}.kernel: the parameter was donated"):
+        world.manager.add_adapter(adapter)
+    kernel.set_value(kept.astype(jnp.int8))
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: DoRA needs .* {O_PROJ}.kernel is int8"):
+        world.manager.add_adapter(adapter)
+    kernel.set_value(kept)
+    assert world.manager.add_adapter(adapter)
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry", [Scaled("all", 0.5), Scaled("all", -1), Mix({"all": 2}), Mix({"all": 1, "plain": 1}), Mix({"all": 0.5})]
+)
+def test_factors_and_sums_of_dora_are_refused(both, entry):
+    world = served(*both, max_adapters_per_sequence=2, sequence_scales=True, max_loras=3)
+    with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
+        world.manager.prepare(["plain", entry, None])
+    world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])
+
+
+def from_memory(adapter, folder):
+    return adapter
+
+
+def from_files(adapter, folder):
+    adapter.save_pretrained(folder / adapter.name)
+    return jlora.LoRARequest(adapter.name, str(folder / adapter.name))
+
+
+@pytest.mark.parametrize("source", [from_memory, from_files])
+def test_dora_of_an_embedding_is_refused(tmp_path, source):
+    adapter = source(dora("a", modules=["embed", O_PROJ]), tmp_path)
+    world = served()
+    survey = jlora.Survey(Model(), world.manager.config)
+    for call in (world.manager.add_adapter, survey.check):
+        with pytest.raises(jlora.AdapterMismatchError, match="embed: DoRA is served for linear layers, and this is an"):
+            call(adapter)
+
+
+def test_dora_of_experts_is_refused():
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True)
+    manager = jlora.LoRAManager(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), config)
+    k, n = expert_models.HIDDEN, expert_models.INNER
+    module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, magnitude=np.ones(n))
+    adapter = jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module})
+    with pytest.raises(
+        jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*, and this is a product of experts"
+    ):
+        manager.add_adapter(adapter)
+
+
+class Offset(nnx.Module):
+    """A projection with an offset of another name than a bias."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.normal((6, 8)))
+        self.offset = nnx.Param(rngs.normal((8,)))
+
+    def __call__(self, x):
+        return x @ self.w[...] + self.offset[...][None]
+
+
+class Named(Offset):
+    pass
+
+
+class Guessed(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x) + 0
+
+
+jlora.register_layer(Offset, lambda layer: jlora.LinearSpec(6, 8, param="w"))
+jlora.register_layer(Named, lambda layer: jlora.LinearSpec(6, 8, param="w", bias="offset"))
+
+
+def of_layer(layer):
+    model = nnx.Dict(layer=layer)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True))
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 6)), rng.normal(size=(8, 2))
+    module = jlora.ModuleLoRA(a=a, b=b, alpha=2, scaling=1.0, magnitude=rng.uniform(1, 2, 8))
+    return model, manager, jlora.Adapter(name="a", modules={"layer": module})
+
+
+@pytest.mark.parametrize(
+    ("layer", "cause"),
+    [
+        (
+            lambda: Offset(nnx.Rngs(0)),
+            r"no attribute 'bias', and 'offset' may be its bias; name the bias in LinearSpec",
+        ),
+        (lambda: Guessed(6, 8, rngs=nnx.Rngs(0)), "Guessed overrides the __call__ of Linear.* bias .* is not known"),
+    ],
+)
+def test_layers_whose_bias_is_not_known_are_refused(layer, cause):
+    _, manager, adapter = of_layer(layer())
+
+    @jax.jit
+    def forward(model, x, batch):
+        with jlora.use(batch):
+            return model["layer"](x)
+
+    manager.verify(forward, np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32))
+    with pytest.raises(jlora.AdapterMismatchError, match=f"'a': layer: DoRA is not served here: .*{cause}"):
+        manager.add_adapter(adapter)
+
+
+LAYERS_WITH_BIAS = {
+    "named": lambda: Named(nnx.Rngs(0)),
+    "linear": lambda: nnx.Linear(6, 8, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0)),
+    "general": lambda: nnx.LinearGeneral(6, (4, 2), bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0)),
+    "einsum": lambda: nnx.Einsum(
+        "bd,dnh->bnh", (6, 4, 2), (4, 2), bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0)
+    ),
+    "einsum of other order": lambda: nnx.Einsum(
+        "bd,dnh->bhn", (6, 4, 2), (2, 4), bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS_WITH_BIAS)
+def test_biases_are_not_scaled(kind):
+    model, manager, adapter = of_layer(LAYERS_WITH_BIAS[kind]())
+    x = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
+    manager.add_adapter(adapter)
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model["layer"](x)
+
+    def flat(y):
+        y = np.asarray(y, np.float64)
+        return (y.transpose(0, 2, 1) if kind == "einsum of other order" else y).reshape(len(y), -1)
+
+    with manager.prepare([None] * 3) as batch:
+        bias, base = flat(step(model, 0 * x, batch)), flat(step(model, x, batch))
+    with manager.prepare(["a", None, "a"]) as batch:
+        got = flat(step(model, x, batch))
+    layer, lora = model["layer"], adapter.modules["layer"]
+    w = np.asarray((layer.w if kind == "named" else layer.kernel)[...], np.float64).reshape(6, 8)
+    whole = w.T + lora.b @ lora.a
+    want = x @ (whole * (lora.magnitude / np.linalg.norm(whole, axis=1))[:, None]).T + bias
+    np.testing.assert_allclose(got[::2], want[::2], rtol=0, atol=2e-6 * np.abs(want).max())
+    assert (got[1] == base[1]).all()
+    assert np.abs(bias).max() > 0

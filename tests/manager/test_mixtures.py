@@ -1,0 +1,178 @@
+"""`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jlora
+from jlora import Mix, Scaled
+from tests.manager.tiny import LENGTH, SEQUENCES, expected, make_adapter, make_world
+
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    return {name: make_adapter(name, rank=i + 1) for i, name in enumerate(NAMES)}
+
+
+def served(adapters, **config):
+    world = make_world(max_loras=4, **config)
+    for adapter in adapters.values():
+        world.manager.add_adapter(adapter)
+    return world
+
+
+@pytest.fixture(scope="module")
+def world(adapters):
+    return served(adapters, sequence_scales=True, max_adapters_per_sequence=3, activated=True)
+
+
+def parts_of(entry, adapters):
+    if entry is None:
+        return ()
+    return [
+        (adapters[name], scale) for name, scale in (entry.parts if isinstance(entry, Scaled | Mix) else [(entry, 1)])
+    ]
+
+
+def check(world, adapters, entries, first=(0, 0, 0)):
+    with world.manager.prepare(entries, active_from=first) as batch:
+        got = world.logits(batch)
+    want = [
+        expected(world.model, parts_of(entry, adapters), tokens, start)
+        for entry, tokens, start in zip(entries, np.asarray(world.tokens), first, strict=True)
+    ]
+    np.testing.assert_allclose(got, np.stack(want), rtol=0, atol=4e-6 * np.abs(want).max())
+    return got
+
+
+def test_random_batches_of_all_kinds_compile_once(world, adapters):
+    rng = np.random.default_rng(0)
+
+    def entry():
+        kind, names = rng.integers(4), rng.permutation(NAMES)
+        if kind < 2:
+            return (None, str(names[0]))[kind]
+        if kind == 2:
+            return Scaled(str(names[0]), float(rng.choice([0, -1.5, 0.25, 3])))
+        return Mix({str(name): float(rng.normal()) for name in names[: rng.integers(1, 4)]})
+
+    for _ in range(25):
+        entries = [entry() for _ in range(SEQUENCES)]
+        while len({name for e in entries for name in parts_names(e)}) > 4:
+            entries = [entry() for _ in range(SEQUENCES)]
+        check(world, adapters, entries, rng.integers(0, LENGTH + 2, SEQUENCES).tolist())
+    assert len(world.traces) == 1
+
+
+def parts_names(entry):
+    return [] if entry is None else [n for n, _ in entry.parts] if isinstance(entry, Scaled | Mix) else [entry]
+
+
+def test_factor_0_and_inactive_rows_are_bitwise_base(world):
+    base = world.serve([None, None, None])
+    with world.manager.prepare([Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2]) as batch:
+        got = world.logits(batch)
+    assert (got[:2] == base[:2]).all()
+    assert (got[2, :2] == base[2, :2]).all()
+    assert (got[2, 2:] != base[2, 2:]).any(-1).all()
+
+
+def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
+    mix = Mix({"a": 0.5, "b": 0.25, "c": 2})
+    alone = world.serve([mix, None, None])[0]
+    assert (world.serve([mix, "d", Scaled("a", 2)])[0] == alone).all()
+    assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
+
+
+def test_scales_without_mixtures(adapters):
+    world = served(adapters, sequence_scales=True)
+    with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
+        got = world.logits(batch)
+    parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
+    want = np.stack([expected(world.model, p, t) for p, t in zip(parts, np.asarray(world.tokens), strict=True)])
+    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+def test_packed_rows(world, adapters):
+    entries, counts, first = [Mix({"a": 0.5, "b": 2}), None, Scaled("c", 0.5)], [4, 1, 3], [1, 0, 2]
+    tokens = [np.asarray(t)[:count] for t, count in zip(world.tokens, counts, strict=True)]
+
+    @jax.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    packed = jnp.asarray(np.concatenate([*tokens, [0, 0]]), jnp.int32)
+    with world.manager.prepare(entries, counts, pad_to=10, active_from=first) as batch:
+        got = step(world.model, packed, batch)
+    want = [expected(world.model, parts_of(e, adapters), t, f) for e, t, f in zip(entries, tokens, first, strict=True)]
+    want = np.concatenate(want)
+    np.testing.assert_allclose(got[: len(want)], want, rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+def test_cache_keys(world):
+    entries = ["a", Scaled("a", 0.5), Mix({"a": 1, "b": 2}), Scaled("a", 0), None]
+    with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[0, 2, 0, 0, 0]) as batch:
+        keys, versions = batch.cache_keys, batch.versions
+    version = world.manager.list_adapters()["a"].version
+    other = world.manager.list_adapters()["b"].version
+    assert versions == (version, version, (version, other), None, None)
+    assert keys[3:] == (None, None)
+    assert len(set(keys)) == 4
+    with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[3, 2, 0, 0, 0]) as batch:
+        assert batch.cache_keys == (None, *keys[1:])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Scaled("a", float("nan")), "finite"),
+        (lambda: Scaled("a", float("inf")), "finite"),
+        (lambda: Scaled("a", 1e39), "finite float32"),
+        (lambda: Scaled("a", True), "finite"),
+        (lambda: Scaled(None, 1.0), "names"),
+        (lambda: Mix({}), "at least one"),
+        (lambda: Mix(["a"]), "mapping"),
+        (lambda: Mix({"a": "x"}), "finite"),
+        (lambda: Mix({3: 1.0}), "names"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_malformed_descriptions_are_refused(make, message):
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        ([Scaled("a", 0.5)], {}, "sequence_scales=True"),
+        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence is 1"),
+        ([Mix({"a": 2})], {}, "sequence_scales=True"),
+        (["a"], {"active_from": [1]}, "activated=True"),
+    ],
+)
+def test_unconfigured_features_name_their_switch(adapters, entries, options, message):
+    world = make_world()
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        world.manager.prepare(entries, **options)
+
+
+@pytest.mark.parametrize("first", [[1], [0, 0, -1], [0, 0, 0, 0], [0, 1.5, 0], 3])
+@pytest.mark.usefixtures("unchecked_calls")
+def test_malformed_active_from_is_refused(world, first):
+    with pytest.raises(jlora.LoRAUsageError, match="active_from"):
+        world.manager.prepare(["a", None, "b"], active_from=first)
+
+
+def test_slots_count_distinct_adapters(world):
+    with world.manager.prepare([Mix({"a": 1, "b": 1}), Mix({"b": 1, "c": 1}), "d"]):
+        pass
+    small = make_world(max_loras=2, max_adapters_per_sequence=2)
+    for name in NAMES[:3]:
+        small.manager.add_adapter(make_adapter(name))
+    with pytest.raises(jlora.NoFreeSlotError):
+        small.manager.prepare([Mix({"a": 1, "b": 1}), "c"])

@@ -127,6 +127,8 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host (default: --max-loras)"
     )
     lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
+    lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
+    lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
     lora.add_argument("--fully-sharded-loras", action="store_true", help="split A as well as B")
     lora.add_argument("--bitwise-base", action="store_true", help="without an adapter, the bits of the model alone")
     lora.add_argument(

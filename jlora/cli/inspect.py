@@ -15,6 +15,7 @@ from jlora.models import read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
+_SHOWN_TOKENS = 32
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -38,6 +39,11 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
+    if adapter.use_dora:
+        print("DoRA         yes; served with LoRAConfig(dora=True)")
+    if tokens := adapter.invocation_tokens:
+        shown = " ".join(map(str, tokens[:_SHOWN_TOKENS])) + (" ..." if len(tokens) > _SHOWN_TOKENS else "")
+        print(f"aLoRA        active from tokens {shown} on; served with LoRAConfig(activated=True)")
     for line in adapter.unchecked:
         print(f"not checked  {printable(line)}")
     if skip:
@@ -97,7 +103,14 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
       LoRAError: The folder has no served model.
     """
     check_rank(adapter)
-    config = LoRAConfig(max_loras=2, max_shared_expert_loras=1, max_lora_rank=adapter.rank, dtype=np.float32)
+    config = LoRAConfig(
+        max_loras=2,
+        max_shared_expert_loras=1,
+        max_lora_rank=adapter.rank,
+        dtype=np.float32,
+        dora=adapter.use_dora,
+        activated=bool(adapter.invocation_tokens),
+    )
     survey = Survey(read_skeleton(folder), config)
     survey.check(adapter)
     problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]

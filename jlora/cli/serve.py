@@ -68,6 +68,8 @@ def run_serve(args: argparse.Namespace) -> int:
         max_lora_rank=args.max_lora_rank,
         max_cpu_loras=args.max_cpu_loras,
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
+        activated=args.activated_loras,
+        dora=args.dora_loras,
         fully_sharded=args.fully_sharded_loras,
         bitwise_base=args.bitwise_base,
     )

@@ -48,7 +48,8 @@ def generate(
         `config.max_position_embeddings` of `Decoder`.
       prompts: Token ids, one list per sequence, of any length above 0.
       batch: Adapters of the sequences, `manager.prepare([...])` with one entry per prompt. None for a model that is not
-        wrapped.
+        wrapped. Activated LoRA (aLoRA) adapters are active from the last occurrence of their invocation tokens in the
+        prompt on, and nowhere without one, unless the batch was prepared with `active_from`.
       max_new_tokens: Most new tokens of a sequence. Together with the longest prompt it must fit the model's context.
       temperature: 0 takes the likeliest token; above 0, tokens are drawn from softmax(logits / temperature).
       top_k: Draw among the k likeliest tokens only.
@@ -91,6 +92,8 @@ def generate(
         )
     elif top_k is not None or top_p is not None:
         raise ModelError("top_k and top_p only mean something when sampling; give a temperature above 0 as well")
+    if batch is not None and batch.needs_activation:
+        batch = batch.activate_in(prompts)
     out, counts = _run(
         model,
         batch,
@@ -178,10 +181,15 @@ def _run(
             last=chosen,
         )
 
+    # A generated token is active if any row of its prompt is.
+    decoding = batch
+    if batch is not None and batch.active_from is not None:
+        decoding = batch.activate((batch.active_from >= lengths).astype(jnp.int32))
+
     def body(state: _State) -> _State:
         # Token number `step` of a sequence has position `length + step - 1`.
         here = (lengths + state.step - 1)[:, None]
-        with _scope(batch):
+        with _scope(decoding):
             logits, cache = model.extend(state.last[:, None], here, state.cache, jnp.zeros_like(lengths))
         return append(state._replace(cache=cache), logits)
 

@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,30 @@ def test_inspect_prints_the_contents_and_fit_of_an_adapter(capsys):
     assert "4 x q_proj" in out
     assert "bfloat16" in out
     assert ": yes; " in out
+
+
+def test_inspect_shows_activated_lora(capsys, tmp_path):
+    plain = adapter({f"{ATTENTION}.k_proj": (32, 16)}, name="act")
+    tokens = tuple(range(40))
+    replace(plain, invocation_tokens=tokens[:3]).save_pretrained(tmp_path / "act")
+    assert run(["inspect", str(tmp_path / "act"), "--model", str(TIED)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "aLoRA        active from tokens 0 1 2 on; served with LoRAConfig(activated=True)" in lines
+    assert any(line.startswith("fits ") for line in lines)
+    replace(plain, invocation_tokens=tokens).save_pretrained(tmp_path / "act")
+    assert run(["inspect", str(tmp_path / "act")]) == 0
+    assert " 30 31 ... on;" in capsys.readouterr().out
+
+
+def test_inspect_shows_dora(capsys, tmp_path):
+    plain = adapter({f"{ATTENTION}.k_proj": (32, 16)}, name="dora")
+    modules = {n: replace(m, magnitude=np.ones(len(m.b), np.float32)) for n, m in plain.modules.items()}
+    replace(plain, modules=modules).save_pretrained(tmp_path / "dora")
+    assert run(["inspect", str(tmp_path / "dora")]) == 0
+    assert "DoRA         yes; served with LoRAConfig(dora=True)\n" in capsys.readouterr().out
+    plain.save_pretrained(tmp_path / "plain")
+    assert run(["inspect", str(tmp_path / "plain")]) == 0
+    assert "LoRAConfig" not in capsys.readouterr().out
 
 
 def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):

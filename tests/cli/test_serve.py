@@ -68,12 +68,13 @@ SMALL = ("--max-loras", "2", "--max-lora-rank", "32")
 
 
 def test_command_line_of_vllm(served):
-    """The options of vLLM's documentation of LoRA, on the demo's mixture of experts over two devices."""
+    """The options of vLLM's documentation of LoRA and two others, on the demo's mixture of experts over two devices."""
     shift = str(MIXTURE.folder / "adapters" / "shift")
     module = json.dumps({"name": "chat", "path": shift, "base_model_name": "base"})
     options = (
         "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto "
-        "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --host 0.0.0.0 "
+        "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --activated-loras --dora-loras "
+        "--host 0.0.0.0 "
         "--served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
         "--gpu-memory-utilization 0.8 --uvicorn-log-level info"
     )
@@ -85,6 +86,8 @@ def test_command_line_of_vllm(served):
         "chat": (shift, "base"),
     }
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (4, 64, 32)
+    assert config.activated
+    assert config.dora
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("one", "two", "")] == [True, True, False]
     assert found.log_level == "info"

@@ -99,7 +99,7 @@ def test_vocabularies_that_the_shards_do_not_divide(tmp_path, vocab, shards, tie
         again = manager.export_adapter(adapter.name)
         for name, module in adapter.modules.items():
             np.testing.assert_array_equal(again.modules[name].a, module.a)
-            np.testing.assert_array_equal(again.modules[name].b, module.b)  # the scaling is a power of two
+            np.testing.assert_array_equal(again.modules[name].b, module.b)
 
 
 # --- gpt-oss, whose gates and ups alternate in checkpoints ------------------------------------------------------------

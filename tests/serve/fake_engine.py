@@ -175,6 +175,7 @@ class FakeEngine:
                 modules=2,
                 nbytes=100,
                 base_model_name=None,
+                invocation_tokens=(),
             )
             for i, (name, request) in enumerate([*self.loras.items()][:4])
         }

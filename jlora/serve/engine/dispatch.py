@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jlora
 from jlora.errors import LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras, NotLoaded
 from jlora.serve.engine.metrics import EngineMetrics
@@ -194,9 +195,10 @@ class Dispatcher:
         self._filling = sequence
         self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
         try:
-            logits, sequence.filled = self._steps.prefill(
-                sequence.batch, sequence.row, sequence.prompt, sequence.filled
-            )
+            batch = sequence.batch
+            if batch.needs_activation:
+                batch = batch.activate([max(0, sequence.active_from - sequence.filled)])
+            logits, sequence.filled = self._steps.prefill(batch, sequence.row, sequence.prompt, sequence.filled)
             if sequence.filled < len(sequence.prompt):
                 return True
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
@@ -233,6 +235,7 @@ class Dispatcher:
                     error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
                 self._end(sequence, error)
                 continue
+            sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
             sequence.row = self._rows.index(None)
             if sequence.lora is not None:
                 self._loras.not_wanted(sequence.lora)
@@ -267,8 +270,10 @@ class Dispatcher:
             self._batch = None
         else:
             names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
+            never = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
             try:
-                self._batch = self._manager.prepare(names)
+                active_from = never if self._manager.config.activated else None
+                self._batch = self._manager.prepare(names, active_from=active_from)
                 self._active = jax.device_put(np.array([one is not None for one in self._rows]))
             except Exception as error:  # as above
                 self._failed(error, [one for one in self._rows if one is not None])

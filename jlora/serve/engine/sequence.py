@@ -43,6 +43,7 @@ class Sequence:
       detokenizer: text of its tokens.
       absent: True if its adapter was in no slot on arrival.
       held: its adapter, once it has begun.
+      active_from: index of the first prompt token on which its adapter is active; past the prompt for none.
       row: row of the cache, once it has begun; -1 before.
       filled: number of prompt tokens in the cache.
       drawn: number of tokens that steps were dispatched for.
@@ -66,6 +67,7 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     held: HeldAdapter | None = None
     batch: Any = None
+    active_from: int = 0
     row: int = -1
     filled: int = 0
     drawn: int = 0

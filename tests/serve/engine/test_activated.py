@@ -1,0 +1,136 @@
+"""Activated LoRA and DoRA in the engine: answers of `jlora.models.generate`, however prompts are split into chunks."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.models import Decoder, DecoderConfig, generate
+from jlora.serve import Engine, EngineOptions, SamplingParams
+from tests.models.checkpoints import SIZES
+
+CHUNK, ROWS, LIMIT = 16, 4, 5
+INVOCATION = (9, 20, 3)
+CONFIG = DecoderConfig(**(SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2}))
+GREEDY = SamplingParams(temperature=0, max_tokens=LIMIT, ignore_eos=True)
+
+
+def made(name, rank, **fields):
+    """Return an adapter whose deltas are as large as the weights; with magnitudes if its name is "dora"."""
+    rng, modules = np.random.default_rng(rank), {}
+    for layer in range(CONFIG.num_hidden_layers):
+        for module, k, n in (("self_attn.q_proj", 32, 32), ("self_attn.v_proj", 32, 16), ("mlp.down_proj", 48, 32)):
+            a, b = rng.normal(size=(rank, k)) * k**-0.5, rng.normal(size=(n, rank))
+            magnitude = rng.uniform(0.5, 2, n).astype(np.float32) if name == "dora" else None
+            modules[f"model.layers.{layer}.{module}"] = jlora.ModuleLoRA(
+                a=a.astype(np.float32), b=b.astype(np.float32), alpha=rank, scaling=1.0, magnitude=magnitude
+            )
+    return jlora.Adapter(name=name, modules=modules, **fields)
+
+
+def managed(**config):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    return jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=4, max_lora_rank=4, **config))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folder of each adapter by its name."""
+    root, calls = tmp_path_factory.mktemp("adapters"), {"invocation_tokens": INVOCATION}
+    for adapter in (made("called", 4, **calls), made("other", 3, **calls), made("dora", 2), made("plain", 1)):
+        adapter.save_pretrained(root / adapter.name)
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def oracle(folders):
+    """A function that generates the answers of a batch with `jlora.models.generate`."""
+    manager = managed(activated=True, dora=True)
+    for name, path in folders.items():
+        manager.add_adapter(jlora.LoRARequest(name, str(path)))
+
+    def answers(names, prompts):
+        with manager.prepare(names) as batch:
+            return generate(manager.model, prompts, batch=batch, max_new_tokens=LIMIT)
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    manager = managed(activated=True, dora=True)
+    options = EngineOptions(max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, max_model_len=32)
+    engine = Engine(manager.model, manager, options=options)
+    for name, path in folders.items():
+        engine.add_lora(jlora.LoRARequest(name, str(path)))
+    engine.start()
+    yield engine
+    assert engine.close(60)
+
+
+def prompt_of(length, *places, seed=0):
+    """Return a prompt with the invocation tokens at some places."""
+    prompt = np.random.default_rng([length, seed]).integers(30, 60, length)
+    for place in places:
+        prompt[place : place + len(INVOCATION)] = INVOCATION
+    return prompt.tolist()
+
+
+PROMPTS = {
+    "in the first chunk": prompt_of(20, 2),
+    "at the start": prompt_of(11, 0),
+    "split over two chunks": prompt_of(21, 14),
+    "split after one token": prompt_of(24, 15),
+    "at the start of a chunk": prompt_of(24, 16),
+    "at the end": prompt_of(19, 16),
+    "the whole prompt": list(INVOCATION),
+    "twice": prompt_of(26, 3, 17),
+    "twice, the last one split": prompt_of(27, 1, 14),
+    "nowhere": prompt_of(22),
+    "a part of it": [*prompt_of(20), *INVOCATION[:2]],
+}
+
+
+def check(engine, oracle, pairs):
+    names, prompts = zip(*pairs, strict=True)
+    want = [answer for i in range(0, len(pairs), 4) for answer in oracle(names[i : i + 4], prompts[i : i + 4])]
+    under_way = [engine.submit(prompt, GREEDY, lora=name) for name, prompt in pairs]
+    found = [list(one.result(60).tokens) for one in under_way]
+    assert found == want
+    return found
+
+
+def test_prompts_in_chunks(engine, oracle):
+    compiled = engine._steps.compiled()
+    cases = [("called", prompt) for prompt in PROMPTS.values()]
+    cases += [(None, PROMPTS["in the first chunk"])]
+    found = dict(zip(PROMPTS, check(engine, oracle, cases), strict=False))
+    for where in ("nowhere", "a part of it"):
+        base = check(engine, oracle, [(None, PROMPTS[where])] * 4)
+        assert base[0] == found[where]
+    assert engine._steps.compiled() == compiled
+
+
+def test_beside_other_requests(engine, oracle):
+    rng = np.random.default_rng(1)
+    names, prompts = [None, "plain", "dora", "called", "other"], list(PROMPTS.values())
+    drawn = [(names[rng.integers(5)], prompts[rng.integers(len(prompts))]) for _ in range(24)]
+    check(engine, oracle, drawn)
+
+
+def test_answers_depend_on_the_adapter(oracle):
+    """The comparisons above would fail for a request that is served without its adapter, or with it everywhere."""
+    prompt = PROMPTS["twice"]
+    answers = oracle(["called", "plain", "dora", None], [prompt] * 4) + oracle(["other", *[None] * 3], [prompt] * 4)[:1]
+    assert len({tuple(answer) for answer in answers}) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("called", r"activated=True\) .*--activated-loras"), ("dora", r"dora=True\) .*--dora-loras")],
+)
+def test_the_default_configuration_refuses_them(folders, name, flag):
+    manager = managed()
+    engine = Engine(manager.model, manager, options=EngineOptions(max_num_seqs=1, max_model_len=32))
+    with pytest.raises(jlora.AdapterMismatchError, match=rf"{name!r}.*{flag}"):
+        engine.add_lora(jlora.LoRARequest(name, str(folders[name])))

@@ -53,7 +53,7 @@ import jlora
 from benchmarks.decode_step import CONTEXT, decode, flat_step, prefill
 from benchmarks.mesh import PROJECTIONS, SHAPES
 from benchmarks.timing import write_rows
-from jlora.layers.forward.batch import Layout, LoRABatch
+from jlora.layers.forward.batch import Assigned, Layout, LoRABatch
 from jlora.layers.site import allocate
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.wrapped import WrappedModel
@@ -220,7 +220,9 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
     batch = None
     if wrapped is not None:
         ids = _shape((sequences,), "int32", NamedSharding(mesh_of(case), P()))
-        batch = LoRABatch(ids, None, ids, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None)
+        batch = LoRABatch(
+            (Assigned(ids, None, ids),), None, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None
+        )
     step, leaves = flat_step(model, run)
     program = step.lower(leaves, *given, batch).compile()
     text, memory = program.as_text(), program.memory_analysis()
@@ -281,7 +283,7 @@ def volume(found: collections.Counter[tuple[str, str, int]]) -> collections.Coun
 
 
 def slot_bytes(wrapped: WrappedModel) -> int:
-    """Return the bytes of A, B and ranks on one device."""
+    """Return the bytes of A, B, ranks and scales on one device."""
     total = 0
     for site, layer in wrapped.modules.items():
         for name in site.attributes:
@@ -314,7 +316,7 @@ def slot_bytes_by_rule(case: Case, layers: int, rank: int = RANK) -> int:
     values = sum(copies * (n * padded * k // other + rank * size // t) for n, k, size, copies in columns)
     values += sum(copies * (n * rank * k // t + rank * size // other) for n, k, size, copies in rows)
     ranks = sum(n * copies for n, _, _, copies in columns + rows)
-    return layers * SLOTS * (2 * values + 4 * ranks)
+    return layers * SLOTS * (2 * values + 8 * ranks)
 
 
 def allowed(case: Case, layers: int) -> collections.Counter[str]:

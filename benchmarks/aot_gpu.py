@@ -119,7 +119,7 @@ def compile_lora(
         "b": (SLOTS, rank, columns),
     }
     floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes.values()]
-    whole = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens,), (SLOTS, n))]
+    ids, ranks = jax.ShapeDtypeStruct((tokens,), jnp.int32), jax.ShapeDtypeStruct((SLOTS, n, 2), jnp.float32)
 
     def run(base, x, w, a, b, ids, ranks):
         plan = make_plan(ids, num_groups=SLOTS, backend="triton")
@@ -127,7 +127,7 @@ def compile_lora(
             return triton.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
         return triton_product.linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, tiles=tiles)
 
-    return kernels_of(run, *floats, *whole)
+    return kernels_of(run, *floats, ids, ranks)
 
 
 def main() -> None:

@@ -48,8 +48,9 @@ def _sharding(chip: str) -> SingleDeviceSharding:
 
 
 def compile_add_lora(
-    chip: str, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", groups=SLOTS
-):
+    chip: str, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", groups=SLOTS,
+    row_scales: bool = False,
+):  # fmt: skip
     """Compile one `add_lora` with a given plan, and return properties of the program.
 
     Returns:
@@ -59,15 +60,16 @@ def compile_add_lora(
     """
     n, columns = len(slices), sum(slices)
 
-    def f(base, x, a, b, ranks, plan):
-        return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
+    def f(base, x, a, b, ranks, row_scales, plan):
+        return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, row_scales=row_scales)
 
     operand = partial(_operand, chip)
     shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]
     arrays = [operand(shape, dtype) for shape in shapes]
     plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
     plan = jax.tree.map(lambda leaf: operand(leaf.shape, leaf.dtype), plan)
-    program = jax.jit(f, donate_argnums=0).lower(*arrays, operand((groups, n), "int32"), plan).compile()
+    scales = operand((groups, n, 2), "float32"), operand((tokens,), "float32") if row_scales else None
+    program = jax.jit(f, donate_argnums=0).lower(*arrays, *scales, plan).compile()
     (kernel,), given = _kernels(program.as_text())
     sizes = mosaic_tpu._sizes(*arrays, slices)
     return {
@@ -110,8 +112,9 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
 
     # Slots and experts are separate axes, as in a layer, because XLA chooses the layout of an argument by its shape.
     r, h, i = rank, e.hidden, e.intermediate
-    shapes = [(2, r, h), (r, 2 * i), (2,), (1, r, i), (r, h), (1,)]
-    weights = [operand((slots, e.experts, *s), "int32" if len(s) == 1 else "bfloat16") for s in shapes]
+    shapes = [(2, r, h), (r, 2 * i), (2, 2), (1, r, i), (r, h), (1, 2)]
+    dtypes = ["bfloat16", "bfloat16", "float32"] * 2
+    weights = [operand((slots, e.experts, *s), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
     bases = [operand((pairs, 2 * i), "bfloat16"), operand((tokens, h), "bfloat16")]
     ids = operand((tokens,), "int32"), operand((tokens, e.top_k), "int32")
     program = jax.jit(f).lower([weights] * layers, *ids, [bases] * layers, operand((tokens, h), "bfloat16")).compile()

@@ -2,13 +2,16 @@
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
+    python -m benchmarks.decode_step --adapters-per-sequence 2
+    python -m benchmarks.decode_step --dora
 
 The weights are random bf16. There are 64 slots for all seven modules of Llama-3-8B, or 8 slots for attention and all
 experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
 `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens in eight sequences of 512, with the logits of the last
 token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
 alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
-layer.
+layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
+slot holds a DoRA adapter.
 """
 
 import argparse
@@ -140,7 +143,12 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
             held = variable.get_value()
             variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
         ranks = getattr(layer, site.attributes[2])
-        ranks.set_value(jnp.full_like(ranks.get_value(), rank))
+        ranks.set_value(jnp.zeros_like(ranks.get_value()) + jnp.array([rank, 1.0]))
+        if site.spec.dora:
+            magnitudes = getattr(layer, site.attributes[3])
+            key, sub = jax.random.split(key)
+            held = magnitudes.get_value()
+            magnitudes.set_value(1 + _normal(sub, held.shape, held.dtype, 0.1, held.sharding))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -154,11 +162,12 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     slots = np.full(sequences, manager.config.max_loras, np.int32)
     if adapters:
         slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
+        slots = (slots[:, None] + np.arange(min(adapters, manager.config.max_adapters_per_sequence))) % adapters
     return batch_of(manager, slots)
 
 
 def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
-    """Return the batch of sequences [B] in these slots.
+    """Return the batch of sequences in these slots, [B] or [B, adapters of a sequence].
 
     The slots were filled without the manager, so the batch leases no adapter.
     """
@@ -177,6 +186,8 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
         "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
         "rank": args.rank,
         "slots": MODELS[args.model][2],
+        "adapters_per_sequence": args.adapters_per_sequence,
+        "dora": args.dora,
     }
     with open(args.out, "w") as file:
         json.dump({"about": about, "rows": rows, "profiles": profiles}, file, indent=1)
@@ -204,6 +215,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--steps", nargs="*", default=["prefill", "decode"])
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--adapters-per-sequence", type=int, default=1)
+    parser.add_argument("--dora", action="store_true")
     args = parser.parse_args()
 
     shape, layers, slots = MODELS[args.model]
@@ -215,7 +228,14 @@ def main() -> None:
     projections = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     manager = jlora.LoRAManager(
         model,
-        jlora.LoRAConfig(max_loras=slots, max_lora_rank=args.rank, dtype=jnp.bfloat16, target_modules=projections),
+        jlora.LoRAConfig(
+            max_loras=slots,
+            max_lora_rank=args.rank,
+            dtype=jnp.bfloat16,
+            target_modules=projections,
+            max_adapters_per_sequence=args.adapters_per_sequence,
+            dora=args.dora,
+        ),
     )
     fill_slots(manager, args.rank)
     lora_decode, lora_leaves = flat_step(model, decode)

@@ -145,7 +145,7 @@ class Shape:
         present = np.unique(host_ids[sample][host_ids[sample] < SLOTS])
         local = np.where(host_ids[sample] < SLOTS, np.searchsorted(present, host_ids[sample]), len(present) + SAMPLE)
         present = np.resize(present, SAMPLE)  # one shape, so that the gather compiles once
-        inside = np.arange(self.rank) < np.asarray(ranks)[present][..., None]  # [G, n, R]
+        inside = np.arange(self.rank) < np.asarray(ranks)[present][..., :1]  # [G, n, R]
         a_present = np.where(inside[..., None], np.asarray(a[present]), 0)
         want = oracle.lora_delta(x[sample], local, a_present, b[present], self.projection.slices)
         error = float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
@@ -161,7 +161,7 @@ class Shape:
         count = len(self.layers)
         used = np.asarray(ids)[np.asarray(ids) < SLOTS]
         present = np.unique(used)  # a half-empty batch may not have all adapters
-        floor = floor_us(self.projection, float(np.asarray(ranks)[present].mean()), len(used), len(present))
+        floor = floor_us(self.projection, float(np.asarray(ranks)[present, :, 0].mean()), len(used), len(present))
         row = {
             "projection": self.projection.name, "rank": self.rank, "tokens": self.tokens, "adapters": adapters,
             "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,

@@ -120,7 +120,7 @@ class Row:
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (pairs, second)]
 
     def ranks(self):
-        return jnp.full((self.groups, 2), self.rank, jnp.int32)
+        return jnp.broadcast_to(jnp.array([self.rank, 1], jnp.float32), (self.groups, 2, 2))
 
     def plan_all(self, b: Batch):
         plan, token, order = route(b, self.e, self.slots)

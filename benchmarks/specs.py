@@ -64,12 +64,12 @@ def group_ids(tokens: int, adapters: int, slots: int = SLOTS, mix: str = "distin
 
 
 def ranks(projection: Projection, rank: int, slots: int = SLOTS, mix: str = "distinct", seed: int = 0) -> np.ndarray:
-    """Return the int32 [slots, n] true rank of every slot and slice.
+    """Return the float32 [slots, n, 2] true rank of every slot and slice, and its scale, which is 1.
 
-    All are `rank`; for the mix "ranks" each is a random one of 1, 2, 4, ... `rank`. A slot has the same rank in all its
-    slices, as an adapter does.
+    All ranks are `rank`; for the mix "ranks" each is a random one of 1, 2, 4, ... `rank`. A slot has the same rank in
+    all its slices, as an adapter does.
     """
-    if mix != "ranks":
-        return np.full((slots, len(projection.slices)), rank, np.int32)
+    found = np.ones((slots, len(projection.slices), 2), np.float32)
     powers = np.random.default_rng(seed).integers(0, rank.bit_length(), size=(slots, 1))
-    return np.broadcast_to(2**powers, (slots, len(projection.slices))).astype(np.int32)
+    found[..., 0] = 2**powers if mix == "ranks" else rank
+    return found

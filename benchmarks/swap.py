@@ -1,11 +1,12 @@
 """Measure the cost of bringing an adapter into a slot, and its effect on a concurrent decode loop.
 
-    python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20]
+    python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20] [--dora]
 
 Adapters of rank 16 have all seven modules of the Llama-3-8B shape (84 MB in bf16). They are loaded into two models, the
 reference decoder (128 merged projections) and one with 224 separate projections. Times are medians in milliseconds:
 `host` until the call returns, `all` until the slot arrays are ready. For comparison, plain copies of as many bytes, and
-launches of a program with as many arrays that changes none of them, are timed.
+launches of a program with as many arrays that changes none of them, are timed. With `--dora`, only the decode loop is
+measured, beside loads of DoRA adapters, whose norms the device computes between steps.
 """
 
 import argparse
@@ -64,8 +65,8 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def adapters(config: DecoderConfig, rank: int, prefix: str, count: int) -> list[jlora.Adapter]:
-    """Return random adapters on all seven modules, with the model's module names."""
+def adapters(config: DecoderConfig, rank: int, prefix: str, count: int, *, dora: bool = False) -> list[jlora.Adapter]:
+    """Return random adapters on all seven modules, with the model's module names, and magnitudes if `dora` is True."""
     rng = np.random.default_rng(0)
     made = []
     for i in range(count):
@@ -78,7 +79,7 @@ def adapters(config: DecoderConfig, rank: int, prefix: str, count: int) -> list[
                 a = (rng.standard_normal((rank, k), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
                 b = (rng.standard_normal((n, rank), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
                 modules[f"{prefix}layers.{layer}.{part}{name}"] = jlora.ModuleLoRA(
-                    a=a, b=b, alpha=2.0 * rank, scaling=2.0
+                    a=a, b=b, alpha=2.0 * rank, scaling=2.0, magnitude=np.ones(n, np.float32) if dora else None
                 )
         made.append(jlora.Adapter(name=f"adapter{i}", modules=modules))
     return made
@@ -257,7 +258,10 @@ def plain_copies(nbytes: int) -> dict[str, float]:
 def decode_beside_swaps(
     manager: jlora.LoRAManager, model: Decoder, requests: list[jlora.LoRARequest], seconds: float
 ) -> dict[str, float]:
-    """Measure tokens per second of a decode loop alone, and while an adapter a second is read and swapped in."""
+    """Measure tokens per second and the longest step of a decode loop alone, and beside one load and swap a second.
+
+    Four steps are waited for together. The longest step is a quarter of the longest four.
+    """
     graphdef, *states = nnx.split(model, jlora.SlotParam, ...)
     slots_tree, rest_tree = map(jax.tree.structure, states)
     rest = jax.tree.leaves(states[1])
@@ -272,9 +276,9 @@ def decode_beside_swaps(
             logits, _ = merged.extend(tokens, positions, cache, jnp.zeros(SEQUENCES, jnp.int32))
         return jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
 
-    def loop(length: float, swap: bool) -> tuple[float, int]:
+    def loop(length: float, swap: bool) -> tuple[float, float, list[float]]:
         nonlocal tokens
-        names, ready, stop = ["adapter0"] * SEQUENCES, [], threading.Event()
+        names, ready, loads, stop = ["adapter0"] * SEQUENCES, [], [], threading.Event()
 
         def feed() -> None:
             for i in range(10**6):
@@ -282,35 +286,41 @@ def decode_beside_swaps(
                     return
                 request = requests[i % len(requests)]
                 manager.remove_adapter(request.name, timeout=10)
+                begun = time.perf_counter()
                 manager.prefetch(request).result()
+                loads.append(time.perf_counter() - begun)
                 ready.append(request.name)
 
         if swap:
             threading.Thread(target=feed, daemon=True).start()
-        count, swapped, start = 0, 0, time.perf_counter()
+        count, longest, start = 0, 0.0, time.perf_counter()
+        last = start
         while time.perf_counter() - start < length:
             if ready:
                 names = [ready.pop()] * 8 + ["adapter0"] * (SEQUENCES - 8)
-                swapped += 1
             with manager.prepare(names) as batch:
                 tokens = step(jax.tree.leaves(manager.slots), rest, tokens, batch)
             count += 1
             if count % 4 == 0:
                 jax.block_until_ready(tokens)
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
         jax.block_until_ready(tokens)
         elapsed = time.perf_counter() - start
         stop.set()
-        return count * SEQUENCES / elapsed, swapped
+        return count * SEQUENCES / elapsed, longest / 4 * 1e3, loads
 
     manager.prepare(["adapter0"]).close()
     loop(3.0, False)
-    alone, _ = loop(seconds, False)
-    beside, swapped = loop(seconds, True)
+    alone, longest_alone, _ = loop(seconds, False)
+    beside, longest, loads = loop(seconds, True)
     time.sleep(1.5)
-    again, _ = loop(seconds, False)
+    again, _, _ = loop(seconds, False)
     return {
         "alone_tokens_s": round(alone), "beside_tokens_s": round(beside), "alone_again_tokens_s": round(again),
-        "swaps": swapped, "slower": round(1 - beside / max(alone, again), 4),
+        "swaps": len(loads), "slower": round(1 - beside / max(alone, again), 4),
+        "longest_step_alone_ms": round(longest_alone, 2), "longest_step_beside_ms": round(longest, 2),
+        "first_load_s": round(loads[0], 3), "load_s": round(statistics.median(loads), 3),
     }  # fmt: skip
 
 
@@ -321,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--dora", action="store_true")
     args = parser.parse_args()
     config = llama_3_8b(args.layers)
     options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16)
@@ -337,26 +348,31 @@ def main() -> None:
         if args.out:
             Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
+    if not args.dora:
+        with tempfile.TemporaryDirectory() as folder:
+            made = adapters(config, args.rank, "", ADAPTERS)
+            keep("plain copies", plain_copies(made[0].nbytes))
+            manager = jlora.LoRAManager(Separate(config), options)
+            assert len(manager._pool.sites) == 7 * args.layers
+            keep("224 separate", measure(manager, made, Path(folder), args.profile))
+            del manager, made
+        programs.compiled_write.cache_clear()
+        programs.compiled_ranks.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
-        made = adapters(config, args.rank, "", ADAPTERS)
-        keep("plain copies", plain_copies(made[0].nbytes))
-        manager = jlora.LoRAManager(Separate(config), options)
-        assert len(manager._pool.sites) == 7 * args.layers
-        keep("224 separate", measure(manager, made, Path(folder), args.profile))
-        del manager, made
-    programs.compiled_write.cache_clear()
-    programs.compiled_ranks.cache_clear()
-    with tempfile.TemporaryDirectory() as folder:
-        made = adapters(config, args.rank, "model.", ADAPTERS)
+        made = adapters(config, args.rank, "model.", ADAPTERS, dora=args.dora)
         model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
         options = jlora.LoRAConfig(
             max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16,
-            target_modules=targets,
+            target_modules=targets, dora=args.dora,
         )  # fmt: skip
         manager = jlora.LoRAManager(model, options)
-        keep("128 merged", measure(manager, made, Path(folder), args.profile))
-        manager.remove_all_adapters()
+        if args.dora:
+            for adapter in made[1:]:
+                adapter.save_pretrained(Path(folder) / adapter.name)
+        else:
+            keep("128 merged", measure(manager, made, Path(folder), args.profile))
+            manager.remove_all_adapters()
         manager.add_adapter(made[0])
         requests = [jlora.LoRARequest(f"file {a.name}", str(Path(folder) / a.name)) for a in made[1:]]
         keep("decode beside swaps", decode_beside_swaps(manager, model, requests, args.seconds))

@@ -18,7 +18,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, Projection, group_ids
+from benchmarks.specs import PROJECTIONS, RANKS, Projection, group_ids
+from benchmarks.specs import ranks as true_ranks
 from benchmarks.timing import chain, compile_all, kernel_us, random_layers
 from jlora.pallas.gpus import current_gpu, platform
 from jlora.pallas.tables import Key, Table, entry_of, read_table
@@ -79,7 +80,7 @@ def tune(projection: Projection, rank: int, tokens: int, layers) -> GPUTiles:
     """Return the best tiles of one shape over its mixes."""
     x = jax.random.normal(jax.random.key(1), (tokens, projection.k), jnp.bfloat16)
     base = jnp.ones((tokens, projection.n), jnp.bfloat16)
-    ranks = jnp.full((SLOTS, len(projection.slices)), rank, jnp.int32)
+    ranks = jnp.asarray(true_ranks(projection, rank))
     ids = [jnp.asarray(group_ids(tokens, adapters)) for adapters in MIXES[tokens]]
 
     def trial(tiles: GPUTiles):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.specs import SLOTS, Projection, group_ids
+from benchmarks.specs import ranks as true_ranks
 from benchmarks.timing import compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from benchmarks.tune import EXPAND_FIELDS, FEW_EXPANDS, LAYERS, SHRINK_FIELDS, begin, command_line, write_table
 from jlora import ops
@@ -70,7 +71,7 @@ class Search:
         pairs = random_layers(projection, rank, LAYERS)
         self.layers = [(make(key), *pair) for key, pair in zip(keys, pairs, strict=True)]
         self.x = jax.random.normal(jax.random.key(1), (rows, projection.k), jnp.bfloat16)
-        self.ranks = jnp.full((SLOTS, len(projection.slices)), rank, jnp.int32)
+        self.ranks = jnp.asarray(true_ranks(projection, rank))
         none = np.full(rows, SLOTS, np.int32)
         _, a, b = self.layers[0]
         # Tiles that fit with the largest `tile_m` for so few rows fit with any.

@@ -621,8 +621,9 @@ class LoRAManager:
             [batch, length, features].
           active_from: with `LoRAConfig(activated=True)`, the first row of each sequence in this forward that takes its
             adapter: 0 for all rows, and the number of rows or more for none. Layers that get one row a sequence beside
-            longer sequences (as a head on the last token) are given the last row. None: all rows are active, which is
-            refused for aLoRA adapters.
+            longer sequences (as a head on the last token) are given the last row. Rows [batch, n, m, features] are
+            counted along n, which must be the declared or seen length. None: all rows are active, which is refused for
+            aLoRA adapters.
           wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
             `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
           timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits

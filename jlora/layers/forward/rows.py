@@ -28,7 +28,7 @@ class RowMap:
       source: integers [M], the index of the sequence (or token) of each row of the layer. Rows with an index outside
         the batch take no adapter.
       of: "sequences" if `source` indexes the batch's sequences, "tokens" for its tokens: packed rows, or [B, L]
-        flattened.
+        flattened. With `prepare(..., active_from=)` a row of a sequence is its last one.
       length: L, required for `of="tokens"` if rows are not packed and neither `prepare(..., length=)` nor [B, L] rows
         of an earlier layer define it.
       expert: integers [M], the expert of each row of a product of experts; None elsewhere. Rows with an index of no

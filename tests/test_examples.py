@@ -105,5 +105,5 @@ def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
 
 def test_all_examples_are_run_here():
     assert {file.name for file in EXAMPLES.glob("*.py")} == {
-        *("own_model.py", "serve_multihost.py", "serve_tp.py", "train_demo.py"),
+        *("own_model.py", "serve_multihost.py", "serve_tp.py", "speculative.py", "train_demo.py"),
     }

@@ -4,6 +4,7 @@
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
     python -m benchmarks.decode_step --adapters-per-sequence 2
     python -m benchmarks.decode_step --dora
+    python -m benchmarks.decode_step --batch-invariant
 
 The weights are random bf16. There are 64 slots for all seven modules of Llama-3-8B, or 8 slots for attention and all
 experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
@@ -11,7 +12,7 @@ experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one
 token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
 alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
 layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
-slot holds a DoRA adapter.
+slot holds a DoRA adapter. `--batch-invariant` sets the option of that name.
 """
 
 import argparse
@@ -188,6 +189,7 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
         "slots": MODELS[args.model][2],
         "adapters_per_sequence": args.adapters_per_sequence,
         "dora": args.dora,
+        "batch_invariant": args.batch_invariant,
     }
     with open(args.out, "w") as file:
         json.dump({"about": about, "rows": rows, "profiles": profiles}, file, indent=1)
@@ -217,6 +219,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--adapters-per-sequence", type=int, default=1)
     parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true")
     args = parser.parse_args()
 
     shape, layers, slots = MODELS[args.model]
@@ -235,6 +238,7 @@ def main() -> None:
             target_modules=projections,
             max_adapters_per_sequence=args.adapters_per_sequence,
             dora=args.dora,
+            batch_invariant=args.batch_invariant,
         ),
     )
     fill_slots(manager, args.rank)

@@ -12,7 +12,8 @@ experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one
 token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
 alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
 layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
-slot holds a DoRA adapter. `--batch-invariant` sets the option of that name.
+slot holds a DoRA adapter. With `--batch-invariant`, the same steps with `LoRAConfig(batch_invariant=True)` are timed
+beside the default.
 """
 
 import argparse
@@ -159,6 +160,22 @@ def _normal(key, shape, dtype, scale: float, where):
     return jax.lax.with_sharding_constraint(values, where) if isinstance(where, NamedSharding) else values
 
 
+def serve(model: Decoder, slots: int, args: argparse.Namespace, **options) -> jlora.LoRAManager:
+    """Wrap the model, and fill its slots."""
+    config = jlora.LoRAConfig(
+        max_loras=slots,
+        max_lora_rank=args.rank,
+        dtype=jnp.bfloat16,
+        target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        max_adapters_per_sequence=args.adapters_per_sequence,
+        dora=args.dora,
+        **options,
+    )
+    manager = jlora.LoRAManager(model, config)
+    fill_slots(manager, args.rank)
+    return manager
+
+
 def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     slots = np.full(sequences, manager.config.max_loras, np.int32)
     if adapters:
@@ -228,22 +245,14 @@ def main() -> None:
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     base_decode, base_leaves = flat_step(model, decode)
     base_prefill, _ = flat_step(model, prefill)
-    projections = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    manager = jlora.LoRAManager(
-        model,
-        jlora.LoRAConfig(
-            max_loras=slots,
-            max_lora_rank=args.rank,
-            dtype=jnp.bfloat16,
-            target_modules=projections,
-            max_adapters_per_sequence=args.adapters_per_sequence,
-            dora=args.dora,
-            batch_invariant=args.batch_invariant,
-        ),
-    )
-    fill_slots(manager, args.rank)
+    invariant = nnx.clone(model) if args.batch_invariant else None  # shares the arrays
+    manager = serve(model, slots, args)
     lora_decode, lora_leaves = flat_step(model, decode)
     lora_prefill, _ = flat_step(model, prefill)
+    if invariant is not None:
+        other = serve(invariant, slots, args, batch_invariant=True)
+        invariant_decode, invariant_leaves = flat_step(invariant, decode)
+        invariant_prefill, _ = flat_step(invariant, prefill)
 
     def floor(size: int, adapters: int) -> float:
         """Return the least milliseconds for reading the adapters."""
@@ -253,7 +262,10 @@ def main() -> None:
     if "prefill" in args.steps:
         tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
         calls = {"base": (base_prefill, base_leaves, tokens, None)}
-        calls |= {n: (lora_prefill, lora_leaves, tokens, make_batch(manager, 8, n)) for n in (0, 1, 8)}
+        for n in (0, 1, 8):
+            calls[n] = lora_prefill, lora_leaves, tokens, make_batch(manager, 8, n)
+            if invariant is not None:
+                calls[f"{n} batch invariant"] = invariant_prefill, invariant_leaves, tokens, make_batch(other, 8, n)
         measure("prefill", 8, calls, 3, floor, args, rows, profiles)
     for size in args.batches if "decode" in args.steps else ():
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
@@ -261,6 +273,9 @@ def main() -> None:
         calls = {"base": (base_decode, base_leaves, *step, None)}
         for adapters in (n for n in ADAPTERS if n <= min(size, slots)):
             calls[adapters] = (lora_decode, lora_leaves, *step, make_batch(manager, size, adapters))
+            if invariant is not None:
+                batch = make_batch(other, size, adapters)
+                calls[f"{adapters} batch invariant"] = (invariant_decode, invariant_leaves, *step, batch)
         if size == 64:
             calls["base only"] = (lora_decode, lora_leaves, *step, None)
         measure("decode", size, calls, 10, floor, args, rows, profiles)
@@ -285,7 +300,8 @@ def measure(
         row["overhead"] = times[adapters] / times["base"] - 1
         row["throughput_kept"] = times["base"] / times[adapters]
         if step == "decode":
-            row["floor_overhead"] = 0 if adapters == "base only" else floor(size, adapters) / times["base"]
+            count = 0 if adapters == "base only" else int(str(adapters).split()[0])
+            row["floor_overhead"] = floor(size, count) / times["base"]
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.profile and size in (8, 64):

@@ -19,7 +19,7 @@ from jlora.layers.wrap.discover import _describe
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-LONG = {"mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
+LONG = {"adapters.md", "mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
 OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
 PAGES = [

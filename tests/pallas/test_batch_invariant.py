@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
 SIZES, K, RANK, SLOTS, EXPERTS = (20, 9), 600, 24, 5, 3
 NUMBERS = [1, 17, 64]
-BACKENDS = pytest.mark.parametrize("backend", [TRITON, MOSAIC])
+SLOW_MOSAIC = pytest.param(*MOSAIC.values, marks=[*MOSAIC.marks, pytest.mark.slow])
+BACKENDS = pytest.mark.parametrize("backend", [TRITON, SLOW_MOSAIC])
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_tiles_of_a_table_do_not_follow_the_number_of_rows(factors, interpret, t
         assert alike(of_one_row(run, factors, [1, 64])) == batch_invariant
 
 
-@pytest.mark.parametrize("backend", [TRITON, pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
+@BACKENDS
 def test_shrink_and_expand(factors, backend):
     options = {"batch_invariant": True, "interpret": interpret_of(backend)}
     shrink_of, expand_of = (partial(getattr(MODULES[backend], op), **options) for op in ("shrink", "expand"))

@@ -36,6 +36,8 @@ SCALES = np.array([[1 / 1024, 5], [64, -0.3], [2, 7], [-2, 1 / 3]], np.float32)
 ROW_SCALES = np.array([1, -1, 0.125, 3, 0.7, 1, 1, 9, 1, -2, np.nan, 0, 1e3], np.float32)  # NaN is that of no group
 OWNED = (IDS >= 0) & (IDS < 4)
 BACKENDS = pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
+SLOW_MOSAIC = pytest.param(*MOSAIC.values, marks=[*MOSAIC.marks, pytest.mark.slow])
+THINNED_BACKENDS = pytest.mark.parametrize("backend", [XLA, TRITON, SLOW_MOSAIC])
 
 
 def scaled(a, b, ranks, scales, sizes):
@@ -87,7 +89,7 @@ def test_add_lora(operands, backend, row_scales):
     untouched_bits(got, base)
 
 
-@BACKENDS
+@THINNED_BACKENDS
 def test_shrink_is_unscaled_and_expand_scales(operands, backend):
     base, x, a, b, plan = operands
     ranks = with_scales(RANKS, SCALES)
@@ -137,7 +139,7 @@ def with_magnitudes(base, total, magnitudes, bias):
     return np.where(touched, base + (mm - 1) * (base - bias) + mm * delta, base)
 
 
-@BACKENDS
+@THINNED_BACKENDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_magnitudes(operands, backend, dtype, with_bias):
@@ -159,7 +161,7 @@ def test_magnitudes(operands, backend, dtype, with_bias):
     untouched_bits(np.asarray(got, np.float32), np.asarray(base, np.float32))
 
 
-@BACKENDS
+@THINNED_BACKENDS
 def test_magnitudes_of_expand(operands, backend):
     base, x, a, b, plan = operands
     ranks, magnitudes = with_scales(RANKS, SCALES), magnitudes_of()

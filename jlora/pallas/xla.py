@@ -200,7 +200,7 @@ def finish(total, base, plan: Plan, slice_sizes, ranks, magnitudes, bias):
     Unchanged values are selected from the base and not added to, since -0.0 + 0.0 is +0.0.
     """
     if magnitudes is not None:
-        group, parts = plan.tile_group[_tile_of_rows(plan)], []
+        group, parts = plan.tile_group[tile_of_rows(plan)], []
         for start in range(0, base.shape[1], COLUMNS):
             columns = slice(start, start + COLUMNS)
             own_bias = None if bias is None else bias[columns]
@@ -220,7 +220,12 @@ def rescale(total, magnitudes, bias):
     return jnp.where(magnitudes == 1, total, bias + magnitudes * (total - bias))
 
 
-def _tile_of_rows(plan: Plan):
+def all_ranks(groups: int, n: int, rank: int):
+    """Return [groups, n, 2] ranks that are all `rank`, with scale 1."""
+    return jnp.broadcast_to(jnp.array([rank, 1], jnp.float32), (groups, n, 2))
+
+
+def tile_of_rows(plan: Plan):
     """Return [M], the tile of each row, and any for a dropped row."""
     return jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
 
@@ -230,4 +235,4 @@ def _present(plan: Plan, ranks, slices: int):
     grouped = jnp.broadcast_to(_has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped
-    return grouped & (ranks[plan.tile_group[_tile_of_rows(plan)], :, 0] > 0)
+    return grouped & (ranks[plan.tile_group[tile_of_rows(plan)], :, 0] > 0)

@@ -77,7 +77,7 @@ def add_lora(
     s = _sizes(base, x, a, b, slice_sizes, batch_invariant)
     assert s is not None
     if ranks is None:
-        ranks = jnp.broadcast_to(jnp.array([s.rank, 1], jnp.float32), (s.groups, len(s.slices), 2))
+        ranks = xla.all_ranks(s.groups, len(s.slices), s.rank)
     if plan.experts > 1:  # an expert's groups may all have the same place in a bundle, so sort rows
         s = replace(s, by_group=True)
     group, order = _row_groups(plan), plan.row_order
@@ -175,7 +175,7 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_inv
 
 
 def _row_groups(plan: Plan) -> Int[jax.Array, "M"]:
-    tile = jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
+    tile = xla.tile_of_rows(plan)
     return jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, plan.tile_group[tile], NOBODY)
 
 

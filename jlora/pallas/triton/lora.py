@@ -24,7 +24,6 @@ from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, rank_block
 from jlora.pallas.triton import fused
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
-    all_ranks,
     both,
     compiler_params,
     dot,
@@ -40,7 +39,7 @@ from jlora.pallas.triton.parts import (
     store,
     tiles_used,
 )  # fmt: skip
-from jlora.pallas.xla import rescale
+from jlora.pallas.xla import all_ranks, rescale, tile_of_rows
 
 MAX_RANK = 512
 INVARIANT_ROWS = 64  # number of rows for which the tiles of `batch_invariant` calls are chosen
@@ -92,7 +91,7 @@ def shrink(
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
-    group = plan.tile_group[jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)]
+    group = plan.tile_group[tile_of_rows(plan)]
     rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group, :, 0].T, 0)  # [n, M]
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 

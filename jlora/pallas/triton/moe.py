@@ -17,7 +17,6 @@ from jlora.pallas.tables import gpu_tiles
 from jlora.pallas.tiles import GPUTiles
 from jlora.pallas.triton.lora import expand_parts, problem_of, shrink_parts
 from jlora.pallas.triton.parts import (
-    all_ranks,
     compiler_params,
     dot,
     dot_dtype,
@@ -27,6 +26,7 @@ from jlora.pallas.triton.parts import (
     store,
     tiles_used,
 )
+from jlora.pallas.xla import all_ranks, tile_of_rows
 
 COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
 
@@ -86,10 +86,10 @@ def combine_lora(
 
 def _ranks_of_pairs(plan: Plan, token_plan: Plan, rows, experts, ranks):
     """Return the rank of each of a token's pairs [T, k], 0 for none, and its scale [T, k]."""
-    tile = jnp.minimum(token_plan.row_slot // token_plan.tile_m, token_plan.num_tiles - 1)
     inside = (token_plan.row_slot < token_plan.num_tiles * token_plan.tile_m)[:, None]
     inside &= (rows >= 0) & (rows < plan.num_rows)
-    group = token_plan.tile_group[tile][:, None] * (plan.num_groups // token_plan.num_groups) + experts
+    slots = token_plan.tile_group[tile_of_rows(token_plan)]
+    group = slots[:, None] * (plan.num_groups // token_plan.num_groups) + experts
     own = ranks[jnp.clip(group, 0, plan.num_groups - 1), 0]  # [T, k, 2]
     return jnp.where(inside, own[..., 0], 0), own[..., 1]
 

@@ -28,11 +28,6 @@ def h_dtype(x, a, b):
     return jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
 
 
-def all_ranks(groups: int, n: int, rank: int):
-    """Return [groups, n, 2] ranks that are all `rank`, with scale 1."""
-    return jnp.broadcast_to(jnp.array([rank, 1], jnp.float32), (groups, n, 2))
-
-
 def tiles_used(used_ref, group_ref):
     """Return the number of used tiles.
 

@@ -21,7 +21,6 @@ from jlora.pallas.tiles import GPUTiles, ProductTiles, matrix_rows, rank_block
 from jlora.pallas.triton.lora import column_chunks, expand_parts, shrink_kernel, shrink_programs, sum_parts
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
-    all_ranks,
     both,
     compiler_params,
     dot,
@@ -35,7 +34,7 @@ from jlora.pallas.triton.parts import (
     share_out,
     store,
 )
-from jlora.pallas.xla import rescale
+from jlora.pallas.xla import all_ranks, rescale
 
 MAX_ROWS = 128  # all rows are one block of a matrix unit, whose sums are in registers
 

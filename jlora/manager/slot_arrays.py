@@ -105,9 +105,12 @@ class SlotArrays:
         self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
         self._written = self._variables[0]  # a variable of the last write
         self._ones = np.ones(count_columns(self.sites), np.float32)  # magnitudes of a plain adapter
-        # Ranks and magnitudes last written to each slot; None if unknown.
-        self._ranks: list[np.ndarray | None] = [None] * num_slots
-        self._magnitudes: list[np.ndarray | None] = [self._ones] * num_slots
+        self._tables = _TABLES if self._ones.size else _TABLES[:1]
+        # Values of each table last written to each slot; None if unknown.
+        self._written_tables: dict[str, list[np.ndarray | None]] = {
+            "ranks": [None] * num_slots,
+            "magnitudes": [self._ones] * num_slots,
+        }
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
@@ -167,8 +170,7 @@ class SlotArrays:
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
-            self._ranks = [None] * len(self.table)
-            self._magnitudes = [None] * len(self.table)
+            self._written_tables = {table: [None] * len(self.table) for table in _TABLES}
         if lost or self._renumbering:
             self._renumbering = True
             lost.add(len(self._variables) - 1)  # the stamps, for the counts that follow
@@ -242,21 +244,16 @@ class SlotArrays:
         self.compile()
         waves = self._waves(only or packed.ahead or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
-        held = None if slot in self.dirty else self._ranks[slot]
-        new_ranks = held is None or not np.array_equal(held, packed.ranks)
         magnitudes = self._ones if packed.magnitudes is None else packed.magnitudes
-        held = None if slot in self.dirty else self._magnitudes[slot]
-        new_magnitudes = bool(self._ones.size) and (held is None or not np.array_equal(held, magnitudes))
-        tables = [packed.ranks] * new_ranks + [magnitudes] * new_magnitudes
-        ready, tables = self.move(waves[0] if waves else [], tables)
+        values = {"ranks": packed.ranks, "magnitudes": magnitudes}
+        new = [table for table in self._tables if not self._holds(slot, table, values[table])]
+        ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
         # update to the host, if there is one.
         spent = self._spent if packed.ahead is not None or packed.copying else []
         self.dirty.add(slot)
-        if new_ranks:
-            self._ranks[slot] = None
-        if new_magnitudes:
-            self._magnitudes[slot] = None
+        for table in new:
+            self._written_tables[table][slot] = None
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
@@ -267,16 +264,18 @@ class SlotArrays:
             jax.block_until_ready(self._last())
             ready = blocks = operands = ()  # release this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
-        if new_ranks:
-            self._run(slot, self._table_job("ranks"), [tables[0], self._index(slot, 0, 0, 0)], donate)
-            self._ranks[slot] = packed.ranks
-        if new_magnitudes:
-            self._run(slot, self._table_job("magnitudes"), [tables[-1], self._index(slot, 0, 0, 0)], donate)
-            self._magnitudes[slot] = magnitudes
+        for table, moved in zip(new, tables, strict=True):
+            self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
+            self._written_tables[table][slot] = values[table]
         self.dirty.discard(slot)
         packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
+
+    def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
+        """Return True if a clean slot is known to hold these values of a table."""
+        held = None if slot in self.dirty else self._written_tables[table][slot]
+        return held is not None and np.array_equal(held, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """Return the blocks in groups of at most `max_staging_bytes`.
@@ -423,7 +422,7 @@ class SlotArrays:
         tasks: list[tuple[Key | str, tuple[int, ...]]]
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
-        tasks += [(table, self._of(table)) for table in (_TABLES if self._ones.size else _TABLES[:1])]
+        tasks += [(table, self._of(table)) for table in self._tables]
         return {(key, tuple(self._placements[i] for i in places)) for key, places in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:

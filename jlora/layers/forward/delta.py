@@ -178,9 +178,7 @@ def add_delta(
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
-    if own.magnitudes is None:
-        bias = None
-    elif not complete and sharding.b[2] != sharding.outs:
+    if own.magnitudes is not None and not complete and sharding.b[2] != sharding.outs:
         raise LoRAError(
             f"{site.path}: DoRA is not served inside a jax.shard_map over {' and '.join(map(repr, sharding.ins))} with "
             "LoRAConfig.fully_sharded, where no shard has the magnitudes of all columns of its partial sum; call the "
@@ -306,7 +304,8 @@ def add_rows(
     `site.shared`. `bias` [own N] is the part of `base` that magnitudes do not scale.
     """
     sharding = split_of(site.spec)
-    own = own._replace(**dict(zip(("a", "b", "ranks"), _by_group(site.spec, *own[:3]), strict=True)))
+    a, b, ranks = _by_group(site.spec, own.a, own.b, own.ranks)
+    own = own._replace(a=a, b=b, ranks=ranks)
     shared = [Factor(*_by_group(each.spec, *factor)) for each, factor in zip(site.shared, shared, strict=False)]
     all_rows = rows = base.reshape(-1, base.shape[-1])
     # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).

@@ -53,7 +53,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
         _check_output(site, f"{cls.__name__}.{name}", y, query.shape[:-1], head.out_features, str(list(query.shape)))
         if spec.attend_scale != 1:
             query = query.astype(jnp.float32) * spec.attend_scale  # rounded once, in the cast to the slots' dtype
-        return add_delta(self, site, scope, y, query, head, bias=added_bias(self, head))
+        return add_delta(self, site, scope, y, query, head, bias=added_bias(self, site, head))
 
     return attend
 

@@ -69,7 +69,7 @@ def _rows(
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
     pack: Callable[[Array], Any] = _unchanged
-    bias = added_bias(layer, spec)
+    bias = added_bias(layer, site, spec)
     pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
     if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], sizes[1], pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
@@ -97,9 +97,9 @@ def _rows(
     return flat, base, lambda rows: pack(restore(rows)), bias
 
 
-def added_bias(layer: nnx.Module, spec: LinearSpec) -> Array | None:
-    """Return the bias [N] of a layer, in the order of `out_axes`; None if it has none."""
-    held: Any = None if spec.bias is None else vars(layer).get(spec.bias)
+def added_bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Array | None:
+    """Return the bias [N] of a layer whose slots hold magnitudes, in the order of `out_axes`; None without either."""
+    held: Any = vars(layer).get(spec.bias) if site.spec.dora and spec.bias is not None else None
     return None if held is None else jnp.reshape(held[...], -1)
 
 

@@ -27,14 +27,17 @@ from jlora.pallas.plan import Plan, make_plan
 from jlora.sharding.rules import partition
 
 
-def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding, slots: BatchSlots) -> Hashable:
+def plan_key(
+    site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding, lengths: frozenset[int] | None
+) -> Hashable:
     """Return the cache key of a plan. Calls with equal keys in one scope share the plan of one adapter of a sequence.
 
-    Keep the layout alive as long as the key, as for `row_key`.
+    Keep the layout alive as long as the key, as for `row_key`. `lengths` are those seen so far, as in `BatchSlots`, and
+    None if all rows are active.
     """
     rows = (sharding, layout.shape) if sharding.split else None
     experts = site.spec.experts, spec.experts, split_of(spec).experts
-    active = None if slots.active_from is None else (layout.positions, layout.length, slots.lengths)
+    active = None if lengths is None else (layout.positions, layout.length, lengths)
     return row_key(layout), spec.slots, experts, site.backend, rows, active
 
 

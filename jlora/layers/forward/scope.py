@@ -29,7 +29,7 @@ from jlora.layers.forward.row_layout import (
     scales_of,
 )
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.site import ModelSites, Site, is_named
+from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
 from jlora.pallas.plan import Plan
 
 T = TypeVar("T")
@@ -158,25 +158,33 @@ class Scope(Opened):
             self._lengths.add((mapped, layout.length))
         check_mesh(site)
         sharding = row_sharding(self.batch, site, layout, base)
-        found: list[AdapterRows] = []
-        for adapter in range(len(self.batch.assigned)):
-            slots = self.slots(adapter)
-            plan, *shared = (
-                self._kept(
-                    (adapter, plan_key(site, each.spec, layout, sharding, slots)),
-                    layout,
-                    partial(plan_of, site, each.spec, layout, sharding, slots, self.batch.layout.num_sequences),
-                )
-                for each in site.with_shared
+        adapters = range(len(self.batch.assigned))
+        return CallRows(layout, sharding, tuple(self._rows_of(i, site, layout, sharding) for i in adapters))
+
+    def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
+        """Return the rows of a call for one adapter of each sequence."""
+        lengths = None if self.batch.active_from is None else self._seen()
+
+        def make_plan(spec: SlotSpec) -> Plan:
+            return plan_of(site, spec, layout, sharding, self.slots(adapter), self.batch.layout.num_sequences)
+
+        plan, *shared = (
+            self._kept(
+                (adapter, plan_key(site, each.spec, layout, sharding, lengths)), layout, partial(make_plan, each.spec)
             )
-            key = ("scales", adapter, row_key(layout), layout.shape)
-            scales = self._kept(key, layout, partial(scales_of, layout, slots))
-            found.append(AdapterRows(plan, tuple(shared), scales))
-        return CallRows(layout, sharding, tuple(found))
+            for each in site.with_shared
+        )
+        key = ("scales", adapter, row_key(layout), layout.shape)
+        scales = self._kept(key, layout, lambda: scales_of(layout, self.slots(adapter)))
+        return AdapterRows(plan, tuple(shared), scales)
 
     def slots(self, adapter: int = 0) -> BatchSlots:
         """Return one adapter of each sequence of the batch, or of the calling code's shard of it."""
-        return batch_slots(self.batch, frozenset(length for _, length in self._lengths), adapter)
+        return batch_slots(self.batch, self._seen(), adapter)
+
+    def _seen(self) -> frozenset[int]:
+        """Return L of each [B, L, features] so far."""
+        return frozenset(length for _, length in self._lengths)
 
     def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
         """Return what `make` returns, computed once and shared by all layers with the same key."""

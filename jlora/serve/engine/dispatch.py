@@ -235,7 +235,8 @@ class Dispatcher:
                     error = LoRAError(f"adapter {sequence.lora!r}: {type(error).__name__}: {error!s:.500}")
                 self._end(sequence, error)
                 continue
-            sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
+            if sequence.batch.needs_activation:
+                sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
             sequence.row = self._rows.index(None)
             if sequence.lora is not None:
                 self._loras.not_wanted(sequence.lora)
@@ -270,9 +271,10 @@ class Dispatcher:
             self._batch = None
         else:
             names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
-            never = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
+            active_from = None
+            if self._manager.config.activated:
+                active_from = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
             try:
-                active_from = never if self._manager.config.activated else None
                 self._batch = self._manager.prepare(names, active_from=active_from)
                 self._active = jax.device_put(np.array([one is not None for one in self._rows]))
             except Exception as error:  # as above

@@ -10,12 +10,11 @@ import numpy as np
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape, batch_shape
+from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
 
 Name = str | LoRARequest | AdapterHandle
 Parts = tuple[tuple[Name, float], ...]
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _check_part(what: str, adapter: object, scale: object) -> None:
     if not isinstance(adapter, Name):
         raise LoRAUsageError(f"{what} takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
-    if not number or not abs(float(cast("float", scale))) <= _LARGEST:  # False for NaN too
+    if not number or not fits_float32(float(cast("float", scale))):
         raise LoRAUsageError(f"{what}: the factor of {adapter!r:.100} must be a finite float32, got {scale!r:.100}")
 
 

@@ -91,9 +91,14 @@ def in_slot_dtype(where: str, label: str, factor: np.ndarray, dtype: np.dtype) -
     return cast
 
 
+def fits_float32(value: float) -> bool:
+    """Return True if a number is finite as a float32."""
+    return abs(value) <= _LARGEST  # False for NaN too
+
+
 def check_scaling(where: str, scaling: float) -> None:
     """Raise AdapterMismatchError if the scaling is not a finite float32."""
-    if not abs(scaling) <= _LARGEST:  # False for NaN too
+    if not fits_float32(scaling):
         raise AdapterMismatchError(f"{where}: scaling must be a finite float32, found {scaling}")
 
 

@@ -133,7 +133,7 @@ def _record(
         nbytes=packed.nbytes,
         request=packed.request,
         base_model_name=None if packed.about is None else packed.about.base_model_name,
-        invocation_tokens=() if packed.about is None else packed.about.invocation_tokens,
+        invocation_tokens=packed.invocation_tokens,
     )
 
 

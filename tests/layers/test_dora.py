@@ -51,16 +51,14 @@ def adapters_of(zoo):
     ]
 
 
-@pytest.mark.parametrize("axes", [
-    {},
-    pytest.param({"t": 2}, marks=pytest.mark.mesh),
-    pytest.param({"u": 2, "t": 2}, marks=pytest.mark.mesh),
-    pytest.param({"data": 2, "t": 4}, marks=pytest.mark.slow),
-])  # fmt: skip
-@pytest.mark.parametrize("fully_sharded", [False, True])
+MESHES = [({"t": 2}, pytest.mark.mesh), ({"u": 2, "t": 2}, pytest.mark.mesh), ({"data": 2, "t": 4}, pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "fully_sharded"),
+    [({}, False), *(pytest.param(axes, full, marks=mark) for axes, mark in MESHES for full in (False, True))],
+)
 def test_every_kind_of_layer(axes, fully_sharded):
-    if fully_sharded and not axes:
-        pytest.skip("needs a mesh")
     zoo = placed(zoo_of(), mesh_of(**axes)) if axes else zoo_of()
     adapters = adapters_of(zoo_of())
     config = {"fully_sharded": fully_sharded, "data_axes": [name for name in axes if name == "data"]}

@@ -82,7 +82,7 @@ class Lease:
       parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () or None for the
         base model.
       invocations: `LoRABatch.invocation_tokens`; () if no adapter has any.
-      shape: the shape of the batch; None if there are no first active rows.
+      shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
       opened: `time.monotonic()` when it was opened, in seconds.
       thread: identifier of the thread that opened it.
       where: the stack trace of the call that opened it, if recorded.
@@ -289,8 +289,7 @@ class LoRABatch:
     def activate(self, first_rows: Int[jax.Array | np.ndarray, "B"] | Sequence[int]) -> "LoRABatch":
         """Return the same batch for another forward, with other first active rows, as in `prepare(..., active_from=)`.
 
-        It shares the lease and the `cache_keys`, and may be called inside a traced function. It is for rows that are
-        not packed.
+        It shares the lease, and may be called inside a traced function. It is for rows that are not packed.
 
         Args:
           first_rows: integers [B], the first row of each sequence in that forward that takes its adapter.

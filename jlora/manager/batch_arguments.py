@@ -79,7 +79,7 @@ def _check_part(what: str, adapter: object, scale: object) -> None:
     if not isinstance(adapter, Name):
         raise LoRAUsageError(f"{what} takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
-    if not number or not fits_float32(float(cast("float", scale))):
+    if not number or not fits_float32(cast("float", scale)):
         raise LoRAUsageError(f"{what}: the factor of {adapter!r:.100} must be a finite float32, got {scale!r:.100}")
 
 

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "_public": COMMON | {"adapters", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops"},
+    "integrations": {"__init__"},  # public names only, as a user's code
     "cli": {"__init__", "errors", "models", "ops", "serve"},
     "__main__": {"cli"},
 }

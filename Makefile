@@ -154,11 +154,13 @@ endif
 	@touch $@
 
 # torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings
-# gigabytes of CUDA libraries. Elsewhere, and on a mirror without that page, pip takes the wheel it has.
+# gigabytes of CUDA libraries. Elsewhere, and on a mirror without that page, pip takes the wheel it has. Of Tunix's
+# requirements, its models and its sampler need few.
 .venv/.parity: pyproject.toml | .venv/.created
 	@echo "Installing torch, transformers and peft into .venv (a few minutes, once)"
 	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
 	@$(PIP_INSTALL) -e '.[parity]'
+	@$(PIP_INSTALL) --no-deps google-tunix==0.1.7
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
 
 # Apart from what JAX finds by itself: with its CUDA plugin beside it, it would look for a GPU wherever it starts.

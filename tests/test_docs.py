@@ -11,6 +11,8 @@ import pytest
 
 import jlora
 import jlora.errors
+import jlora.integrations.qwix
+import jlora.integrations.tunix
 import jlora.models
 import jlora.ops
 import jlora.serve
@@ -29,6 +31,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # of names of Flax
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page):
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -62,6 +65,9 @@ def public_names() -> set[str]:
         ]
         assert public
         names |= {f"{module.__name__}.{name}" for name in public}
+    for module in (jlora.integrations.qwix, jlora.integrations.tunix):
+        own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+        names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}
     return names
 
 

@@ -123,11 +123,18 @@ class _Step(nnx.Module):
 
     def __init__(self, model: nnx.Module, batch: jlora.LoRABatch):
         self.model = model
-        self.batch = nnx.Variable(batch)
+        # One Variable for each array, as the sampler compares shapes and dtypes. Its cache has the dtype of the first
+        # Variable by name, so this name follows `model`.
+        arrays, self.structure = jax.tree.flatten(batch)
+        self.rows = nnx.List([nnx.Variable(array) for array in arrays])
+
+    @property
+    def batch(self) -> jlora.LoRABatch:
+        return jax.tree.unflatten(self.structure, [row[...] for row in self.rows])  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
         # The sampler reads `config`, `num_embed`, `init_cache` and the like of its model.
-        if name.startswith("_") or name in ("model", "batch"):
+        if name.startswith("_") or name in ("model", "rows", "structure"):
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -141,7 +148,7 @@ def _step(model: nnx.Module, batch: jlora.LoRABatch) -> _Step:
 def _step_class(model: type[nnx.Module]) -> type[_Step]:
     @functools.wraps(model.__call__)
     def call(self: _Step, *args: Any, **kwargs: Any) -> Any:
-        with jlora.use(self.batch.get_value()):
+        with jlora.use(self.batch):
             return self.model(*args, **kwargs)  # type: ignore[operator]
 
     return type(f"{model.__name__}Step", (_Step,), {"__call__": call})

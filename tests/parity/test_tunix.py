@@ -1,0 +1,264 @@
+"""Tunix: adapters that it trains with qwix against PEFT, and its models and sampler with adapters of PEFT."""
+
+import importlib.util
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+qwix = pytest.importorskip("qwix")
+if (spec := importlib.util.find_spec("tunix")) is None:
+    pytest.skip("needs google-tunix", allow_module_level=True)
+# The package imports its trainers and their requirements, which neither its models nor its sampler need.
+package = types.ModuleType("tunix")
+package.__path__ = list(spec.submodule_search_locations or ())
+sys.modules.setdefault("tunix", package)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from tunix.generate.sampler import CacheConfig, Sampler
+    from tunix.models.gemma import model as gemma
+    from tunix.models.gemma import params_safetensors as gemma_params
+    from tunix.models.llama3 import model as llama3
+    from tunix.models.qwen2 import model as qwen2
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.models.qwen3 import params as qwen3_params
+
+import jlora
+from jlora.integrations import qwix as adapters
+from jlora.integrations import tunix
+from tests.models.families import build
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+VOCAB, LENGTH, ALPHA = 64, 7, 6.0
+TOKENS = np.random.default_rng(0).integers(1, VOCAB, (4, LENGTH))
+FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+SIZES = {"embed_dim": 32, "hidden_dim": 40, "num_layers": 2, "num_heads": 4, "head_dim": 8}
+ROPE = {"rope_type": "default", "rope_theta": 1e6}  # Tunix's Qwen 3 has this theta, whatever its configuration says
+
+
+def gemma_config(num_kv_heads, **fields):
+    sizes = {**SIZES, **fields}
+    return gemma.ModelConfig(
+        num_embed=VOCAB,
+        num_kv_heads=num_kv_heads,
+        final_logit_softcap=30.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=(gemma.AttentionType.LOCAL_SLIDING, gemma.AttentionType.GLOBAL)[-sizes["num_layers"] :],
+        attn_logits_soft_cap=50.0,
+        sliding_window_size=32,
+        **sizes,
+    )
+
+
+def config_of(module, **fields):
+    return module.ModelConfig(
+        vocab_size=VOCAB,
+        num_kv_heads=2,
+        norm_eps=1e-6,
+        rope_theta=1_000_000,
+        **{**SIZES, **fields},
+    )
+
+
+# name -> (model type and fields of transformers, function that reads its folder with Tunix)
+FAMILIES = {
+    "qwen3": (
+        ("qwen3", {"head_dim": 8, "rope_parameters": ROPE, "rms_norm_eps": 1e-6}),
+        lambda folder: qwen3_params.create_model_from_safe_tensors(
+            folder, config_of(qwen3, **FLOAT32), dtype=jnp.float32
+        ),
+    ),
+    "gemma2": (
+        (
+            "gemma2",
+            {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32, "hidden_activation": "gelu_pytorch_tanh"},
+        ),
+        lambda folder: gemma_params.create_model_from_safe_tensors(folder, gemma_config(2), dtype=jnp.float32),
+    ),
+}
+
+
+def logits(model, batch_size=4):
+    positions = jnp.tile(jnp.arange(LENGTH), (batch_size, 1))
+    mask = jnp.tile(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (batch_size, 1, 1))
+    return model(jnp.asarray(TOKENS[:batch_size]), positions, None, mask)[0]
+
+
+def randomize(model, seed):
+    rng = np.random.default_rng(seed)
+    state = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.15), x.dtype), state))
+    return model
+
+
+def trained(base, seed):
+    """A copy of the model with random LoRA parameters of qwix, as Tunix makes them."""
+    rule = qwix.LoraProvider(module_path=r".*(attn|mlp).*", rank=4, alpha=ALPHA)
+    return randomize(qwix.apply_lora_to_model(base, rule, **base.get_model_input(), rngs=nnx.Rngs(0)), seed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """Promote ranks and dtypes as Tunix expects."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class World:
+    """A base model of transformers, the same model of Tunix, and two adapters that Tunix's trainer could hold."""
+
+    def __init__(self, name, folder):
+        (model_type, fields), read = FAMILIES[name]
+        self.torch_model = build(torch, transformers, model_type, 0, **fields)
+        self.torch_model.save_pretrained(folder / "base")
+        self.read = lambda: read(str(folder / "base"))
+        self.folders = {adapter: folder / adapter for adapter in ("one", "two")}
+        self.trained = {adapter: trained(self.read(), i) for i, adapter in enumerate(self.folders)}
+        for adapter, model in self.trained.items():
+            adapters.export(model, self.folders[adapter], alpha=ALPHA, names=tunix.NAMES)
+
+    def peft_logits(self, adapter):
+        model = self.torch_model
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(self.torch_model, str(self.folders[adapter]))
+        with torch.no_grad():
+            found = model(torch.from_numpy(TOKENS)).logits.numpy()
+        if adapter is not None:
+            model.unload()
+        return found
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def world(request, tmp_path_factory):
+    return World(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_exported_adapters_have_the_logits_of_the_trainer_in_peft(world):
+    base = world.peft_logits(None)
+    close(logits(world.read()), base)
+    for name, model in world.trained.items():
+        expected = world.peft_logits(name)
+        assert np.abs(expected - base).max() > 0.05 * np.abs(base).max()
+        close(logits(model), expected)
+
+
+def test_adapters_of_peft_are_restored_into_the_trainer(world):
+    model = trained(world.read(), 5)
+    adapters.restore(model, world.folders["one"], alpha=ALPHA, names=tunix.NAMES)
+    close(logits(model), world.peft_logits("one"))
+
+
+def test_batches_mix_adapters_of_files_and_of_the_trainer(world):
+    model = world.read()
+    manager = tunix.lora_manager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=8))
+    traces = []
+
+    @jax.jit
+    def step(model, batch):
+        traces.append(None)
+        with jlora.use(batch):
+            return logits(model)
+
+    manager.add_adapter(jlora.LoRARequest("file", str(world.folders["one"])))
+    factors = adapters.factors(world.trained["one"], tunix.NAMES)
+    manager.add_adapter(jlora.Adapter.from_arrays("trainer", factors, alpha=ALPHA))
+    expected = {name: world.peft_logits(name) for name in (None, "one", "two")}
+    for version in ("one", "two"):
+        with manager.prepare(["file", None, "trainer", "trainer"]) as batch:
+            found = step(model, batch)
+        close(found, np.stack([expected[name][i] for i, name in enumerate(("one", None, version, version))]))
+        manager.update_adapter("trainer", adapters.tensors(world.trained["two"], tunix.NAMES))
+    assert len(traces) == 1
+
+
+class Characters:
+    """A tokenizer with one token for each character."""
+
+    def encode(self, text, **_):
+        return [ord(c) % (VOCAB - 4) + 4 for c in text]
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
+
+    def bos_id(self):
+        return 1
+
+    def eos_id(self):
+        return 2
+
+    def pad_id(self):
+        return 0
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+
+def test_rollouts_take_an_adapter_for_each_prompt(world):
+    model = world.read()
+    manager = tunix.lora_manager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=8))
+    for name, folder in world.folders.items():
+        manager.add_adapter(jlora.LoRARequest(name, str(folder)))
+    layers = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
+    rollout = tunix.Rollout(manager, Characters(), CacheConfig(cache_size=32, **layers))
+    prompts = ["sphinx", "quartz", "sphinx", "sphinx"]
+    options = {"max_generation_steps": 6, "echo": False}
+    mixed = rollout(prompts, ["one", "two", None, "two"], **options).tokens
+    expected = {}
+    for name in ("one", "two", None):
+        # The sampler's own greedy decoding of the trainer's model, and of the base model.
+        own = world.read() if name is None else world.trained[name]
+        expected[name] = Sampler(own, Characters(), CacheConfig(cache_size=32, **layers))(prompts, **options).tokens
+    for i, name in enumerate(("one", "two", None, "two")):
+        np.testing.assert_array_equal(mixed[i], expected[name][i])
+    assert len({tuple(np.asarray(mixed[i])) for i in (0, 2, 3)}) == 3
+    manager.update_adapter("one", adapters.tensors(world.trained["two"], tunix.NAMES))
+    np.testing.assert_array_equal(rollout(prompts, ["one"] * 4, **options).tokens[0], expected["two"][0])
+    with pytest.raises(jlora.LoRAUsageError, match="one name for each of 4 prompts, found 1"):
+        rollout(prompts, ["one"], **options)
+    with pytest.raises(jlora.AdapterNotFoundError):
+        rollout(prompts, ["three"] * 4, **options)
+    with pytest.raises(jlora.LoRAUsageError, match="beam_size"):
+        rollout(prompts, ["one"] * 4, beam_size=2, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: llama3.Llama3(config_of(llama3, num_layers=1), rngs=rngs),
+        lambda rngs: qwen2.Qwen2(config_of(qwen2, num_layers=1, **FLOAT32), rngs=rngs),
+        lambda rngs: gemma.Gemma(gemma_config(4, num_layers=1), rngs=rngs),
+    ],
+    ids=["llama3", "qwen2", "gemma with one product for q, k and v"],
+)
+def test_models_pass_verify(make):
+    model = make(nnx.Rngs(0))
+    manager = tunix.lora_manager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4))
+
+    @jax.jit
+    def forward(model, _, batch):
+        with jlora.use(batch):
+            return logits(model, 3)
+
+    report = manager.verify(forward, jnp.asarray(TOKENS[:3]))
+    assert not report.unserved
+    assert not report.unchecked
+    assert len(report.checked) >= 6
+
+
+def test_models_with_parameters_of_the_trainer_are_refused(world):
+    with pytest.raises(jlora.LoRAUsageError, match=r"qwix\.export"):
+        tunix.lora_manager(world.trained["one"], jlora.LoRAConfig(max_loras=1, max_lora_rank=4))

@@ -8,13 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_typing", "_memory", "_threads", "config", "errors", "_compat"}
+COMMON = {"_typing", "_memory", "_threads", "_hub", "config", "errors", "_compat"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
     "_typing": COMMON,
     "_compat": COMMON,
     "_memory": COMMON,
     "_threads": COMMON,
+    "_hub": COMMON,
     "errors": COMMON,
     "config": COMMON,
     "adapters": COMMON,

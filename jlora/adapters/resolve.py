@@ -1,7 +1,6 @@
 """Resolve a path or a Hugging Face repo id to a local adapter folder with files that are safe to open."""
 
 import contextlib
-import errno
 import os
 import re
 import stat
@@ -9,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from jlora._hub import local_folder_of, reason_of
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
@@ -17,10 +17,8 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageErro
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PATH = 500
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -69,16 +67,18 @@ def resolve(
     if adapter is None:
         adapter = os.path.basename(text.rstrip("/")) or text
     where = f"adapter {shown(adapter)}: {shown(text, _MAX_PATH)}"
-    local = os.path.expanduser(text)
-    mode = _mode(local, where) if text else None
-    if mode is not None and stat.S_ISDIR(mode):
-        return AdapterFolder(Path(local), adapter)
-    if mode is not None:
-        raise AdapterFormatError(f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
-    if not REPO_ID.fullmatch(text):
-        raise AdapterNotFoundError(
-            f'{where} does not exist, and is not a Hugging Face repo id of the form "owner/name"'
-        )
+    try:
+        local = local_folder_of(text)
+    except FileNotFoundError as error:
+        raise AdapterNotFoundError(f"{where} {error.strerror}") from error
+    except NotADirectoryError as error:
+        raise AdapterFormatError(
+            f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+        ) from error
+    except OSError as error:
+        raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
+    if local is not None:
+        return AdapterFolder(local, adapter)
     return AdapterFolder(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
 
 
@@ -92,18 +92,6 @@ def local_folder(request: LoRARequest) -> Path:
       AdapterFormatError: The path is a file or cannot be read.
     """
     return resolve(request.path, request.name, request.revision, local_only=request.local_only).folder
-
-
-def _mode(path: str, where: str) -> int | None:
-    """Return the mode of a path, or None if it does not exist. Raise for other errors, such as a failing disk."""
-    try:
-        return os.stat(path).st_mode
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
-    except ValueError:  # NUL
-        pass
-    return None
 
 
 def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool) -> Path:
@@ -136,7 +124,6 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
                 raise
     except Exception as caught:  # the client raises errors of several HTTP libraries
         error = away or caught
-        reason = printable((str(error).strip().splitlines() or [""])[0])
         at = f" at revision {shown(revision)}" if revision else ""
         how = (
             f"it is not in Hugging Face's cache{at}, and local_only forbids asking the network"
@@ -144,8 +131,7 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
             else f"it could not be fetched from the Hugging Face hub{at}"
         )
         raise AdapterNotFoundError(
-            f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}: "
-            f"{type(error).__name__}: {reason}"
+            f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}: {printable(reason_of(error))}"
         ) from error
     return folder
 

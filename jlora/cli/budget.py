@@ -31,7 +31,7 @@ class Budget:
 
     Attributes:
       weights, slots, staging: Bytes of the model, of all slots, and at most of adapters in transfer to slots.
-      cache: Bytes of the keys and values of one sequence of full length.
+      cache: Bytes of the keys and values of one sequence of full length, divided by the size of the data axis.
       steps: Approximate bytes of a step's temporaries: logits, the largest layer's activations, one sequence's cache.
       memory: Bytes available; None if unknown.
       sequences: Number of sequences in the cache.
@@ -93,7 +93,8 @@ def budget(
       lora: Configuration of the slots.
       dtype: Dtype of the model.
       mesh: Mesh of the model, or None.
-      sequences: Number of sequences that decode together. None chooses the largest power of two that fits, at most 64.
+      sequences: Number of sequences that decode together. None chooses the largest number that fits, at most 64: a
+        power of two for each shard of the data axis.
       max_model_len: Largest number of positions of a sequence.
       batched_tokens: Largest number of tokens of a prefill step.
       share: Fraction of the device's memory to use, from 0 to 1.
@@ -104,7 +105,7 @@ def budget(
     model = skeleton(config, dtype, mesh)
     weights = sum(_on_one_device(leaf.shape, leaf.sharding, leaf.dtype.itemsize) for leaf in _leaves(model))
     slots = Survey(model, lora).device_slot_bytes
-    shards = 1 if mesh is None else mesh.shape.get("tensor", 1)
+    shards, data = (1, 1) if mesh is None else (mesh.shape.get(axis, 1) for axis in ("tensor", "data"))
     heads = math.ceil(config.num_key_value_heads / shards)
     itemsize = jax.numpy.dtype(dtype).itemsize
     chunk = min(batched_tokens, max_model_len)
@@ -118,14 +119,14 @@ def budget(
         # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
         # the cache row that a prompt is written to.
         steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one
-        return Budget(weights, slots, lora.max_staging_bytes, one, steps, memory, count)
+        return Budget(weights, slots, lora.max_staging_bytes, math.ceil(one / data), steps, memory, count)
 
     if sequences is not None:
         return of(sequences)
-    count = MOST_SEQUENCES
-    while count > 1 and memory is not None and sum(of(count).rows.values()) > memory:
+    count = 2 ** (max(1, MOST_SEQUENCES // data).bit_length() - 1)
+    while count > 1 and memory is not None and sum(of(data * count).rows.values()) > memory:
         count //= 2
-    return of(count)
+    return of(data * count)
 
 
 def skeleton(config: DecoderConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Decoder:

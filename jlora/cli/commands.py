@@ -58,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="answer prompts, each with its own adapter, in one batch")
     generate.add_argument(
-        "--model", required=True, type=_text, metavar="DIR", help="Hugging Face checkpoint with tokenizer.json"
+        "--model", required=True, type=_text, metavar="MODEL", help="checkpoint folder with tokenizer.json, or repo id"
     )
+    generate.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of the model's repo")
     generate.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="PEFT folder or repo id")
     generate.add_argument(
         "--prompt", action="append", required=True, metavar="NAME:TEXT", help="an empty NAME is the base model"
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="what is in an adapter, and whether it fits a model")
     inspect.add_argument("adapter", type=_text, metavar="ADAPTER", help="PEFT folder or repo id")
-    inspect.add_argument("--model", type=_text, metavar="DIR", help="Hugging Face checkpoint that it should fit")
+    inspect.add_argument("--model", type=_text, metavar="MODEL", help="checkpoint folder or repo id that it should fit")
+    inspect.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of the model's repo")
     inspect.add_argument(
         "--skip", type=_text, metavar="REGEX", action="append", default=[],
         help="modules that the model lacks on purpose, passed over as LoRAManager(skip=) does; may be repeated",
@@ -96,7 +98,8 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     """Add the flags of `jlora serve`. A flag of vLLM's server has the same name and meaning here (docs/serve.md)."""
     most = 2**31 - 1
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    serve.add_argument("model", type=_text, metavar="MODEL", help="Hugging Face checkpoint folder with tokenizer.json")
+    serve.add_argument("model", type=_text, metavar="MODEL", help="checkpoint folder with tokenizer.json, or repo id")
+    serve.add_argument("--revision", type=_text, metavar="REV", help="of the model's repo (default: its main branch)")
     serve.add_argument("--served-model-name", nargs="+", type=_text, metavar="NAME", help="(default: MODEL)")
     serve.add_argument("--host", type=_text, default="127.0.0.1", help="an address of this machine; 0.0.0.0 for all")
     serve.add_argument("--port", type=_whole(0, 65535), default=8000, help="0 for any that is free")
@@ -110,8 +113,20 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N", help="of a prefill step"
     )
-    model.add_argument("--tensor-parallel-size", "-tp", type=_whole(1, 4096), metavar="N", help="devices (default: 1)")
-    model.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="split experts, not heads, over N")
+    devices = _whole(1, 4096)
+    model.add_argument(
+        "--tensor-parallel-size", "-tp", type=devices, default=1, metavar="N", help="devices that heads are split over"
+    )
+    model.add_argument(
+        "--expert-parallel-size", type=devices, default=1, metavar="N", help="devices that experts are split over"
+    )
+    model.add_argument(
+        "--data-parallel-size", "-dp", type=devices, default=1, metavar="N",
+        help="devices that sequences are split over; a server has as many devices as the three sizes multiplied",
+    )  # fmt: skip
+    model.add_argument(
+        "--enable-expert-parallel", "-ep", action="store_true", help="split experts, not heads, over the tensor size"
+    )
     model.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of its memory")
     model.add_argument("--chat-template", type=_text, metavar="FILE", help="(default: the model's own)")
     model.add_argument(
@@ -126,6 +141,21 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     lora.add_argument(
         "--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host (default: --max-loras)"
     )
+    lora.add_argument("--max-expert-loras", type=_whole(1, 65536), metavar="N", help="slots of experts (default: all)")
+    lora.add_argument(
+        "--target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
+    )
+    lora.add_argument(
+        "--exclude-modules", nargs="+", type=_text, metavar="NAME", help="layers without slots (default: none)"
+    )
+    lora.add_argument(
+        "--skip-modules", nargs="+", default=[], type=_text, metavar="REGEX",
+        help="modules of adapters that the model lacks on purpose, passed over",
+    )  # fmt: skip
+    lora.add_argument(
+        "--name-map", type=_text, metavar="JSON",
+        help='{"regex": "replacement"} from names in adapters to names in the model (default: none)',
+    )  # fmt: skip
     lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
     lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
     lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
@@ -186,7 +216,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from jlora.cli.inspect import run_inspect
 
-    return run_inspect(args.adapter, args.model, args.skip)
+    return run_inspect(args.adapter, args.model, args.skip, args.revision)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jlora.cli.budget import machine_bytes
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
 from jlora.cli.text import shown_lines, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
-from jlora.models import Decoder, cache_size, check_context, generate, read_config
+from jlora.models import Decoder, cache_size, check_context, generate, model_folder, read_config
 
 # Largest rank that the command line makes slots for, far above any in use. The memory of slots grows with the rank,
 # regardless of the adapter's size.
@@ -51,7 +50,7 @@ def run_generate(args: argparse.Namespace) -> int:
             loaded.append(Adapter.from_pretrained(path, name=name))
         check_rank(loaded[-1])
 
-    folder = Path(args.model)
+    folder = model_folder(args.model, args.revision)
     requests = [Request(name or None, text) for name, text in prompts]
     config, tokenizer = read_config(folder / "config.json"), load_tokenizer(folder / "tokenizer.json")
     lengths = [len(prompt) for prompt in encode(tokenizer, requests)]

@@ -1,6 +1,5 @@
 """`jlora inspect`: print an adapter's modules and check them against a model, without loading it or making slots."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +8,9 @@ import numpy as np
 
 from jlora import Adapter, LoRAConfig, Survey
 from jlora.cli.generate import check_rank
-from jlora.cli.text import size
-from jlora.errors import AdapterMismatchError, LoRAUsageError, printable
-from jlora.models import read_skeleton, read_weight
+from jlora.cli.text import patterns, size
+from jlora.errors import AdapterMismatchError, printable
+from jlora.models import model_folder, read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
@@ -19,22 +18,23 @@ _SHOWN_TOKENS = 32
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
+def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision: str | None = None) -> int:
     """Print the modules, ranks and bytes of an adapter. With a model, check the fit and print the bytes of a slot.
 
     Args:
       path: Folder or repo id of the adapter.
-      model: Folder of the model, or None.
+      model: Folder or repo id of the model, or None.
       skip: Regular expressions. Modules with a match in their names are skipped, counted and shown.
+      revision: Branch, tag or commit of the model's repo.
 
     Raises:
       AdapterMismatchError: The adapter does not fit the model or has weights of skipped modules only. The message gives
         the reason.
       LoRAUsageError: A `skip` is not a regular expression.
     """
-    patterns = _patterns(skip)
+    skipped = patterns("--skip", skip)
     adapter = Adapter.from_pretrained(path)
-    passed = [name for name in adapter.modules if any(pattern.search(name) for pattern in patterns)]
+    passed = [name for name in adapter.modules if any(pattern.search(name) for pattern in skipped)]
     print(f"adapter      {printable(adapter.name)}")
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
@@ -58,21 +58,14 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = ()) -> int:
         )
     if model is not None:
         modules = {name: module for name, module in adapter.modules.items() if name not in passed}
-        base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in patterns)}
-        slots = fit(replace(adapter, modules=modules, base_weights=base), Path(model))
+        base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in skipped)}
+        slots = fit(replace(adapter, modules=modules, base_weights=base), model_folder(model, revision))
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
         print(
             f"fits         {printable(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
             f"{adapter.rank}, float32 ({kinds})"
         )
     return 0
-
-
-def _patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
-    try:
-        return tuple(re.compile(pattern) for pattern in skip)
-    except re.error as error:
-        raise LoRAUsageError(f"--skip: {error.pattern!r} is not a regular expression: {error}") from None
 
 
 def _print_modules(adapter: Adapter) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
-from jlora.models import Decoder, from_pretrained
+from jlora.models import Decoder, LoadProgress, from_pretrained
 
 # The largest tokenizers in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
@@ -20,17 +20,27 @@ _MAX_TOKENIZER_BYTES = 2**28
 def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
     """Return the model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
+    A terminal shows a bar. Otherwise a line is printed for each of several shards.
+
     Raises:
       LoRAError: A file is missing or malformed, or uses an unserved feature. The message names it.
     """
-    what = f"reading model {folder} ({size(sum(file.stat().st_size for file in folder.glob('*.safetensors')))})"
+    shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    bar = sys.stderr.isatty()
+    lines = len(shards) > 1 and not bar
+    printed = 0
 
-    def percent(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{printable(what)} ... {100 * done // total}%", end="", file=sys.stderr, flush=True)
+    def show(step: LoadProgress) -> None:
+        nonlocal printed
+        if bar:
+            share = step.parameters / step.num_parameters
+            print(f"\r[{'#' * int(30 * share):<30}] {share:4.0%}", end="", file=sys.stderr, flush=True)
+        elif lines and step.files > printed:
+            printed = step.files
+            print(f"  shard {step.files} of {step.num_files}", file=sys.stderr, flush=True)
 
-    with progress(what):
-        return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=percent)
+    with progress(f"reading model {folder} ({size(sum(shards))})", end="\n" if bar or lines else ""):
+        return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=show)
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -59,9 +69,9 @@ def native_errors(problem: str) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Generator[None, None, None]:
-    """Print `what ...` on stderr, and the elapsed seconds at the end."""
-    print(f"{printable(what)} ...", end="", file=sys.stderr, flush=True)
+def progress(what: str, *, end: str = "") -> Generator[None, None, None]:
+    """Print `what ...` and `end` on stderr, and the elapsed seconds at the end."""
+    print(f"{printable(what)} ...", end=end, file=sys.stderr, flush=True)
     started = time.perf_counter()
     try:
         yield

@@ -4,11 +4,11 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
 from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
 from jlora.cli.loading import load_model, load_tokenizer
-from jlora.cli.text import one_line
+from jlora.cli.text import one_line, patterns
 from jlora.errors import LoRAError, LoRAUsageError, printable
-from jlora.models import DecoderConfig, read_config
+from jlora.models import DecoderConfig, model_folder, read_config
 from jlora.serve import Engine, EngineOptions, Resolve
 from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
 
@@ -39,22 +39,24 @@ def run_serve(args: argparse.Namespace) -> int:
     from jlora.serve.http.template import load_template
 
     modules = [_module(text) for text in args.lora_modules]
-    folder = Path(args.model).expanduser()
     names = tuple(args.served_model_name or [args.model])
     _check_names(modules, names, args.model)
     root = None if args.lora_root is None else Path(args.lora_root).expanduser()
     if root is not None and not root.is_dir():
         raise LoRAUsageError(f"--lora-root {root} is not a folder")
+    name_map = _name_map(args.name_map)
+    patterns("--skip-modules", args.skip_modules)
     resolve = _resolver(args.lora_resolver, root, args.lora_hub_repos)
     keys = Keys(_keys(args.api_key, _KEY), _keys(args.admin_api_key, _ADMIN_KEY))
     if args.compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(args.compilation_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
+    folder = model_folder(args.model, args.revision)
     config = read_config(folder / "config.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
-    shards, axis = _shards(args, config)
+    sizes = _mesh_sizes(args, config)
     dtype = args.dtype
     if dtype == "auto":  # a CPU has no 16-bit arithmetic
         dtype = "float32" if jax.default_backend() == "cpu" else stored_dtype(folder)
@@ -66,7 +68,11 @@ def run_serve(args: argparse.Namespace) -> int:
     lora = LoRAConfig(
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank,
+        max_expert_loras=args.max_expert_loras,
         max_cpu_loras=args.max_cpu_loras,
+        target_modules=args.target_modules,
+        exclude_modules=args.exclude_modules,
+        data_axes=["data"] if sizes["data"] > 1 else [],
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
         activated=args.activated_loras,
         dora=args.dora_loras,
@@ -74,25 +80,25 @@ def run_serve(args: argparse.Namespace) -> int:
         bitwise_base=args.bitwise_base,
     )
 
-    def plan_over(shards: int) -> Budget:
+    def plan_over(sizes: Mapping[str, int]) -> Budget:
         return budget(
             config,
             lora,
             dtype=dtype,
-            mesh=_mesh(shards, axis),
+            mesh=_mesh(sizes),
             sequences=args.max_num_seqs,
             max_model_len=max_model_len,
             batched_tokens=args.max_num_batched_tokens,
             share=args.gpu_memory_utilization,
         )
 
-    plan = _plan(plan_over, shards)
+    plan = _plan(plan_over, sizes)
     plan.check()
-    mesh = _mesh(shards, axis)
+    mesh = _mesh(sizes)
     state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
 
+    survey = Survey(skeleton(config, dtype, mesh), lora, name_map=name_map, skip=args.skip_modules)
     if state is None or not state.saved:  # saved adapters do not depend on the folders
-        survey = Survey(skeleton(config, dtype, mesh), lora)
         for request, _ in modules:
             survey.check(request)
 
@@ -105,7 +111,7 @@ def run_serve(args: argparse.Namespace) -> int:
     logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
     with device_errors():
         model = load_model(folder, dtype, mesh)
-        manager = LoRAManager(model, lora)
+        manager = LoRAManager(model, lora, name_map=name_map, skip=args.skip_modules)
     options = EngineOptions(
         max_num_seqs=plan.sequences,
         max_model_len=max_model_len,
@@ -211,38 +217,84 @@ def _keys(given: list[str] | None, variable: str) -> list[str]:
     return given
 
 
-def _shards(args: argparse.Namespace, config: DecoderConfig) -> tuple[int, str]:
-    """Return the number of devices that the model is split over, and the name of the mesh axis."""
-    devices, count = len(jax.devices()), int(args.tensor_parallel_size or 1)
-    if args.enable_expert_parallel and config.moe is None:
-        raise LoRAUsageError("--enable-expert-parallel: the model has no experts")
-    if count > devices:
-        raise LoRAUsageError(f"--tensor-parallel-size {count}: there are {devices} devices in all")
-    return count, "expert" if args.enable_expert_parallel else "tensor"
-
-
-def _mesh(shards: int, axis: str) -> jax.sharding.Mesh | None:
-    if shards == 1:
+def _name_map(text: str | None) -> dict[str, str] | None:
+    """Parse the JSON object of `--name-map`: regular expression -> replacement."""
+    if text is None:
         return None
-    return jax.make_mesh((shards,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards])
-
-
-def _plan(plan_over: Callable[[int], Budget], shards: int) -> Budget:
-    """Return `plan_over(shards)`. If the model cannot be split so, raise `LoRAUsageError` with the possible numbers."""
     try:
-        return plan_over(shards)
-    except LoRAError as error:
-        others: list[str] = []
-        for count in range(1, len(jax.devices()) + 1):
-            with suppress(LoRAError):
-                plan_over(count)
-                others.append(str(count))
-        if not others:
-            raise
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoRAUsageError(f"--name-map {text!r:.200} is not JSON: {one_line(error)}") from None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise LoRAUsageError(f'--name-map: expected {{"regex": "replacement", ...}}, got {text!r:.200}')
+    patterns("--name-map", list(found))
+    return found
+
+
+def _mesh_sizes(args: argparse.Namespace, config: DecoderConfig) -> dict[str, int]:
+    """Return mesh axis -> number of its shards."""
+    sizes = {
+        "data": args.data_parallel_size,
+        "expert": args.expert_parallel_size,
+        "tensor": args.tensor_parallel_size,
+    }
+    if args.enable_expert_parallel:
+        if sizes["expert"] > 1:
+            raise LoRAUsageError(
+                "--enable-expert-parallel splits experts over --tensor-parallel-size; leave it out beside "
+                "--expert-parallel-size"
+            )
+        sizes |= {"expert": sizes["tensor"], "tensor": 1}
+    if config.moe is None and (args.enable_expert_parallel or sizes["expert"] > 1):
+        flag = "--enable-expert-parallel" if args.enable_expert_parallel else "--expert-parallel-size"
+        raise LoRAUsageError(f"{flag}: the model has no experts")
+    devices, count = len(jax.devices()), math.prod(sizes.values())
+    if count > devices:
+        raise LoRAUsageError(f"{_flags(sizes)} needs {count} devices: there are {devices} in all")
+    if args.max_num_seqs is not None and args.max_num_seqs % sizes["data"]:
         raise LoRAUsageError(
-            f"--tensor-parallel-size {shards}: {error}; on this machine the model can be served over "
-            f"{', '.join(others)}"
-        ) from None
+            f"--max-num-seqs {args.max_num_seqs} must be a multiple of --data-parallel-size {sizes['data']}"
+        )
+    return sizes
+
+
+def _flags(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"--{axis}-parallel-size {count}" for axis, count in sizes.items() if count > 1)
+
+
+def _mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh | None:
+    axes = {axis: count for axis, count in sizes.items() if count > 1}
+    if not axes:
+        return None
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    devices = jax.devices()[: math.prod(axes.values())]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+
+
+def _plan(plan_over: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> Budget:
+    """Return `plan_over(sizes)`. If the model cannot be split so, raise `LoRAUsageError` with the possible numbers."""
+    try:
+        return plan_over(sizes)
+    except LoRAError as error:
+        fixes: list[str] = []
+        for axis, size in sizes.items():
+            most = len(jax.devices()) * size // math.prod(sizes.values())
+            others = [
+                str(count) for count in range(1, most + 1) if size > 1 and _fits(plan_over, {**sizes, axis: count})
+            ]
+            if others:
+                fixes.append(f"--{axis}-parallel-size can be {', '.join(others)}")
+        if not fixes:
+            raise
+        raise LoRAUsageError(f"{_flags(sizes)}: {error}; on this machine {' or '.join(fixes)}") from None
+
+
+def _fits(plan_over: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> bool:
+    try:
+        plan_over(sizes)
+    except LoRAError:
+        return False
+    return True
 
 
 class _Formatter(logging.Formatter):

@@ -1,6 +1,9 @@
 """Escape text of files, arguments and models for printing, so that it cannot forge a line or control a terminal."""
 
-from jlora.errors import printable
+import re
+from collections.abc import Sequence
+
+from jlora.errors import LoRAUsageError, printable
 
 _LONGEST_ERROR = 2000
 
@@ -33,3 +36,11 @@ def size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count / 2**10:.1f} KiB"
+
+
+def patterns(flag: str, given: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    """Return the compiled regular expressions of a flag. Raise `LoRAUsageError` for text that is not one."""
+    try:
+        return tuple(re.compile(pattern) for pattern in given)
+    except re.error as error:
+        raise LoRAUsageError(f"{flag}: {error.pattern!r} is not a regular expression: {error}") from None

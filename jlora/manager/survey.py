@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from flax import nnx
@@ -11,27 +12,30 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.fit import check_base_shapes, describe, place
-from jlora.manager.names import SiteIndex
+from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.stage import check_variant
 
 
 class Survey:
-    """Survey of the layers that `LoRAManager(model, config)` wraps, and of the adapters that fit them.
+    """Survey of the layers that `LoRAManager(model, config, ...)` wraps, and of the adapters that fit them.
 
     The model is not changed, and no array is allocated.
 
     Args:
       model: Any `nnx.Module`. Its parameters can be shapes only, as from `nnx.eval_shape`.
       config: Configuration of the slots.
+      name_map, skip: As for `LoRAManager`.
 
     Raises:
-      LoRAError: No layer can be wrapped, as in `LoRAManager`.
+      LoRAError: No layer can be wrapped, or `name_map` or `skip` is invalid, as in `LoRAManager`.
     """
 
-    def __init__(self, model: nnx.Module, config: LoRAConfig):
+    def __init__(
+        self, model: nnx.Module, config: LoRAConfig, *, name_map: NameMap | None = None, skip: Sequence[str] = ()
+    ):
         self._config = config
-        self._wrapped = survey(model, config)
-        self._index = SiteIndex(self._wrapped, ())
+        self._wrapped = survey(model, config, skip)
+        self._index = SiteIndex(self._wrapped, name_rules(name_map))
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return the same records as `LoRAManager.layers`."""

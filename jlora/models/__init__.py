@@ -1,5 +1,6 @@
 """Reference decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE forms and gpt-oss, and a generation loop."""
 
+from jlora.models.checkpoint import LoadProgress as LoadProgress
 from jlora.models.checkpoint import from_pretrained as from_pretrained
 from jlora.models.checkpoint import read_skeleton as read_skeleton
 from jlora.models.checkpoint import read_weight as read_weight
@@ -8,6 +9,7 @@ from jlora.models.config import MoEConfig as MoEConfig
 from jlora.models.config import RopeConfig as RopeConfig
 from jlora.models.config import read_config as read_config
 from jlora.models.decoder import Decoder as Decoder
+from jlora.models.files import model_folder as model_folder
 from jlora.models.generation import cache_size as cache_size
 from jlora.models.generation import check_context as check_context
 from jlora.models.generation import compiled_variants as compiled_variants

@@ -1,10 +1,11 @@
-"""Load a Hugging Face checkpoint folder into a `Decoder`, without PyTorch.
+"""Load a Hugging Face checkpoint into a `Decoder`, without PyTorch.
 
-A folder has `config.json` and one or several safetensors files.
+A checkpoint is a folder with `config.json` and one or several safetensors files, or a repository of the hub.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +18,26 @@ from safetensors import SafetensorError, safe_open
 from jlora._typing import DType
 from jlora.models.config import DecoderConfig, read_config
 from jlora.models.decoder import Decoder
-from jlora.models.json_file import ModelError, read_json
+from jlora.models.files import CONFIG, INDEX, SINGLE, model_folder, weight_map
+from jlora.models.json_file import ModelError
 from jlora.models.layouts import FLOATS, Index, Source, sources
 from jlora.models.partition import Dispatch
 from jlora.models.rope import frequencies
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """Progress of `from_pretrained`.
+
+    Attributes:
+      parameters, num_parameters: Number of parameters read, and in total.
+      files, num_files: Number of safetensors files read to the end, and in total.
+    """
+
+    parameters: int
+    num_parameters: int
+    files: int
+    num_files: int
 
 
 def from_pretrained(
@@ -31,8 +45,9 @@ def from_pretrained(
     dtype: DType = jnp.float32,
     mesh: jax.sharding.Mesh | None = None,
     *,
+    revision: str | None = None,
     dispatch: Dispatch = "all_gather",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
     """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
 
@@ -42,18 +57,20 @@ def from_pretrained(
 
     Args:
       path: Checkpoint folder (`~` is expanded) with `config.json` and `model.safetensors`, or the shards listed in
-        `model.safetensors.index.json`.
+        `model.safetensors.index.json`; or a repo id of the Hugging Face hub, such as "Qwen/Qwen3-0.6B". See
+        `model_folder`.
       dtype: Dtype of weights and activations.
       mesh: Devices, with axes as for `Decoder`. None means JAX's default device.
+      revision: Branch, tag or commit of the repo. Ignored for a local folder.
       dispatch: How tokens reach experts on other devices; see `Decoder`.
-      progress: Called with (parameters read, parameters in total) after each parameter.
+      progress: Called after each parameter.
 
     Raises:
-      ModelError: A file is missing or damaged; the configuration has a feature that the decoder lacks; a tensor is
-        missing, unexpected or of another shape or type; or the mesh does not fit. The message names the file and the
-        field or tensors, or the axis.
+      ModelError: The repo cannot be downloaded (see `model_folder`); a file is missing or damaged; the configuration
+        has a feature that the decoder lacks; a tensor is missing, unexpected or of another shape or type; or the mesh
+        does not fit. The message names the file and the field or tensors, or the axis.
     """
-    folder, config = _config(path)
+    folder, config = _config(path, revision)
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, config, stack)
         skeleton = _skeleton(config, dtype, mesh, dispatch)
@@ -61,15 +78,16 @@ def from_pretrained(
         params = nnx.to_flat_state(abstract)
         loaded = []
         found = _sources(skeleton, params, tensors, folder)
+        last = _last_uses(found, tensors)
         for done, ((path_, param), source) in enumerate(zip(params, found, strict=True), start=1):
             loaded.append((path_, param.replace(_load(source, param.get_value(), tensors, folder))))
             if progress is not None:
-                progress(done, len(params))
+                progress(LoadProgress(done, len(params), sum(use < done for use in last), len(last)))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
 def read_skeleton(path: str | Path) -> Decoder:
-    """Return the model of a checkpoint folder without its weights.
+    """Return the model of a checkpoint without its weights.
 
     Every parameter is a float32 `jax.ShapeDtypeStruct`. Names, shapes and types of the stored tensors are checked as in
     `from_pretrained`, with the same errors.
@@ -95,11 +113,9 @@ def read_weight(path: str | Path, module: str) -> np.ndarray | None:
         return _tensor(tensors, f"{module}.weight", folder) if f"{module}.weight" in tensors else None
 
 
-def _config(path: str | Path) -> tuple[Path, DecoderConfig]:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; expected a Hugging Face checkpoint with config.json in it")
-    config = read_config(folder / "config.json")
+def _config(path: str | Path, revision: str | None = None) -> tuple[Path, DecoderConfig]:
+    folder = model_folder(path, revision)
+    config = read_config(folder / CONFIG)
     try:
         frequencies(config.rope, config.head_dim)
     except ModelError as error:
@@ -118,28 +134,28 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
 
     The number of stored layers is checked against the configuration here, before any layer is built.
     """
-    if (folder / _SINGLE).is_file():
+    if (folder / SINGLE).is_file():
         where = None
-        files = [_SINGLE]
-    elif (folder / _INDEX).is_file():
-        where = _weight_map(folder / _INDEX)
+        files = [SINGLE]
+    elif (folder / INDEX).is_file():
+        where = weight_map(folder / INDEX)
         files = sorted(set(where.values()))
     else:
         raise ModelError(
-            f"{folder} holds neither {_SINGLE} nor {_INDEX}. Pickle files (.bin, .pt) are never opened; save the model "
+            f"{folder} holds neither {SINGLE} nor {INDEX}. Pickle files (.bin, .pt) are never opened; save the model "
             "again with `model.save_pretrained(folder, safe_serialization=True)`"
         )
     tensors: dict[str, Any] = {}
     for file in files:
         if not (folder / file).is_file():
-            raise ModelError(f"{folder / _INDEX}: the shard {file} that it lists does not exist")
+            raise ModelError(f"{folder / INDEX}: the shard {file} that it lists does not exist")
         with _naming(folder / file):
             opened = stack.enter_context(safe_open(folder / file, framework="np"))
             names = set(opened.keys())
         listed = names if where is None else {name for name, shard in where.items() if shard == file}
         if names != listed:
             raise ModelError(
-                f"{folder / file}: its tensors disagree with {_INDEX}: only in the file {sorted(names - listed)[:5]}, "
+                f"{folder / file}: its tensors disagree with {INDEX}: only in the file {sorted(names - listed)[:5]}, "
                 f"only in the index {sorted(listed - names)[:5]}"
             )
         tensors |= {name: (opened, name) for name in names}
@@ -157,16 +173,6 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
     if config.tie_word_embeddings:
         _drop_tied_copy(tensors, folder)
     return tensors
-
-
-def _weight_map(index: Path) -> Mapping[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{index} must be a JSON object with an object weight_map in it, got {weight_map!r:.80}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise ModelError(f"{index}: weight_map must name files of the same folder, got {name!r:.80}: {file!r:.80}")
-    return weight_map
 
 
 def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder: Path) -> list[Source]:
@@ -188,6 +194,14 @@ def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder:
         if stored != shape:
             raise ModelError(f"{folder}: config.json asks for {name} {list(shape)}, found {list(stored)}")
     return found
+
+
+def _last_uses(found: Sequence[Source], tensors: Mapping[str, Any]) -> list[int]:
+    """Return, for each open file, the index of the last source that reads a tensor of it."""
+    last: dict[int, int] = {}
+    for i, source in enumerate(found):
+        last |= {id(tensors[name][0]): i for name in source.tensors}
+    return list(last.values())
 
 
 def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any], folder: Path) -> jax.Array:

@@ -65,7 +65,7 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys):
         (["generate", "--model", MODEL, "--prompt", ":a\udcff"], r"'a\udcff' is not UTF-8 text: character 2"),
         (["generate", "--model", MODEL, "--prompt", ":\ud800"], "is not UTF-8 text"),
         (["generate", "--model", MODEL, "--prompt", "\udcff:a"], "is not UTF-8 text"),
-        (["generate", "--model", "\udcff", "--prompt", ":a"], r"\udcff/config.json does not exist"),
+        (["generate", "--model", "\udcff", "--prompt", ":a"], r"model \udcff does not exist"),
         (["generate", "--model", "x\ny\x1b[31m", "--prompt", ":a"], "x y"),
         (["generate", "--model", MODEL, "--prompt", ":a", "--top-k", "3"], "--temperature above 0"),
         (["generate", "--model", MODEL, "--prompt", ":"], "NAME:TEXT"),

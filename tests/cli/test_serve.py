@@ -111,7 +111,7 @@ def test_command_line_of_vllm(served):
         (["--lora-modules", "x=no/such/folder"], "'no/such/folder' does not exist"),
         (["--lora-modules", f"sort={SORT}", "--max-lora-rank", "2"], "max_lora_rank"),
         (["--tensor-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),
-        (["--tensor-parallel-size", "3"], "on this machine the model can be served over 1, 2, 4"),
+        (["--tensor-parallel-size", "3"], "on this machine --tensor-parallel-size can be 1, 2, 4"),
         (["--lora-modules", "x=a", "x=b"], "twice"),
         (["--lora-modules", "x\ny=a"], "do not print"),
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),

@@ -102,8 +102,11 @@ def test_tied_head_may_be_stored_twice_if_equal(folder):
 def test_home_is_expanded_and_progress_is_reported(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     steps = []
-    from_pretrained("~/model", progress=lambda done, total: steps.append((done, total)))
-    assert steps == [(i, len(steps)) for i in range(1, len(steps) + 1)]
+    from_pretrained("~/model", progress=steps.append)
+    assert [(step.parameters, step.num_parameters) for step in steps] == [
+        (i, len(steps)) for i in range(1, len(steps) + 1)
+    ]
+    assert [(step.files, step.num_files) for step in steps] == [*[(0, 1)] * (len(steps) - 1), (1, 1)]
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -236,7 +239,7 @@ def test_one_weight(folder):
 
 
 def test_missing_files(folder, tmp_path):
-    with pytest.raises(ModelError, match="nowhere is not a folder"):
+    with pytest.raises(ModelError, match="nowhere does not exist, and is not"):
         from_pretrained(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"Pickle files \(.bin, .pt\) are never opened"):

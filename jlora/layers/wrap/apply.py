@@ -90,9 +90,9 @@ def wrap_model(
         raise
 
 
-def survey(model: nnx.Module, config: LoRAConfig) -> WrappedModel:
+def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> WrappedModel:
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
-    wrapped = WrappedModel(model)
+    wrapped = WrappedModel(model, skip_patterns(skip))
     plans = choose(wrapped, config, None)
     wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_shared}
     return wrapped

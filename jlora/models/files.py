@@ -1,0 +1,98 @@
+"""The files of a Hugging Face checkpoint: their names, and their download from the hub."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jlora._hub import local_folder_of, reason_of
+from jlora.errors import printable
+from jlora.models.config import read_config
+from jlora.models.json_file import ModelError, read_json
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Of the tokenizer and the chat template, as `jlora serve` reads them.
+_OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """Return the local folder of a checkpoint, downloaded from the Hugging Face hub if the path is a repo id.
+
+    Only the configuration, the tokenizer, the chat template and the safetensors files of the model are downloaded, into
+    Hugging Face's cache (`HF_HOME`). `HF_HUB_OFFLINE`, `HF_ENDPOINT` and tokens have the same effect as in other
+    programs. A model that the decoder does not serve is refused before its weights are downloaded.
+
+    Args:
+      path: Checkpoint folder (`~` is expanded) or a repo id of the form "owner/name". A path that exists, `./x`, `/x`,
+        `~/x` and names of more than two parts are never looked up on the hub.
+      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+
+    Raises:
+      ModelError: The folder does not exist; the repo does not exist, is gated, cannot be reached or is not in the
+        cache; or its configuration is not supported.
+    """
+    text = os.fspath(path)
+    try:
+        local = local_folder_of(text)
+    except FileNotFoundError as error:
+        raise ModelError(f"model {text} {error.strerror}") from error
+    except NotADirectoryError as error:
+        raise ModelError(f"model {text} is a file; expected the folder of a checkpoint with {CONFIG} in it") from error
+    except OSError as error:
+        raise ModelError(f"model {text} cannot be read: {error.strerror or error}") from error
+    return _download(text, revision) if local is None else local
+
+
+def weight_map(index: Path) -> Mapping[str, str]:
+    """Return tensor name -> file of the same folder, from `model.safetensors.index.json`."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise ModelError(f"{index} must be a JSON object with an object weight_map in it, got {found!r:.80}")
+    for name, file in found.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ModelError(f"{index}: weight_map must name files of the same folder, got {name!r:.80}: {file!r:.80}")
+    return found
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    import huggingface_hub  # imported here: it is slow to import, and local folders do not need it
+
+    def snapshot(files: Sequence[str], revision: str | None) -> Path:
+        try:
+            found = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files))
+        except Exception as error:  # the client raises errors of several HTTP libraries
+            raise _failed(repo_id, revision, error) from error
+        return Path(found)
+
+    folder = snapshot([CONFIG, INDEX, *_OF_TEXT], revision)
+    if (folder / CONFIG).is_file() or not huggingface_hub.constants.HF_HUB_OFFLINE:
+        read_config(folder / CONFIG)
+    weights = sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
+    folder = snapshot(weights, folder.name)  # of the same commit
+    missing = [name for name in (CONFIG, *weights) if not (folder / name).is_file()]
+    if missing and huggingface_hub.constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
+        raise _failed(repo_id, revision, FileNotFoundError(f"{missing[0]} is missing"))
+    return folder
+
+
+def _failed(repo_id: str, revision: str | None, error: Exception) -> ModelError:
+    """Return the error of a failed download, of one line with the fix."""
+    from huggingface_hub import constants, errors
+
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):  # a RepositoryNotFoundError too
+        how = f"the repository is gated: accept its terms at {constants.ENDPOINT}/{repo_id}, and {log_in}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        how = f"the Hugging Face hub has no such repository; if it is private, {log_in}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        how = f"the repository has no revision {revision!r}"
+    elif constants.HF_HUB_OFFLINE:
+        at = "" if revision is None else f" at revision {revision!r}"
+        how = (
+            f"it is not complete{at} in Hugging Face's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids a "
+            "download; unset it once"
+        )
+    else:
+        how = f"it could not be fetched from the Hugging Face hub: {reason_of(error.__cause__ or error)}"
+    return ModelError(printable(f"model {repo_id}: there is no local folder of this name, and {how}"))

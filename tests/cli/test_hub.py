@@ -1,5 +1,7 @@
 """Models from a local hub: the files that are downloaded, the cache, and the errors, each of one line."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import sys
 import pytest
 
 from jlora.cli.demo import DEMO
+from jlora.cli.loading import load_model
 from tests.serve.fake_hub import COMMIT, FakeHub
 
 SORT = str(DEMO / "adapters" / "sort")
@@ -20,6 +23,8 @@ for command in json.loads(sys.argv[1]):
     print(run(command), flush=True)
 """
 READ = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+SHARDS = {"model.safetensors.index.json", "part-0.safetensors", "part-1.safetensors"}
+INSPECT = ["inspect", SORT, "--model", "team/demo"]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,7 @@ def hub(tmp_path_factory):
         (folder / "pytorch_model.bin").write_bytes(b"a third copy")
         (folder / "README.md").write_text("words")
         (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "tokenizer_config.json").write_text("{}")
         (folder / "onnx").mkdir()
         (folder / "onnx" / "model.safetensors").write_bytes(b"another format")
     split(repos["sharded"])
@@ -79,22 +85,33 @@ def files_of(home, name):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_files_that_are_read_are_downloaded_once(hub, tmp_path):
-    """The cache then serves the same command without a network, with and without the setting of it."""
-    inspect = ["inspect", SORT, "--model", "team/demo"]
-    statuses, out, _ = jlora(
-        tmp_path, inspect, ["inspect", SORT, "--model", "team/sharded", "--revision", "v1"], hub=hub
-    )
+@pytest.fixture(scope="module")
+def home(hub, tmp_path_factory):
+    """Hugging Face's folder after a command has used the first two models."""
+    found = tmp_path_factory.mktemp("home")
+    sharded = ["inspect", SORT, "--model", "team/sharded", "--revision", "v1"]
+    statuses, out, _ = jlora(found, INSPECT, sharded, hub=hub)
     assert statuses == [0, 0]
     assert "fits         team/demo: yes" in out
-    assert files_of(tmp_path, "demo") == READ & files(hub, "demo") | {"model.safetensors"}
-    shards = {"model.safetensors.index.json", "part-0.safetensors", "part-1.safetensors"}
-    assert files_of(tmp_path, "sharded") == READ & files(hub, "sharded") | shards
+    return found
+
+
+def test_only_files_that_are_read_are_downloaded(home):
+    assert files_of(home, "demo") == READ | {"model.safetensors"}
+    assert files_of(home, "sharded") == READ | SHARDS
+
+
+def test_cached_models_need_no_network(home):
+    assert jlora(home, INSPECT)[0] == [0]  # the hub does not respond
+
+
+@pytest.mark.slow
+def test_cached_model_generates_offline(hub, home):
     before = len(hub.requested)
-    generate = ["generate", "--model", "team/sharded", "--revision", "v1", "--max-new-tokens", "9"]
-    generate += [f"--adapter=sort={SORT}", "--prompt=sort:hgfedc="]
-    statuses, out, err = jlora(tmp_path, inspect, generate, hub=hub, HF_HUB_OFFLINE="1")
-    assert (statuses, len(hub.requested)) == ([0, 0], before)
+    command = ["generate", "--model", "team/sharded", "--revision", "v1", "--max-new-tokens", "9"]
+    command += [f"--adapter=sort={SORT}", "--prompt=sort:hgfedc="]
+    statuses, out, err = jlora(home, command, hub=hub, HF_HUB_OFFLINE="1")
+    assert (statuses, len(hub.requested)) == ([0], before)
     assert "sort: hgfedc=cdefgh" in out
     # One line for each shard, since stderr is no terminal.
     lines = err.splitlines()
@@ -102,8 +119,20 @@ def test_files_that_are_read_are_downloaded_once(hub, tmp_path):
     assert lines[first + 1 : first + 3] == ["  shard 1 of 2", "  shard 2 of 2"]
 
 
-def files(hub, name):
-    return {path.name for path in hub.repos[name].iterdir()}
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_terminal_shows_a_bar():
+    with contextlib.redirect_stderr(Terminal()) as shown:
+        load_model(DEMO / "model", "float32")
+    first, *bars = shown.getvalue().replace("\n", "\r").split("\r")
+    assert first.startswith(f"reading model {DEMO / 'model'} (")
+    shares = [int(bar[32:].strip().partition("%")[0]) for bar in bars if bar.startswith("[")]
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
+    assert bars[-2].startswith("[" + "#" * 30 + "] 100%")
 
 
 def test_errors_take_one_line(hub, tmp_path):
@@ -125,12 +154,11 @@ def test_errors_take_one_line(hub, tmp_path):
 
 
 def test_errors_without_a_network(tmp_path):
-    command = ["inspect", SORT, "--model", "team/demo"]
-    statuses, _, err = jlora(tmp_path, command)
+    statuses, _, err = jlora(tmp_path, INSPECT)
     assert statuses == [1]
     (line,) = errors_of(err)
     assert "could not be fetched from the Hugging Face hub: Connect" in line
-    statuses, _, err = jlora(tmp_path, command, HF_HUB_OFFLINE="1")
+    statuses, _, err = jlora(tmp_path, INSPECT, HF_HUB_OFFLINE="1")
     assert statuses == [1]
     (line,) = errors_of(err)
     assert line.startswith("model team/demo: there is no local folder of this name, and it is not complete in Hugging")

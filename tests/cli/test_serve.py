@@ -23,6 +23,7 @@ from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
 from jlora.models import from_pretrained
 from jlora.models.config import read_config
+from jlora.serve import SamplingParams
 from jlora.serve.engine.steps import Steps
 from tests.cli.test_commands import error_of
 from tests.serve.client import ask
@@ -128,6 +129,29 @@ def test_command_line_of_vllm(served):
         (["--max-loras", "4", "--max-cpu-loras", "2"], "max_cpu_loras"),
         (["--tensor-parallel-size", "1000"], "devices"),
         (["--enable-expert-parallel"], "no experts"),
+        (["--expert-parallel-size", "2"], "--expert-parallel-size: the model has no experts"),
+        (["--enable-expert-parallel", "--expert-parallel-size", "2"], "leave it out beside --expert-parallel-size"),
+        (
+            ["--data-parallel-size", "4", "--tensor-parallel-size", "4"],
+            "--data-parallel-size 4 --tensor-parallel-size 4 needs 16 devices: there are 8 in all",
+        ),
+        (
+            ["--data-parallel-size", "2", "--tensor-parallel-size", "3"],
+            "on this machine --tensor-parallel-size can be 1, 2, 4",
+        ),
+        (
+            ["--data-parallel-size", "4", "--max-num-seqs", "6"],
+            "--max-num-seqs 6 must be a multiple of --data-parallel-size 4",
+        ),
+        (["--target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
+        (["--exclude-modules", "vision"], "exclude_modules ['vision'] match no layer"),
+        (["--skip-modules", "vision", "("], "--skip-modules: '(' is not a regular expression"),
+        (["--name-map", "{"], "--name-map '{' is not JSON"),
+        (["--name-map", "[]"], '--name-map: expected {"regex": "replacement", ...}, got'),
+        (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
+        (["--name-map", '{"(": "a"}'], "--name-map: '(' is not a regular expression"),
+        (["--name-map", r'{"a": "\\1"}'], r"name_map: 'a' -> '\\1' is not a regular expression"),
+        (["--max-expert-loras", "9"], "max_expert_loras must be an int from 1 to max_loras (8)"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--api-key", ""], "an empty key"),
         (["--api-key", "one", ""], "an empty key"),
@@ -176,6 +200,50 @@ def test_flags_reach_the_server(served, monkeypatch, tmp_path):
     # Keys from the environment, which other users of the machine cannot see.
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("user", "admin", "x")] == [True, True, False]
     assert [service.keys.admit(f"Bearer {key}", admin=True) for key in ("user", "admin", "x")] == [False, True, False]
+
+
+def answers_of(engine, asked) -> list[str]:
+    """The greedy answers to (prompt, adapter), from an engine that is started and closed here."""
+    engine.start()
+    try:
+        greedy = SamplingParams(temperature=0)
+        return [one.result(60).text for one in [engine.submit(prompt, greedy, lora=name) for prompt, name in asked]]
+    finally:
+        assert engine.close(60)
+
+
+def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path):
+    """An adapter of a model with a vision tower, whose text model has a prefix."""
+    sort = jlora.Adapter.from_pretrained(SORT)
+    modules = {f"language_model.{name}": module for name, module in sort.modules.items()}
+    modules["vision.blocks.0.qkv"] = next(iter(sort.modules.values()))
+    jlora.Adapter(name="sort", modules=modules).save_pretrained(tmp_path / "sort")
+    targets = sorted({name.rpartition(".")[2] for name in sort.modules})
+    found = served(
+        *(*SMALL, "--max-num-seqs", "1", "--lora-modules", f"sort={tmp_path / 'sort'}"),
+        *("--name-map", json.dumps({r"^language_model\.": ""}), "--skip-modules", "^vision"),
+        *("--target-modules", *targets, "lm_head", "--exclude-modules", "lm_head"),
+    ).service
+    reasons = {layer.path: layer.reason for layer in found.manager.layers()}
+    assert "exclude_modules" in reasons["lm_head"]
+    assert "target_modules" in reasons["model.embed_tokens"]
+    assert answers_of(found.engine, [("planet=", "sort"), ("planet=", None)]) == ["aelnpt", "planet"]
+
+
+@pytest.mark.slow
+def test_data_expert_and_tensor_sizes_together(served):
+    """Eight devices serve the demo's mixture with the answers of one, without recompilation."""
+    shipped = json.loads((MIXTURE.folder / "prompts.json").read_text())[:12]
+    names = sorted({one["adapter"] for one in shipped} - {None})
+    modules = [f"{name}={MIXTURE.folder / 'adapters' / name}" for name in names]
+    sizes = [f"--{axis}-parallel-size=2" for axis in ("data", "expert", "tensor")]
+    options = ("--max-loras", "3", "--max-expert-loras", "2", "--max-num-seqs", "4", "--lora-modules", *modules)
+    service = served(*sizes, *options, model=str(MIXTURE.folder / "model")).service
+    assert service.manager.config.max_expert_loras == 2
+    assert dict(service.manager.model.partition.mesh.shape) == {"data": 2, "expert": 2, "tensor": 2}
+    answers = answers_of(service.engine, [(one["prompt"], one["adapter"]) for one in shipped])
+    right = [answer == one["answer"] for answer, one in zip(answers, shipped, strict=True)]
+    assert sum(right) >= 11
 
 
 def test_flags_come_before_the_environment(served, monkeypatch):

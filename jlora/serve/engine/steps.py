@@ -306,8 +306,7 @@ class Steps:
           live: number of positions of the longest active row, including its last token.
           how: variant of the choice.
         """
-        served = batch if batch.has_adapters else None
-        logits, cache = self._run(self._decode, served, extent=_least(self.extents, live))
+        logits, cache = self._run(self._decode, batch, extent=_least(self.extents, live))
         rows = self._held()[1]
         self._state = (cache, rows)  # the rows are not donated yet, so the state survives if `pick` raises
         tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
@@ -324,12 +323,15 @@ class Steps:
         assert self._state is not None
         return self._state
 
-    def _run(self, step: Callable[..., Any], batch: Any, *args: Any, **static: Any) -> Any:
+    def _run(self, step: Callable[..., Any], batch: jlora.LoRABatch, *args: Any, **static: Any) -> Any:
+        """Run a step. Without an adapter in the batch, run its variant that computes the base model alone."""
+        served = batch if batch.has_adapters else None
+
         def call() -> Any:
             slots = self._manager.slots
             if self._slots is None or self._slots[0] is not slots:
                 self._slots = (slots, jax.tree.leaves(slots))
-            return step(self._slots[1], self._rest, batch, *self._held(), *args, **static)
+            return step(self._slots[1], self._rest, served, *self._held(), *args, **static)
 
         return self._manager.run(call)
 

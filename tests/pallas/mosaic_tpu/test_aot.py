@@ -1,8 +1,15 @@
 """The TPU kernel through the compilers of real chips: a covering part of what `benchmarks/aot_tpu.py` does."""
 
-import pytest
+import re
+from collections import Counter
 
-from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, experts_layers, good
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jlora
+from benchmarks.aot_tpu import VMEM_MIB, _operand, compile_add_lora, compile_experts, experts_layers, good
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
 
@@ -110,3 +117,40 @@ def test_compiles_experts_by_default(chip, model, tokens, rank, default_device):
 def test_as_many_experts_as_lanes_are_not_copied(default_device):
     default_device("TPU", "tpu")
     assert good(experts_facts("v5p", Experts("gpt-oss-120b", 2880, 2880, 128, 4), 64, 16))
+
+
+class Stack(nnx.Module):
+    """Linear layers of one size, so that all of them need the same schedule."""
+
+    def __init__(self, layers):
+        options = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+        self.layers = nnx.List([nnx.Linear(512, 512, **options) for _ in range(layers)])
+
+
+def operations_of(layers):
+    """Return the number of each kind of operation in a step of 64 tokens, compiled for a v5e."""
+    model = Stack(layers)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=8, max_lora_rank=16, backend="mosaic_tpu"))
+    graph, state = nnx.split(model)
+
+    def step(state, x, batch):
+        with jlora.use(batch):
+            for layer in nnx.merge(graph, state).layers:
+                x = jax.nn.relu(layer(x))
+        return x
+
+    with manager.prepare([None] * 64) as batch:
+        given = state, jnp.zeros((64, 512), jnp.bfloat16), batch
+        operands = jax.tree.map(lambda leaf: _operand("v5e", leaf.shape, leaf.dtype), given)
+        text = jax.jit(step).lower(*operands).compile().as_text()
+    return Counter(re.findall(r"= \S+ ([\w-]+)\(", text))
+
+
+@slow
+def test_schedule_is_made_once_a_step():
+    """XLA merges the schedules of layers of one size. Reductions and running sums occur nowhere else in this step."""
+    one, three = operations_of(1), operations_of(3)
+    for name in ("reduce", "reduce-window"):
+        assert one[name] == three[name] > 0
+    assert three["custom-call"] > one["custom-call"]
+    assert three["fusion"] - one["fusion"] <= 8  # product, activation and scales of two layers

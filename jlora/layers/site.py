@@ -242,6 +242,7 @@ class Site:
         factor; () if there are no such slots. Each holds one factor, because the two have different rows. The site of
         the shared factor has no experts. Their `parts` are empty, since adapters name the product.
       bitwise_base, batch_invariant: the configured options.
+      row_group: the group of items that its rows belong to, "sequences" for rows declared as the batch's own, or None.
     """
 
     path: str
@@ -256,6 +257,7 @@ class Site:
     shared: "tuple[Site, ...]" = field(default=(), repr=False)
     bitwise_base: bool = False
     batch_invariant: bool = False
+    row_group: str | None = None
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -296,6 +298,7 @@ class ModelSites:
       adapters: the most adapters of a sequence.
       scaled: True if batches hold a factor for each adapter of a sequence.
       activated: True if batches hold the first active row of each sequence.
+      groups: the declared row groups, without "sequences".
     """
 
     sites: tuple[Site, ...]
@@ -305,6 +308,7 @@ class ModelSites:
     adapters: int = 1
     scaled: bool = False
     activated: bool = False
+    groups: frozenset[str] = frozenset()
 
     def __deepcopy__(self, memo: object) -> "ModelSites":
         raise LoRAError(

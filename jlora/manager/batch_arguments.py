@@ -1,6 +1,6 @@
 """The checked arguments of `prepare`, and `Scaled` and `Mix`, which describe the adapters of one sequence."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -10,6 +10,7 @@ import numpy as np
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape, batch_shape
+from jlora.layers.forward.group_shape import Counts, Owners, Pads, group_shapes
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
 
@@ -134,8 +135,9 @@ def read_arguments(
     length: int | None,
     active_from: Sequence[int] | None,
     config: LoRAConfig,
+    of_groups: tuple[Collection[str], Owners, Counts, Pads],
 ) -> BatchArguments:
-    """Check the arguments of `prepare`.
+    """Check the arguments of `prepare`. `of_groups` are those of `group_shapes`.
 
     Raises:
       LoRAUsageError: an argument has the wrong type, arguments disagree, or `config` does not serve them.
@@ -156,7 +158,8 @@ def read_arguments(
             raise LoRAUsageError(f"prepare: {name!r} is closed")
     if active_from is not None and not config.activated:
         raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
-    return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length, active_from))
+    groups = group_shapes(len(names), *of_groups)
+    return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length, active_from, groups))
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:

@@ -24,6 +24,7 @@ from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import staged
+from jlora.layers.forward.group_shape import group_shapes
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
@@ -89,6 +90,11 @@ class LoRAManager:
         `output_sizes`, or are of equal size without it. None reads `model.packed_modules`.
       name_map: regex -> replacement, from checkpoint module names to the dotted paths of the model, for models whose
         paths differ. The first pattern found in a name is substituted.
+      row_groups: name of a module -> name of the group of items that its rows belong to, such as {"visual": "images"},
+        for a vision tower or its connector (docs/vision.md). Modules are named as in `LoRAConfig.exclude_modules`, and
+        the longest matching name wins. `prepare(..., groups=)` maps the items of a group to sequences. "sequences"
+        declares rows that are the batch's own, but of another length than those of other layers (an encoder beside a
+        decoder).
       skip: regular expressions searched in checkpoint module names, for modules that this process does not have (MTP
         heads, other pipeline stages, a vision tower). Adapter weights for these modules are ignored and listed by
         `layers()`.
@@ -97,7 +103,7 @@ class LoRAManager:
 
     Raises:
       LoRAError: no layer can be wrapped, a target matches no layer, the model is already wrapped, a kernel has an
-        unsupported sharding, or `name_map` is invalid. The model is left unchanged.
+        unsupported sharding, or `name_map` or `row_groups` is invalid. The model is left unchanged.
     """
 
     _wrapped: WrappedModel
@@ -109,6 +115,7 @@ class LoRAManager:
         *,
         packed_modules: PackedModules | None = None,
         name_map: NameMap | None = None,
+        row_groups: Mapping[str, str] | None = None,
         skip: Sequence[str] = (),
         resolve: Callable[[LoRARequest], str] | None = None,
     ):
@@ -120,7 +127,7 @@ class LoRAManager:
         self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
             with self._coordinator.turn("LoRAManager"):
-                rules, memory = self._wrap(packed_modules, name_map, skip)
+                rules, memory = self._wrap(packed_modules, name_map, skip, row_groups)
             self._build(rules, memory, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
@@ -128,7 +135,11 @@ class LoRAManager:
             raise
 
     def _wrap(
-        self, packed_modules: PackedModules | None, name_map: NameMap | None, skip: Sequence[str]
+        self,
+        packed_modules: PackedModules | None,
+        name_map: NameMap | None,
+        skip: Sequence[str],
+        row_groups: Mapping[str, str] | None,
     ) -> tuple[NameRules, int]:
         """Wrap the model, with the same slots in all processes.
 
@@ -139,11 +150,12 @@ class LoRAManager:
 
         def wrap() -> NameRules:
             rules = name_rules(name_map)  # first, so that an invalid name_map leaves the model unchanged
-            self._wrapped = wrap_model(self.model, config, packed_modules, skip)
+            self._wrapped = wrap_model(self.model, config, packed_modules, skip, row_groups=row_groups)
             return rules
 
         def same(_: NameRules) -> Any:
-            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes) for site in self._wrapped.modules]
+            modules = self._wrapped.modules
+            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes, site.row_group) for site in modules]
             sizes = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
             sizes = replace(sizes, target_modules=None, exclude_modules=None)  # compared through the slots
             return [repr(sizes), repr(slots)]
@@ -581,6 +593,9 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: Sequence[int] | None = None,
+        groups: Mapping[str, Sequence[int | None]] | None = None,
+        group_counts: Mapping[str, Sequence[int]] | None = None,
+        group_pad: Mapping[str, int] | None = None,
         wait: Literal[True] = True,
         timeout: float | None = None,
     ) -> LoRABatch: ...
@@ -594,6 +609,9 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: Sequence[int] | None = None,
+        groups: Mapping[str, Sequence[int | None]] | None = None,
+        group_counts: Mapping[str, Sequence[int]] | None = None,
+        group_pad: Mapping[str, int] | None = None,
         wait: Literal[False],
         timeout: float | None = None,
     ) -> tuple[LoRABatch, tuple[bool, ...]]: ...
@@ -606,6 +624,9 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: Sequence[int] | None = None,
+        groups: Mapping[str, Sequence[int | None]] | None = None,
+        group_counts: Mapping[str, Sequence[int]] | None = None,
+        group_pad: Mapping[str, int] | None = None,
         wait: bool = True,
         timeout: float | None = None,
     ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
@@ -624,6 +645,13 @@ class LoRAManager:
             longer sequences (as a head on the last token) are given the last row. Rows [batch, n, m, features] are
             counted along n, which must be the declared or seen length. None: all rows are active, which is refused for
             aLoRA adapters.
+          groups: row group -> for each of its items (an image), the index of the sequence that it belongs to, or None
+            for an item that takes no adapter. The layers of the group get rows [items, ..., features]. The groups are
+            those of `LoRAManager(row_groups=)`. A group that is left out is not served, and its layers raise.
+          group_counts: row group -> the number of rows of each item. The layers of that group get flattened rows [rows,
+            features] or [1, rows, features], item after item.
+          group_pad: row group -> total number of its flattened rows, or of its items without `group_counts`. Padding
+            takes no adapter. Batches of equal sizes after padding run the same compiled step.
           wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
             `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
           timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits
@@ -637,11 +665,13 @@ class LoRAManager:
           AdapterNotFoundError: a name was not added.
           NoFreeSlotError: the batch needs more slots than can be freed (in time). Slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
-          LoRAUsageError: the arguments disagree, or the call is inside a traced function.
+          LoRAUsageError: the arguments disagree, a group is not declared, an item belongs to no sequence of the batch
+            or to one with an aLoRA adapter, or the call is inside a traced function.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        args = read_arguments(names, token_counts, pad_to, length, active_from, self.config)
+        of_groups = self._wrapped.sites.groups, groups, group_counts, group_pad
+        args = read_arguments(names, token_counts, pad_to, length, active_from, self.config, of_groups)
         if not wait:
             self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
         deadline = self._deadline(timeout).at
@@ -694,6 +724,9 @@ class LoRAManager:
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
         length: int | None = None,
+        groups: Mapping[str, Sequence[int | None]] | None = None,
+        group_counts: Mapping[str, Sequence[int]] | None = None,
+        group_pad: Mapping[str, int] | None = None,
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
@@ -707,10 +740,16 @@ class LoRAManager:
           token_counts: as in `prepare`.
           pad_to: as in `prepare`.
           length: as in `prepare`.
+          groups: as in `prepare`. Only the sizes with padding matter.
+          group_counts: as in `prepare`.
+          group_pad: as in `prepare`.
         """
         self._check_call("warmup")
-        shape = batch_shape(num_sequences, token_counts, pad_to, length)
-        base_only = partial(self.prepare, [None] * num_sequences, token_counts, pad_to, length=length)
+        rows = group_shapes(num_sequences, self._wrapped.sites.groups, groups, group_counts, group_pad)
+        shape = batch_shape(num_sequences, token_counts, pad_to, length, groups=rows)
+        names = [None] * num_sequences
+        prepare = partial(self.prepare, groups=groups, group_counts=group_counts, group_pad=group_pad)
+        base_only = partial(prepare, names, token_counts, pad_to, length=length)
         locks = (self._step_lock, self._state_lock)
         warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
 
@@ -739,8 +778,8 @@ class LoRAManager:
           forward: `forward(model, inputs, batch)`, which runs the steps and enters `jlora.use(batch)` once or in each
             step.
           inputs: input of `forward`, with several sequences of different content.
-          **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `batch_axis`, `seed`; see
-            `jlora.verify.verify.verify`.
+          **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `groups`, `group_counts`, `group_pad`,
+            `batch_axis`, `seed`; see `jlora.verify.verify.verify`.
 
         Raises:
           LoRAError: a row differs from merged weights. The message names the first layer with a difference.

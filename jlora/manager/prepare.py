@@ -1,6 +1,5 @@
 """Implementation of `prepare`: load the adapters of a batch, write them into slots, and lease the slots."""
 
-import itertools
 import threading
 import time
 import traceback
@@ -9,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
@@ -61,6 +61,7 @@ class _Kept:
 
     Attributes:
       batch: the batch, with a closed lease.
+      arrays: the arrays of the batch.
       slots: adapter -> (slot, write count of the slot), for each adapter of the batch.
       newest: adapters that must still be the newest version of their name. The others were given by handles. The
         handles are not stored here, so that they can be garbage collected.
@@ -68,6 +69,7 @@ class _Kept:
     """
 
     batch: LoRABatch
+    arrays: tuple[jax.Array, ...]
     slots: dict[PackedAdapter, tuple[int, int]]
     newest: frozenset[PackedAdapter]
     sequences: _Sequences
@@ -151,8 +153,8 @@ class Batches:
         pool = self._slots.pool
         if any(pool.table[s] is not c or pool.writes[s] != write for c, (s, write) in kept.slots.items()):
             return None
-        if not pool.intact() or _deleted(kept.batch):
-            return None
+        if not pool.intact() or any(array.is_deleted() for array in kept.arrays):
+            return None  # the second: a step donated them
         self._slots.hit(kept.slots)
         self._kept.move_to_end(args.key)
         lease = self._lease(kept.slots, kept.sequences)
@@ -381,6 +383,7 @@ class Batches:
         if any(packed.invocation_tokens for packed in found.values()):
             for parts in args.parts.values():
                 _invocation(found, parts)
+            _check_owners(found, args)
         return found
 
     def _check_served(self, packed: PackedAdapter) -> None:
@@ -439,7 +442,8 @@ class Batches:
             closed.close()
             slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
-            self._kept[args.key] = _Kept(renewed(batch, closed), slots_of, newest, sequences)
+            arrays = tuple(jax.tree.leaves((batch.assigned, batch.active_from)))
+            self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest, sequences)
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
@@ -465,10 +469,16 @@ def _check_dora(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
             )
 
 
-def _deleted(batch: LoRABatch) -> bool:
-    """Return True if a step donated an array of a batch."""
-    arrays = (batch.active_from, *itertools.chain(*batch.assigned))
-    return any(array is not None and array.is_deleted() for array in arrays)
+def _check_owners(loaded: Mapping[Name, PackedAdapter], args: BatchArguments) -> None:
+    """Raise LoRAUsageError if an item of a row group belongs to a sequence with an aLoRA adapter."""
+    for group in args.shape.groups:
+        for item, owner in enumerate(group.owners):
+            if owner >= 0 and _invocation(loaded, args.parts[args.names[owner]]):
+                raise LoRAUsageError(
+                    f"prepare: item {item} of group {group.name!r} belongs to sequence {owner}, which has an aLoRA "
+                    "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
+                    "that item"
+                )
 
 
 def _invocation(served: Mapping[Name, PackedAdapter], parts: Parts) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
 from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.forward_record import ForwardRecord
+from jlora.layers.forward.group_shape import GroupShape, group_shapes
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
@@ -67,6 +68,9 @@ def verify(
     token_counts: Sequence[int] | None = None,
     pad_to: int | None = None,
     length: int | None = None,
+    groups: Mapping[str, Sequence[int | None]] | None = None,
+    group_counts: Mapping[str, Sequence[int]] | None = None,
+    group_pad: Mapping[str, int] | None = None,
     batch_axis: int = 0,
     seed: int = 0,
 ) -> tuple[VerifyReport, Mapping[Site, str]]:
@@ -83,6 +87,10 @@ def verify(
       token_counts: as in `LoRAManager.prepare`.
       pad_to: as in `LoRAManager.prepare`.
       length: as in `LoRAManager.prepare`.
+      groups: as in `LoRAManager.prepare`. Rows of groups are compared by their effect on the rows of sequences in the
+        outputs, so every item that a sequence reads needs that sequence as its owner.
+      group_counts: as in `LoRAManager.prepare`.
+      group_pad: as in `LoRAManager.prepare`.
       batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
       seed: seed of the random factors.
 
@@ -96,7 +104,9 @@ def verify(
     """
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    probe = _Probe(wrapped, forward, inputs, _RowOwners(num_sequences, token_counts, pad_to, length, batch_axis), seed)
+    of_groups = group_shapes(num_sequences, wrapped.sites.groups, groups, group_counts, group_pad)
+    layout = _RowOwners(num_sequences, token_counts, pad_to, length, batch_axis, of_groups)
+    probe = _Probe(wrapped, forward, inputs, layout, seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
         if not served:
@@ -142,6 +152,7 @@ class _RowOwners:
     pad_to: int | None
     length: int | None
     axis: int
+    groups: tuple[GroupShape, ...] = ()
 
     def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
         """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""
@@ -247,7 +258,8 @@ class _Probe:
             arrays = self._random(site, layers[site]) if site in chosen else self._zeros(site, layers[site])
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
-        shape = batch_shape(len(names), self.layout.counts, self.layout.pad_to, self.layout.length)
+        layout = self.layout
+        shape = batch_shape(len(names), layout.counts, layout.pad_to, layout.length, groups=layout.groups)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
         slots = [none if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.

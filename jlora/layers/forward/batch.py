@@ -17,6 +17,7 @@ from jlora._compat import to_device
 from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.group_shape import GroupShape
 from jlora.layers.forward.mesh import across_mesh, here
 from jlora.layers.site import ModelSites, Site
 from jlora.sharding.put import put
@@ -156,6 +157,8 @@ class Assigned(NamedTuple):
       stamps: int32 [B], the number of the write that put each sequence's adapter into its slot; 0 for no check.
       scales: float32 [B], the factor of the adapter of each sequence; None if the manager serves no factors.
       token_scales: float32 [T], the factor of each row of packed tokens, likewise.
+      groups: row group -> `slots` and `scales` of its items, or `token_slots` and `token_scales` of its flattened rows;
+        None without groups.
     """
 
     slots: Any
@@ -163,6 +166,7 @@ class Assigned(NamedTuple):
     stamps: Any
     scales: Any = None
     token_scales: Any = None
+    groups: "dict[str, Assigned] | None" = None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -453,6 +457,7 @@ def make_batch(
                 stamps=stamp if of_sequences is own else np.where(of_sequences == none, 0, stamp),
                 scales=scale,
                 token_scales=None if scale is None else shape.by_token(scale, 1),
+                groups=_of_groups(shape.groups, own, scale, none) if shape.groups else None,
             )
         )
     of_batch = tuple(assigned), shape.first_rows() if sites.activated else None
@@ -461,6 +466,35 @@ def make_batch(
     undecided = shape.active_from is None and any(lease.invocations)
     layout = Layout(sites, shape.num_sequences, unserved, shape.length, absent, undecided, lease=weakref.ref(lease))
     return LoRABatch(found, first, layout, lease)
+
+
+def _of_groups(groups: Sequence[GroupShape], slots: Any, scales: Any, none: int) -> dict[str, Assigned]:
+    """Return the slots and factors of the items or flattened rows of groups, from those [B] of the sequences."""
+    found: dict[str, Assigned] = {}
+    for group in groups:
+        of_rows = group.by_row(slots, none)
+        of_scales = None if scales is None else group.by_row(scales, 1)
+        items = group.counts is None
+        found[group.name] = (
+            Assigned(of_rows, None, None, of_scales) if items else Assigned(None, of_rows, None, None, of_scales)
+        )
+    return found
+
+
+def batch_of_group(batch: LoRABatch, name: str) -> LoRABatch | None:
+    """Return a batch whose sequences are the items of a row group, or its flattened rows; None if it has no such group.
+
+    Layers of the group see its rows as other layers see those of the whole batch.
+    """
+    if name not in (batch.assigned[0].groups or {}):
+        return None
+    assigned: list[Assigned] = []
+    for each in batch.assigned:
+        own: Assigned = each.groups[name]
+        if own.token_slots is not None:
+            own = own._replace(slots=own.token_slots, scales=own.token_scales)
+        assigned.append(own)
+    return LoRABatch(tuple(assigned), None, replace(batch.layout, length=None), batch.lease)
 
 
 def _placed(arrays: Sequence[np.ndarray], sites: ModelSites) -> Sequence[jax.Array]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jlora.errors import LoRAUsageError
+from jlora.layers.forward.group_shape import GroupShape
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class BatchShape:
       num_rows: T, packed rows with padding; 0 if rows are not packed.
       length: rows of each sequence, if declared.
       active_from: the first row of each sequence that takes its adapter; None for all rows.
+      groups: the rows of layers that see other items than the sequences, such as images.
     """
 
     num_sequences: int
@@ -28,6 +30,7 @@ class BatchShape:
     num_rows: int = 0
     length: int | None = None
     active_from: tuple[int, ...] | None = None
+    groups: tuple[GroupShape, ...] = ()
 
     def by_token(self, values: Shaped[np.ndarray, "B"], padding: Any) -> Shaped[np.ndarray, "T"] | None:
         """Return the value of each packed row's sequence, and `padding` after them; None if rows are not packed."""
@@ -68,6 +71,7 @@ def batch_shape(
     pad_to: int | None,
     length: int | None,
     active_from: Sequence[int] | None = None,
+    groups: tuple[GroupShape, ...] = (),
 ) -> BatchShape:
     """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
 
@@ -88,7 +92,20 @@ def batch_shape(
             f"{list(first)!r:.100}"
         )
     first = None if first is None else tuple(min(row, 2**31 - 1) for row in first)
-    return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first)
+    if first is not None:
+        for group in groups:
+            _check_active(group, first)
+    return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, groups)
+
+
+def _check_active(group: GroupShape, active_from: tuple[int, ...]) -> None:
+    for item, owner in enumerate(group.owners):
+        if owner >= 0 and active_from[owner]:
+            raise LoRAUsageError(
+                f"prepare: item {item} of group {group.name!r} belongs to sequence {owner}, whose adapter is active "
+                f"from row {active_from[owner]} on, and items have no place among these rows; give None as the "
+                "sequence of an item before that row"
+            )
 
 
 def _integers(option: str, values: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -272,7 +272,7 @@ def add_lookup(
 
     with jax.named_scope("lora"):
         none = site.spec.num_slots
-        ids = [slots_by_axes(rows.layout, scope.slots(i), none) for i in range(len(rows.adapters))]
+        ids = [slots_by_axes(rows.layout, scope.slots(site, i), none) for i in range(len(rows.adapters))]
         base = check_stamps(layer, site, scope.batch, base)
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)

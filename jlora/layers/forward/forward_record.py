@@ -66,7 +66,7 @@ def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site]
 
 
 def _waived(site: Site, without: Sequence[str]) -> bool:
-    return any(name == "*" or is_named(name, (*site.aliases, *site.parts)) for name in without)
+    return any(name in ("*", site.row_group) or is_named(name, (*site.aliases, *site.parts)) for name in without)
 
 
 def _message(missing: Mapping[str, str], skipped: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
 from jlora.layers.forward.rows import RowMap, current_rows
 from jlora.layers.site import Site
@@ -152,6 +153,14 @@ def layout_of(
             return RowLayout("sequences", shape, rows // sequences, positions=rows // sequences)
         case _:
             pass
+    if site.row_group not in (None, SEQUENCES):
+        rows = (
+            f"[{sequences}, ..., features], one entry an item" if packed is None else f"[{packed}, features], flattened"
+        )
+        return (
+            f"its rows of shape {shape} are not those of its row group {site.row_group!r} in this batch: expected "
+            f"{rows}. Layers before and after a pooling are groups of their own, each with its group_counts"
+        )
     tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
     return (
         f"its rows of shape {shape} fit no layout of this batch of {sequences} sequences: expected "
@@ -241,8 +250,10 @@ def batch_slots(batch: LoRABatch, lengths: frozenset[int], adapter: int = 0) -> 
       adapter: index of the adapter among those of a sequence.
     """
     own, declared = batch.assigned[adapter], batch.layout.length
-    flat = [None if array is None else here(array.reshape(-1)) for array in (*own, batch.active_from)]
-    slots, tokens, _, scales, token_scales, active_from = flat
+    arrays = own.slots, own.token_slots, own.scales, own.token_scales, batch.active_from
+    slots, tokens, scales, token_scales, active_from = (
+        None if array is None else here(array.reshape(-1)) for array in arrays
+    )
     assert slots is not None
     known = lengths if declared is None else frozenset({declared})
     return BatchSlots(slots, tokens, known, scales, token_scales, active_from)

@@ -1,6 +1,7 @@
 """`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,10 @@ import jax.extend.core
 from jaxtyping import Array, Float
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch import LoRABatch, check_batch
+from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
+from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
 from jlora.layers.forward.row_layout import (
@@ -28,7 +30,7 @@ from jlora.layers.forward.row_layout import (
     row_sharding,
     scales_of,
 )
-from jlora.layers.forward.rows import RowMap
+from jlora.layers.forward.rows import RowMap, current_rows
 from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
 from jlora.pallas.plan import Plan
 
@@ -45,6 +47,24 @@ _STALE = (
     "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
     "inside forward. `lax.scan`, `nnx.scan`, `jax.checkpoint` and `jax.eval_shape` trace what they are given as "
     "`jax.jit` does: call them inside a function that is jitted, and open the batch there."
+)
+_NO_GROUP = (
+    "{path}: this layer is of the row group {group!r}, and the batch was prepared without it. Say which sequence each "
+    "of its items belongs to:\n"
+    "    manager.prepare(names, groups={{{group!r}: [0, 0, 1, None]}})   # with group_counts= for flattened rows\n"
+    "A step that calls no layer of the group says jlora.use(batch, without=[{group!r}])"
+)
+_OTHER_LENGTH = (
+    "{path}: its rows are [{sequences}, {length}, features], and those of {first} in the same forward "
+    "[{sequences}, {first_length}, features]. Shapes cannot show that index b is sequence b in both. Declare the "
+    "module whose rows are not the tokens of the decoder:\n"
+    "    LoRAManager(..., row_groups={{{module!r}: 'images'}})     # items that sequences own: prepare(..., groups=)\n"
+    "    LoRAManager(..., row_groups={{{module!r}: 'sequences'}})  # index b is sequence b, as in an encoder\n"
+    "(or {other!r}, if that is the one)"
+)
+_MAP_IN_GROUP = (
+    "{path}: this layer is of the row group {group!r}, and a jlora.rows map is open around it; use one of them: leave "
+    "the module out of row_groups, or open jlora.rows(None) around it"
 )
 _EAGER = (
     "{what} was opened inside {outer}, which was opened outside `jax.jit` and is still open: layers would serve "
@@ -116,7 +136,10 @@ class Scope(Opened):
         outer = self._outer_calls()
         self.calls = Calls() if outer is None else outer
         self.checks = outer is None
-        self._lengths: set[tuple[bool, int]] = set()  # (only rows under vmap, L) of each [B, L, features] so far
+        # Group -> (only rows under vmap, L) of each [B, L, features] so far; None for the rows of sequences.
+        self._lengths: dict[str | None, set[tuple[bool, int]]] = {None: set()}
+        self._batches: dict[str | None, LoRABatch] = {None: batch}  # group -> the batch of its items or rows
+        self._first: tuple[int, str] | None = None  # L above 1 and path of the first undeclared layer that had one
         self._trace: object = jax.extend.core.get_opaque_trace_state()
         self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
 
@@ -145,46 +168,79 @@ class Scope(Opened):
           row_map: a map provided by the layer itself, as the products of experts do.
 
         Raises:
-          LoRAError: the layer's mesh differs from the mesh of the calling code, or as in `layout_of`.
-          LoRAUsageError: as in `layout_of`.
+          LoRAError: the layer's mesh differs from the mesh of the calling code, the batch lacks the layer's row group,
+            an undeclared layer has another number of rows a sequence than an earlier one, or as in `layout_of`.
+          LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
-        mapped = only_rows_mapped(self.batch, base)
-        lengths = frozenset(length for under_vmap, length in self._lengths if under_vmap == mapped)
-        layout = layout_of(self.batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
+        group, batch = _group_of(site), self._batch_of(site)
+        if group is not None and row_map is None and current_rows(site.path) is not None:
+            raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=group))
+        mapped = only_rows_mapped(batch, base)
+        seen = self._lengths[group]
+        lengths = frozenset(length for under_vmap, length in seen if under_vmap == mapped)
+        layout = layout_of(batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
         if isinstance(layout, str):
             self.refuse(site, layout)
             return None
         if layout.length is not None:
-            self._lengths.add((mapped, layout.length))
+            self._check_length(site, layout.length)
+            seen.add((mapped, layout.length))
         check_mesh(site)
-        sharding = row_sharding(self.batch, site, layout, base)
-        adapters = range(len(self.batch.assigned))
+        sharding = row_sharding(batch, site, layout, base)
+        adapters = range(len(batch.assigned))
         return CallRows(layout, sharding, tuple(self._rows_of(i, site, layout, sharding) for i in adapters))
 
     def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
         """Return the rows of a call for one adapter of each sequence."""
-        lengths = None if self.batch.active_from is None else self._seen()
+        group = _group_of(site)
+        lengths = None if self._batch_of(site).active_from is None else self._seen(group)
 
         def make_plan(spec: SlotSpec) -> Plan:
-            return plan_of(site, spec, layout, sharding, self.slots(adapter), self.batch.layout.num_sequences)
+            return plan_of(site, spec, layout, sharding, self.slots(site, adapter), self.batch.layout.num_sequences)
 
         plan, *shared = (
             self._kept(
-                (adapter, plan_key(site, each.spec, layout, sharding, lengths)), layout, partial(make_plan, each.spec)
+                (group, adapter, plan_key(site, each.spec, layout, sharding, lengths)),
+                layout,
+                partial(make_plan, each.spec),
             )
             for each in site.with_shared
         )
-        key = ("scales", adapter, row_key(layout), layout.shape)
-        scales = self._kept(key, layout, lambda: scales_of(layout, self.slots(adapter)))
+        key = ("scales", group, adapter, row_key(layout), layout.shape)
+        scales = self._kept(key, layout, lambda: scales_of(layout, self.slots(site, adapter)))
         return AdapterRows(plan, tuple(shared), scales)
 
-    def slots(self, adapter: int = 0) -> BatchSlots:
-        """Return one adapter of each sequence of the batch, or of the calling code's shard of it."""
-        return batch_slots(self.batch, self._seen(), adapter)
+    def slots(self, site: Site, adapter: int = 0) -> BatchSlots:
+        """Return one adapter of each entry of the batch or of the site's row group, or of the calling code's shard."""
+        return batch_slots(self._batch_of(site), self._seen(_group_of(site)), adapter)
 
-    def _seen(self) -> frozenset[int]:
+    def _batch_of(self, site: Site) -> LoRABatch:
+        """Return the batch, or that of the items or rows of the site's row group. Raise `LoRAError` if it has none."""
+        group = _group_of(site)
+        if group not in self._batches:
+            batch = batch_of_group(self.batch, str(group))
+            if batch is None:
+                raise LoRAError(_NO_GROUP.format(path=site.path, group=group))
+            self._batches[group] = batch
+            self._lengths[group] = set()
+        return self._batches[group]
+
+    def _check_length(self, site: Site, length: int) -> None:
+        """Raise `LoRAError` if an undeclared layer has rows [B, L, features] of another L above 1 than an earlier one.
+
+        One of them may have images or other items at the indices of sequences, with as many items as sequences.
+        """
+        if site.row_group is not None or length == 1:
+            return
+        first_length, first = self._first = self._first or (length, site.path)
+        if length != first_length:
+            module, other = _apart(site.path, first)
+            found = {"length": length, "first": first, "first_length": first_length, "module": module, "other": other}
+            raise LoRAError(_OTHER_LENGTH.format(path=site.path, sequences=self.batch.layout.num_sequences, **found))
+
+    def _seen(self, group: str | None) -> frozenset[int]:
         """Return L of each [B, L, features] so far."""
-        return frozenset(length for _, length in self._lengths)
+        return frozenset(length for _, length in self._lengths[group])
 
     def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
         """Return what `make` returns, computed once and shared by all layers with the same key."""
@@ -209,6 +265,19 @@ class Scope(Opened):
         return None
 
 
+def _group_of(site: Site) -> str | None:
+    """Return the row group of a site; None for the rows of the batch's sequences."""
+    return None if site.row_group == SEQUENCES else site.row_group
+
+
+def _apart(path: str, other: str) -> tuple[str, str]:
+    """Return the outermost modules that contain one of two layers and not the other."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    one, two = (".".join(name.split(".")[: same + 1]) for name in (path, other))
+    return one, two
+
+
 def _check_fresh(batch: LoRABatch) -> None:
     if not isinstance(batch.slots, jax.core.Tracer) and staged():
         raise LoRAError(_STALE)
@@ -225,8 +294,9 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
     Args:
       batch: the result of `LoRAManager.prepare`, passed to your jitted function as an argument. None serves the base
         model alone, in a separate compiled variant, without any check.
-      without: modules that the code inside does not run, named as in `LoRAConfig.exclude_modules`; ["*"] for code that
-        runs single layers. They need not be called. If they are called, they serve the batch or raise as usual.
+      without: modules that the code inside does not run, named as in `LoRAConfig.exclude_modules`, and row groups
+        ("images", for steps of text alone); ["*"] for code that runs single layers. They need not be called. If they
+        are called, they serve the batch or raise as usual.
 
     Raises:
       LoRAError: the batch is closed, was returned by a traced function, lacks adapters that were not ready, or is a
@@ -258,11 +328,11 @@ def _scope_of(batch: object, without: Sequence[str]) -> Scope:
 
 def _check_names(names: Sequence[str], sites: ModelSites) -> None:
     """Raise `LoRAUsageError` unless every name matches a module of the model."""
-    missing = [name for name in names if name != "*" and not is_named(name, sites.names)]
+    missing = [name for name in names if name != "*" and name not in sites.groups and not is_named(name, sites.names)]
     if missing:
         raise LoRAUsageError(
-            f"jlora.use: without {missing} match no module of the model; give names as in LoRAConfig.exclude_modules, "
-            "or ['*'] where single layers run"
+            f"jlora.use: without {missing} match no module or row group of the model; give names as in "
+            "LoRAConfig.exclude_modules, or ['*'] where single layers run"
         )
 
 

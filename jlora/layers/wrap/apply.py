@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,10 +11,12 @@ import jax.core
 from flax import nnx
 
 from jlora._compat import Device, explicit_transfers, is_committed
+from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
+from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.linear import linear_methods
 from jlora.layers.site import (
     ModelSites,
@@ -40,6 +42,7 @@ def wrap_model(
     packed_modules: PackedModules | None = None,
     skip: Sequence[str] = (),
     make: Callable[[Site], dict[str, SlotParam]] = allocate,
+    row_groups: Mapping[str, str] | None = None,
 ) -> WrappedModel:
     """Wrap the eligible layers of `model` in place and give them zero slots.
 
@@ -52,22 +55,25 @@ def wrap_model(
         `packed_modules` attribute if it has one.
       skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
       make: function that returns the slot arrays of a site, or their shapes for a model of shapes alone.
+      row_groups: name of a module -> the row group of its layers, or "sequences".
 
     Returns:
       The wrapped model.
 
     Raises:
       LoRAUsageError: a target matches no layer or one that cannot be wrapped; a registered spec contradicts its layer;
-        `skip` is no list of regular expressions.
+        `skip` is no list of regular expressions; `row_groups` maps no names to names, or one of them matches no layer.
       LoRAError: the model is wrapped already; the slots do not fit in memory.
     """
     wrapped = WrappedModel(model, skip_patterns(skip))
-    plans = choose(wrapped, config, packed_modules)
+    row_groups = _checked_groups(row_groups)
+    plans = choose(wrapped, config, packed_modules, row_groups)
     load(config.backend)
     device = _device_of([found for found, _ in plans])
     every = [each for _, sites in plans for site in sites for each in site.with_shared]
     arrays = {site: values for site, values in _allocate(every, make, device)}
-    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device, config)
+    groups = frozenset(row_groups.values()) - {SEQUENCES}
+    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device, config, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -93,7 +99,7 @@ def wrap_model(
 def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> WrappedModel:
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
     wrapped = WrappedModel(model, skip_patterns(skip))
-    plans = choose(wrapped, config, None)
+    plans = choose(wrapped, config, None, {})
     wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_shared}
     return wrapped
 
@@ -108,7 +114,24 @@ def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
         raise LoRAUsageError(f"skip: {error.pattern!r} is not a regular expression: {error}") from None
 
 
-def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | None, config: LoRAConfig) -> ModelSites:
+def _checked_groups(row_groups: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return `row_groups`, {} for None. Raises `LoRAUsageError`."""
+    given: object = {} if row_groups is None else row_groups
+    if not is_mapping(given) or not all(isinstance(each, str) and each for pair in given.items() for each in pair):
+        raise LoRAUsageError(
+            "row_groups maps names of modules to names of groups, such as {'visual': 'images'}, or to 'sequences' for "
+            f"rows that are the batch's own, got {row_groups!r:.100}"
+        )
+    return dict(cast("Mapping[str, str]", given))
+
+
+def _model_sites(
+    wrapped: WrappedModel,
+    sites: Sequence[Site],
+    device: Device | None,
+    config: LoRAConfig,
+    groups: frozenset[str],
+) -> ModelSites:
     names = {name for site in sites for name in (*site.aliases, *site.parts)}
     return ModelSites(
         tuple(sites),
@@ -118,6 +141,7 @@ def _model_sites(wrapped: WrappedModel, sites: Sequence[Site], device: Device | 
         adapters=config.max_adapters_per_sequence,
         scaled=config.sequence_scales or config.max_adapters_per_sequence > 1,
         activated=config.activated,
+        groups=groups,
     )
 
 

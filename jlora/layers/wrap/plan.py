@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jlora.config import LoRAConfig, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.experts import prefix_of, shared_sites
+from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
@@ -70,7 +71,7 @@ class _Context:
 
 
 def choose(
-    wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None
+    wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
 ) -> list[tuple[Found, list[Site]]]:
     """Return the layers to wrap with the sites of each. The model is not changed.
 
@@ -82,7 +83,7 @@ def choose(
       LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
     """
     model = wrapped.model
-    selection, packed = Selection(config), packed_modules_of(model, packed_modules)
+    selection, packed = Selection(config, row_groups), packed_modules_of(model, packed_modules)
     everything = discover(model, functools.partial(_excluded, selection, packed))
     for found in everything:
         if "jlora_sites" in vars(found.module):
@@ -110,7 +111,7 @@ def choose(
                 wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
         chosen: list[Site] = []
         for use in uses:
-            made = selection.why_not(use.names) or _site_or_reason(use, context.config)
+            made = selection.why_not(use.names) or _site_or_reason(use, context)
             if isinstance(made, Site):
                 chosen.append(made)
                 selection.serve(use.names)
@@ -154,10 +155,12 @@ def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
         yield from (f"{alias}.attend" for alias in found.aliases)
 
 
-def _site_or_reason(use: _Use, config: LoRAConfig) -> Site | str:
+def _site_or_reason(use: _Use, context: _Context) -> Site | str:
     """Return the site of a use, or the reason why it has none."""
     try:
-        return replace(use.make(), bitwise_base=config.bitwise_base, batch_invariant=config.batch_invariant)
+        config, group = context.config, context.selection.row_group(use.names)
+        own = {"bitwise_base": config.bitwise_base, "batch_invariant": config.batch_invariant, "row_group": group}
+        return replace(use.make(), **own)
     except LoRAError as error:
         return str(error)
 
@@ -179,10 +182,11 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
 def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
     """Mark one site of the model as stamped.
 
-    Prefer a site that is certain to serve, has all slots, and is not stacked, since a stack of layers is written in
-    parts.
+    Prefer a site that is certain to serve, is called in every step (no tower of images), has all slots, and is not
+    stacked, since a stack of layers is written in parts.
     """
     every = [(sites, i) for _, sites in plans for i in range(len(sites))]
+    every = [(sites, i) for sites, i in every if sites[i].row_group in (None, SEQUENCES)] or every
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
     whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
         (sites, i) for sites, i in sure if sites[i].spec.experts is None

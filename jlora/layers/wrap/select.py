@@ -22,12 +22,13 @@ _KINDS = re.compile(r"(^|_)(type|segment)(_|$)|token_type")
 
 
 class Selection:
-    """The names in `target_modules`, `exclude_modules` and `max_lora_rank` of a configuration.
+    """The names in `target_modules`, `exclude_modules` and `max_lora_rank` of a configuration, and in `row_groups`.
 
     Records which of them match a layer.
     """
 
-    def __init__(self, config: LoRAConfig):
+    def __init__(self, config: LoRAConfig, row_groups: Mapping[str, str]):
+        self._row_groups = row_groups
         self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
         self._ranks = config.max_lora_rank
         self._matched: set[str] = set()
@@ -37,7 +38,7 @@ class Selection:
     def why_not(self, names: Sequence[str]) -> str | None:
         """Return the reason why the layer with these names is not wrapped, or None if it is to be wrapped."""
         self._known += names
-        self.max_rank(names)
+        self._mark(names)
         if (reason := self.exclusion(names)) is not None:
             self.leave_out(names)
             return reason
@@ -55,7 +56,7 @@ class Selection:
         """Mark the configured names that match an excluded layer as used."""
         self._matched.update(self._exclusions(names))
         self._matched.update(self.hits(names))
-        self.max_rank(names)
+        self._mark(names)
 
     def serve(self, names: Iterable[str]) -> None:
         """Mark the targets that match a wrapped layer as used."""
@@ -66,7 +67,7 @@ class Selection:
 
         `what` describes the layer for the error message of `finish`.
         """
-        self.max_rank(names)
+        self._mark(names)
         for target in self.hits(names):
             self._refused.setdefault(target, f"match {what}, but {reason}")
 
@@ -80,12 +81,18 @@ class Selection:
 
     def max_rank(self, names: Iterable[str]) -> int:
         """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` wins."""
-        if isinstance(self._ranks, int):
-            return self._ranks
+        return self._ranks if isinstance(self._ranks, int) else self._ranks[_longest(self._ranks, names) or "*"]
+
+    def row_group(self, names: Iterable[str]) -> str | None:
+        """Return the row group of a layer, or None. The longest matching name in `row_groups` wins."""
+        found = _longest(self._row_groups, names)
+        return None if found is None else self._row_groups[found]
+
+    def _mark(self, names: Iterable[str]) -> None:
+        """Mark the names in `max_lora_rank` and `row_groups` that match this layer as used."""
         names = tuple(names)
-        hits = [given for given in self._ranks if is_named(given, names)]
-        self._matched.update(hits)
-        return self._ranks[max(hits, key=len, default="*")]
+        ranks = () if isinstance(self._ranks, int) else self._ranks
+        self._matched.update(given for given in (*ranks, *self._row_groups) if is_named(given, names))
 
     def finish(self, model_name: str) -> None:
         """Check that every configured name matches a layer of the model.
@@ -95,7 +102,7 @@ class Selection:
         """
         ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
         given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
-        for label, wanted in given:
+        for label, wanted in (*given, ("row_groups", tuple(self._row_groups))):
             missing = [name for name in wanted if name not in self._matched]
             for name in missing:
                 if label == "target_modules" and name in self._refused:
@@ -103,6 +110,12 @@ class Selection:
             if missing:
                 near = Nearest(self._known).hint(missing[0])
                 raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
+
+
+def _longest(given: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the longest given name that is one of `names` or a part of one, or None."""
+    names = tuple(names)
+    return max((each for each in given if is_named(each, names)), key=len, default=None)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class LayerInfo:
       wrapped: True if the layer is wrapped.
       reason: why the layer is not wrapped or takes no adapter; None if it serves adapters.
       shared_slot_bytes: bytes of one slot of `max_shared_expert_loras` in the layer.
+      row_group: the group in `LoRAManager(row_groups=)` that the layer is of, or "sequences"; None if it is undeclared.
     """
 
     path: str
@@ -43,6 +44,7 @@ class LayerInfo:
     wrapped: bool
     reason: str | None
     shared_slot_bytes: int = 0
+    row_group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class WrappedModel:
                 True,
                 self.unserved.reasons.get(site.path),
                 site.shared_slot_nbytes,
+                site.row_group,
             )
             for site in self.modules
             if site.spec.whole

@@ -1,0 +1,451 @@
+"""Row groups: images and other items, each of which belongs to one sequence of the batch."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import (
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_dora,
+    make_manager,
+    merge,
+    normal,
+    run,
+    serve,
+    wrapped_paths,
+)
+from tests.layers.vision_model import (
+    LENGTH,
+    PATCH,
+    POOL,
+    ROW_GROUPS,
+    TARGETS,
+    VOCAB,
+    VisionModel,
+    image_inputs,
+)
+
+NAMES = ["one", None, "two"]
+ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)
+
+
+class World:
+    """A wrapped model with two adapters, and copies with merged weights."""
+
+    def __init__(self, **config):
+        self.model = VisionModel()
+        self.twins = {None: nnx.clone(self.model)}
+        self.twins |= {adapter.name: merge(self.model, TARGETS, adapter) for adapter in (ONE, TWO)}
+        self.manager = make_manager(self.model, [ONE, TWO], row_groups=ROW_GROUPS, **config)
+
+    def expected(self, names, inputs):
+        return expected_rows(self.twins, names, inputs)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+IMAGES = {
+    "0, 1 and 3 images": ([4, 8, 4, 12], [2, 1, 2, 2]),
+    "3, 0 and 1 images": ([8, 4, 4, 4], [2, 0, 0, 0]),
+    "none": ([], []),
+    "one of the base model": ([8], [1]),
+    "one without an adapter": ([8, 4], [1, None]),
+}
+
+
+@pytest.mark.parametrize("case", IMAGES)
+@pytest.mark.parametrize("pad", [32, 40])
+def test_packed_images_take_the_adapter_of_their_sequence(world, case, pad):
+    images = image_inputs(*IMAGES[case], pad=pad)
+    with world.manager.prepare(NAMES, **images.groups) as batch:
+        found = serve(world.model, images.inputs, batch)
+    assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
+
+
+@pytest.mark.parametrize("owners", [[0, 0, 2], [2, 0, 1], [1, None, 2]])
+def test_images_of_one_size_may_be_an_axis(world, owners):
+    """[images, patches, features], with as many images as sequences."""
+    images = image_inputs([8, 8, 8], owners, flattened=False)
+    with world.manager.prepare(NAMES, **images.groups) as batch:
+        found = serve(world.model, images.inputs, batch)
+    assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
+
+
+def test_padding_items_and_items_of_none_take_no_adapter(world):
+    """Rows of the tower itself are those of the base model."""
+
+    @jax.jit
+    def tower(model, patches, batch):
+        with jlora.use(batch, without=["*"]):
+            return model.visual.embed(patches)
+
+    x = normal(4, 3, PATCH)
+    with world.manager.prepare(NAMES, groups={"images": [2, None, 0]}, group_pad={"images": 4}) as batch:
+        found = tower(world.model, x, batch)
+    expected = [
+        twin.visual.embed(x[i]) for i, twin in enumerate(world.twins[name] for name in ("two", None, "one", None))
+    ]
+    assert_close(found, np.stack(expected), 1e-5)
+
+
+def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
+    traces = []
+
+    @jax.jit
+    def step(model, inputs, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(inputs)
+
+    for case in IMAGES.values():
+        for names in (NAMES, ["two", "one", None]):
+            images = image_inputs(*case, pad=32)
+            with world.manager.prepare(names, **images.groups) as batch:
+                found = step(world.model, images.inputs, batch)
+            assert_close(found, expected_rows(world.twins, names, images.inputs), 1e-5)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("config", [{"batch_invariant": True}, {"bitwise_base": True}, {"activated": True}])
+def test_other_options(config):
+    world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
+    with world.manager.prepare(
+        NAMES, **images.groups, **({"active_from": [0] * 3} if "activated" in config else {})
+    ) as b:
+        found = serve(world.model, images.inputs, b)
+    assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
+
+
+@pytest.mark.parametrize("flattened", [True, False])
+def test_factors_and_mixtures(flattened):
+    world = World(max_adapters_per_sequence=2)
+    images = image_inputs([8, 8, 8], [2, 0, 2], flattened=flattened)
+
+    def scaled(adapter, factor):
+        modules = {name: replace(m, scaling=m.scaling * factor) for name, m in adapter.modules.items()}
+        return replace(adapter, modules=modules)
+
+    half = merge(world.twins[None], TARGETS, scaled(ONE, 0.5))
+    mixed = merge(merge(world.twins[None], TARGETS, scaled(ONE, 0.5)), TARGETS, scaled(TWO, 2))
+    twins = {"half": half, "mixed": mixed, None: world.twins[None]}
+    names = [jlora.Scaled("one", 0.5), None, jlora.Mix({"one": 0.5, "two": 2})]
+    with world.manager.prepare(names, **images.groups) as batch:
+        found = serve(world.model, images.inputs, batch)
+    assert_close(found, expected_rows(twins, ["half", None, "mixed"], images.inputs), 1e-5)
+
+
+def test_dora():
+    targets = [target for target in TARGETS if target.kind == "linear"]
+    model, adapter = VisionModel(), make_dora("dora", targets, 2)
+    twins = {None: nnx.clone(model), "dora": merge(model, targets, adapter), "two": merge(model, TARGETS, TWO)}
+    manager = make_manager(model, [adapter, TWO], row_groups=ROW_GROUPS, dora=True)
+    images = image_inputs([4, 8, 4, 12], [2, 0, 2, 2], pad=32)
+    names = ["dora", None, "two"]
+    with manager.prepare(names, **images.groups) as batch:
+        found = serve(model, images.inputs, batch)
+    assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"t": 2}, {"data": 2, "t": 2}])
+@pytest.mark.parametrize("flattened", [True, False])
+def test_on_a_mesh(axes, flattened):
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(*axes.values()), tuple(axes))
+    model = VisionModel()
+    twins = {None: nnx.clone(model), **{a.name: merge(model, TARGETS, a) for a in (ONE, TWO)}}
+    specs = {"visual.qkv": P(None, "t"), "visual.merger.fc": P("t"), "text.q": P("t"), "text.mlp": P(None, "t")}
+    for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spec = specs.get(".".join(path[:-1]), P()) if path[-1] == "kernel" else P()
+        value.set_value(jax.device_put(value.get_value(), NamedSharding(mesh, spec)))
+    nnx.update(model, nnx.state(model))
+    manager = make_manager(model, [ONE, TWO], row_groups=ROW_GROUPS, data_axes=("data",) if "data" in axes else ())
+    images = image_inputs([8, 8, 8, 8], [2, 0, 2, 3], flattened=flattened, sequences=4)
+    names = [*NAMES, "one"]
+    with manager.prepare(names, **images.groups) as batch:
+        found = serve(model, images.inputs, batch)
+    assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
+
+
+def test_copies_hold_the_same_rows_and_lease(world):
+    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
+    expected = world.expected(NAMES, images.inputs)
+    batch = world.manager.prepare(NAMES, **images.groups)
+    for copy in (jax.device_put(batch), jax.tree.map(lambda x: x + 0, batch), batch.drop_absent()):
+        assert_close(serve(world.model, images.inputs, copy), expected, 1e-5)
+    again = world.manager.prepare(NAMES, **images.groups)  # its arrays come from the cache
+    batch.close()
+    assert_close(serve(world.model, images.inputs, again), expected, 1e-5)
+    other = image_inputs([4, 8, 4, 12], [1, 2, 2, 2], pad=32)
+    with world.manager.prepare(NAMES, **other.groups) as moved:
+        assert_close(serve(world.model, other.inputs, moved), world.expected(NAMES, other.inputs), 1e-5)
+    again.close()
+    with pytest.raises(jlora.LoRAError, match="closed"):
+        serve(world.model, images.inputs, again)
+
+
+def test_warmup_compiles_the_step(world):
+    traces = []
+
+    @jax.jit
+    def step(model, inputs, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(inputs)
+
+    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
+    blank = {"groups": {"images": [], "merged": []}, "group_counts": {"images": [], "merged": []}}
+    pad = {"group_pad": {"images": 32, "merged": 8}}
+    world.manager.warmup(lambda batch: step(world.model, images.inputs, batch), num_sequences=3, **blank, **pad)
+    with world.manager.prepare(NAMES, **images.groups) as batch:
+        step(world.model, images.inputs, batch)
+    assert len(traces) == 1
+
+
+# --- steps of text alone --------------------------------------------------------------------------------------------
+
+
+def text_inputs(length: int = LENGTH):
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (3, length))
+    return {"patches": None, "image": None, "tokens": tokens, "places": np.full((3, length), -1)}
+
+
+@pytest.mark.parametrize("without", [["images", "merged"], ["visual"], ["images", "visual.merger"]])
+def test_a_step_of_text_alone_leaves_the_groups_out(world, without):
+    @jax.jit
+    def step(model, inputs, batch):
+        with jlora.use(batch, without=without):
+            return model(inputs)
+
+    inputs = text_inputs()
+    with world.manager.prepare(NAMES) as batch:
+        assert_close(step(world.model, inputs, batch), world.expected(NAMES, inputs), 1e-5)
+
+
+def test_a_group_that_is_not_called_and_not_left_out_raises(world):
+    @jax.jit
+    def step(model, inputs, batch):
+        with jlora.use(batch, without=["images"]):
+            return model(inputs)
+
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"visual\.merger\.fc: it was not"):
+        step(world.model, text_inputs(), batch)
+
+
+@pytest.mark.parametrize("without", [(), ["images", "merged"]])
+def test_a_layer_whose_group_the_batch_lacks_raises(world, without):
+    images = image_inputs([8, 8, 8], [0, 1, 2], flattened=False)
+
+    @jax.jit
+    def step(model, inputs, batch):
+        with jlora.use(batch, without=without):
+            return model(inputs)
+
+    message = r"(?s)visual\.embed: .*row group 'images'.*groups=.*without=\['images'\]"
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=message):
+        step(world.model, images.inputs, batch)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+OWNERS = {"images": [0, 0, 2]}
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"groups": {"pictures": [0]}},
+            r"'pictures', and the groups of this manager are 'images', 'merged'.*row_groups",
+        ),
+        ({"groups": {"sequences": [0]}}, "'sequences', and the groups"),
+        ({"groups": ["images"]}, "groups is a mapping"),
+        ({"groups": {"images": [0, 3]}}, r"item 1 to sequence 3, and the batch has 3 sequences; give 0 to 2, or None"),
+        ({"groups": {"images": [-1]}}, r"item 0 to sequence -1"),
+        ({"groups": {"images": ["one"]}}, r"groups\['images'\] must hold integers or None, got \['one'\]"),
+        ({"groups": {"images": 3}}, r"groups\['images'\] must be a list of integers, got int"),
+        ({"groups": OWNERS, "group_counts": {"images": [4, 4]}}, r"one number of rows.* each of the 3 items"),
+        ({"groups": OWNERS, "group_counts": {"images": [4, -4, 4]}}, r"from 0 on.*\[4, -4, 4\]"),
+        ({"groups": OWNERS, "group_counts": {"images": [4, None, 4]}}, r"must hold integers, got"),
+        ({"groups": OWNERS, "group_counts": {"images": [4, 4, 4]}, "group_pad": {"images": 8}}, r"is 8.* has 12 rows"),
+        ({"groups": OWNERS, "group_pad": {"images": 2}}, r"group_pad\['images'\] is 2, and the group has 3 items"),
+        ({"groups": OWNERS, "group_counts": {"merged": [1]}}, "group_counts has 'merged', which groups lacks"),
+        ({"group_pad": {"images": 8}}, "group_pad has 'images', which groups lacks"),
+    ],
+)
+def test_arguments_that_disagree_are_refused(world, arguments, message):
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        world.manager.prepare(NAMES, **arguments)
+
+
+def test_a_manager_without_groups_refuses_them():
+    manager = make_manager(VisionModel(), [ONE])
+    with pytest.raises(jlora.LoRAUsageError, match="groups of this manager are none; declare it"):
+        manager.prepare(["one"], groups={"images": [0]})
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    ("row_groups", "message"),
+    [
+        ({"vision": "images"}, r"row_groups \['vision'\] match no layer of VisionModel"),
+        ({"visual": 1}, "row_groups maps names of modules to names of groups"),
+        ({"visual": ""}, "row_groups maps names"),
+        (["visual"], "row_groups maps names"),
+    ],
+)
+def test_declarations_that_fit_no_layer_are_refused(row_groups, message):
+    model = VisionModel()
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        make_manager(model, row_groups=row_groups)
+    make_manager(model)  # the model is as it was
+
+
+def test_a_declaration_may_name_layers_that_are_left_out():
+    """As a preset does for adapters of the text alone."""
+    model = VisionModel()
+    manager = make_manager(model, row_groups=ROW_GROUPS, exclude_modules=["visual"])
+    assert not any(path.startswith("visual") for path in wrapped_paths(manager))
+    manager.unwrap()
+    make_manager(model, row_groups=ROW_GROUPS, target_modules=["q", "mlp"])
+
+
+def test_layers_show_their_groups(world):
+    groups = {layer.path: layer.row_group for layer in world.manager.layers() if layer.wrapped}
+    assert groups["visual.embed"] == groups["visual.qkv"] == "images"
+    assert groups["visual.merger.fc"] == "merged"  # the longest name wins
+    assert {group for path, group in groups.items() if path.startswith("text")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("counts", "flat", "expected"),
+    [([8, 8, 8], True, r"\[32, features\], flattened"), (None, False, r"\[3, \.\.\., features\], one entry an item")],
+)
+def test_rows_of_another_number_are_refused(world, counts, flat, expected):
+    """The merger's rows are fewer than the patches, so it is a group of its own."""
+    model = VisionModel()
+    manager = make_manager(model, [ONE], row_groups={"visual": "images"})
+    owners = {"images": [0, 1, 2]}
+    images = image_inputs([8, 8, 8], [0, 1, 2], pad=32 if flat else None, flattened=flat)
+    arguments = {"group_counts": {"images": counts}, "group_pad": {"images": 32}} if flat else {}
+    if not flat:
+        images.inputs["patches"] = images.inputs["patches"][:2]
+        images.inputs["image"] = images.inputs["image"][:2]
+    message = rf"(?s)its row group 'images' in this batch: expected {expected}"
+    with (
+        manager.prepare(["one", None, None], groups=owners, **arguments) as batch,
+        pytest.raises(jlora.LoRAError, match=message),
+    ):
+        serve(model, images.inputs, batch)
+
+
+def test_a_row_map_around_a_layer_of_a_group_is_refused(world):
+    @jax.jit
+    def tower(model, patches, source, batch):
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source)):
+            with jlora.rows(None):
+                model.visual.embed(patches)
+            return model.visual.embed(patches)
+
+    with (
+        world.manager.prepare(NAMES, groups={"images": [0, 0, 2]}) as batch,
+        pytest.raises(jlora.LoRAUsageError, match=r"visual\.embed: .*'images', and a jlora\.rows map is open"),
+    ):
+        tower(world.model, normal(3, PATCH), jnp.arange(3), batch)
+
+
+def test_images_of_activated_adapters_are_refused():
+    manager = make_manager(VisionModel(), [ONE], row_groups=ROW_GROUPS, activated=True)
+    text = [target for target in TARGETS if target.name.startswith("text") and target.kind == "linear"]
+    manager.add_adapter(replace(make_adapter("later", text, 2), invocation_tokens=(3, 4)))
+    with pytest.raises(
+        jlora.LoRAUsageError, match=r"item 1 of group 'images' belongs to sequence 1, which has an aLoRA"
+    ):
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0])
+    with pytest.raises(jlora.LoRAUsageError, match=r"belongs to sequence 1, whose adapter is active from row 2 on"):
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2])
+    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2]).close()
+
+
+# --- undeclared layers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [None, "images", "sequences"])
+def test_undeclared_layers_see_one_length(declared):
+    """As many images as sequences look like sequences, unless they are declared."""
+    model = VisionModel()
+    twins = {None: nnx.clone(model), **{a.name: merge(model, TARGETS, a) for a in (ONE, TWO)}}
+    groups = {} if declared is None else {"visual": declared}
+    manager = make_manager(model, [ONE, TWO], row_groups=groups)
+    owners = [0, 1, 2] if declared == "sequences" else [2, 2, 0]
+    images = image_inputs([8, 8, 8], owners, flattened=False)
+    arguments = {"groups": {"images": owners}} if declared == "images" else {}
+    with manager.prepare(NAMES, **arguments) as batch:
+        if declared is not None:
+            found = serve(model, images.inputs, batch)
+            assert_close(found, expected_rows(twins, NAMES, images.inputs), 1e-5)
+            return
+        message = re.escape("row_groups={'visual.merger': 'images'}") + ".*" + re.escape("'sequences'}")
+        with pytest.raises(jlora.LoRAError, match=rf"(?s)visual\.merger\.fc: its rows are \[3, 2, .*{message}"):
+            serve(model, images.inputs, batch)
+        with pytest.raises(jlora.LoRAError, match=r"visual\.merger\.fc: its rows"):  # verify cannot see it either
+            manager.verify(serve, images.inputs, num_sequences=3)
+
+
+def test_one_row_a_sequence_stays_beside_longer_ones(world):
+    @jax.jit
+    def head_of_last(model, x, batch):
+        with jlora.use(batch, without=["*"]):
+            y = model.text.q(x)
+            return model.text.mlp(y[:, -1:]) + model.text.mlp(y[:, -1])[:, None] + model.text.mlp(y)[:, -1:]
+
+    x = normal(3, 5, 12)
+    with world.manager.prepare(NAMES) as batch:
+        found = head_of_last(world.model, x, batch)
+    for i, name in enumerate(NAMES):
+        twin = world.twins[name].text
+        assert_close(found[i, 0], 3 * twin.mlp(twin.q(x[i])[-1]), 1e-5)
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def text_then_images(model, inputs, batch):
+    with jlora.use(batch):
+        return model(inputs)
+
+
+@pytest.mark.parametrize("flattened", [True, False])
+def test_verify_takes_groups(flattened):
+    model = VisionModel()
+    manager = make_manager(model, row_groups=ROW_GROUPS)
+    images = image_inputs([8, 8, 8], [2, 0, 1], flattened=flattened)
+    report = manager.verify(text_then_images, images.inputs, num_sequences=3, **images.groups)
+    assert set(report.checked) == {target.name for target in TARGETS}
+    shifted = images.groups | {"groups": {"images": [0, 1, 2], "merged": [2, 0, 1]}}
+    with pytest.raises(jlora.LoRAError, match=r"verify: visual\.embed"):
+        manager.verify(text_then_images, images.inputs, num_sequences=3, **shifted)
+    shifted = images.groups | {"groups": {"images": [2, 0, 1], "merged": [0, 1, 2]}}
+    with pytest.raises(jlora.LoRAError, match=r"verify: visual\.merger\.fc"):
+        manager.verify(text_then_images, images.inputs, num_sequences=3, **shifted)
+
+
+def test_base_rows_keep_their_bits(world):
+    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
+    with world.manager.prepare([None] * 3, **images.groups) as batch:
+        found = serve(world.model, images.inputs, batch)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(run(world.twins[None], images.inputs)))
+    assert POOL * images.groups["group_pad"]["merged"] == images.groups["group_pad"]["images"]

@@ -39,4 +39,6 @@ from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
 from jlora.manager.survey import Survey as Survey
+from jlora.presets import Preset as Preset
+from jlora.presets import preset as preset
 from jlora.verify.verify import VerifyReport as VerifyReport

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "errors": COMMON,
     "config": COMMON,
     "adapters": COMMON,
+    "presets": COMMON,
     "pallas": COMMON,
     "ops": COMMON | {"pallas"},
     "sharding": COMMON,
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "verify": COMMON | {"sharding", "layers"},
     "manager": COMMON | {"adapters", "sharding", "layers", "verify"},
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
-    "_public": COMMON | {"adapters", "sharding", "layers", "verify", "manager"},
+    "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops"},
     "integrations": {"__init__"},  # public names only, as a user's code

@@ -52,7 +52,7 @@ def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site]
       LoRAError: a layer served no adapter; the message lists the layers.
     """
     missing: dict[str, str] = {}
-    skipped: list[str] = []
+    skipped: dict[str, None] = {}  # names for `without`: a row group for all of its layers
     for site in sites.sites:
         if site in unserved:
             continue
@@ -60,9 +60,9 @@ def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site]
             missing[site.path] = calls.refused[site]
         elif site not in calls.called and not _waived(site, without):
             missing[site.path] = _NOT_CALLED
-            skipped.append(site.path)
+            skipped.setdefault(site.row_group if site.row_group in sites.groups else site.path)
     if missing:
-        raise LoRAError(_message(missing, skipped))
+        raise LoRAError(_message(missing, [*skipped]))
 
 
 def _waived(site: Site, without: Sequence[str]) -> bool:

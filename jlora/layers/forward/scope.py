@@ -160,7 +160,8 @@ class Scope(Opened):
     def rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap | None = None) -> CallRows | None:
         """Return the rows of one call of a layer, or None if they fit no layout.
 
-        In the second case the layer returns its base output, and the scope raises when it ends.
+        In the second case the layer returns its base output, and the scope raises when it ends. Rows that are not those
+        of a declared group raise at once.
 
         Args:
           site: the site of the layer.
@@ -168,8 +169,9 @@ class Scope(Opened):
           row_map: a map provided by the layer itself, as the products of experts do.
 
         Raises:
-          LoRAError: the layer's mesh differs from the mesh of the calling code, the batch lacks the layer's row group,
-            an undeclared layer has another number of rows a sequence than an earlier one, or as in `layout_of`.
+          LoRAError: the layer's mesh differs from the mesh of the calling code, the batch lacks the layer's row group
+            or has it with another number of rows, an undeclared layer has another number of rows a sequence than an
+            earlier one, or as in `layout_of`.
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
         group, batch = _group_of(site), self._batch_of(site)
@@ -180,6 +182,8 @@ class Scope(Opened):
         lengths = frozenset(length for under_vmap, length in seen if under_vmap == mapped)
         layout = layout_of(batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
         if isinstance(layout, str):
+            if group is not None and site.doubt is None:  # its rows are declared, so no other layout is meant
+                raise LoRAError(f"{site.path}: {layout}")
             self.refuse(site, layout)
             return None
         if layout.length is not None:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_typing", "_memory", "_threads", "_hub", "config", "errors", "_compat"}
+COMMON = {"_typing", "_memory", "_threads", "_hub", "config", "errors", "_compat", "_qwix"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
     "_typing": COMMON,
@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "_memory": COMMON,
     "_threads": COMMON,
     "_hub": COMMON,
+    "_qwix": COMMON,
     "errors": COMMON,
     "config": COMMON,
     "adapters": COMMON,

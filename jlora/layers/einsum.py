@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +123,13 @@ class EinsumRows:
 def einsum_spec(
     equation: str,
     shape: Sequence[int],
-    param: str = "w",
+    param: str | None = "w",
     *,
     in_index: Sequence[int] | np.ndarray | None = None,
     out_index: Sequence[int] | np.ndarray | None = None,
     dtype: DType | None = None,
     bias: str | None = "bias",
+    dequantize: Callable[[Any], Array] | None = None,
 ) -> LinearSpec:
     """Return the spec of a layer that computes `einsum(equation, x, kernel)`.
 
@@ -136,13 +137,14 @@ def einsum_spec(
       equation: input, kernel and output: "BTD,DNH->BTNH". A call of the layer may pass another equation for the same
         kernel, as any argument.
       shape: the kernel's shape, in the equation's order.
-      param: name of the kernel attribute.
+      param: name of the kernel attribute; None if the layer stores the kernel in a form of its own.
       in_index: as in `LinearSpec`: positions in the flattened in axes, in the kernel's order, that belong to a
         checkpoint, for padded heads or interleaved shards.
       out_index: the same for the out axes.
       dtype: dtype of the slots, as in `LinearSpec`.
       bias: name of the attribute that the layer adds to its output, as in `LinearSpec`, in the order of the output's
         axes.
+      dequantize: as in `LinearSpec`: [K, N] has the kernel's in axes and out axes in the equation's order.
 
     Returns:
       The spec, with `rows` set.
@@ -169,6 +171,7 @@ def einsum_spec(
         out_index=out_index,
         dtype=dtype,
         bias=bias,
+        dequantize=dequantize,
     )
 
 

@@ -30,7 +30,9 @@ class LinearSpec:
 
     Attributes:
       in_features, out_features: K and N, each the product over all of its axes.
-      param: name of the kernel attribute.
+      param: name of the attribute that holds the kernel. A layer without a `kernel` stores its weight in a form of its
+        own (packed, with scales of blocks); None says so of a layer that has one. On a mesh such a layer is taken to be
+        replicated. An attribute whose axes are split as those of the kernel can be named instead.
       in_axes, out_axes: the kernel's axes, in the order in which they flatten to K and to N.
       rows: `rows(layer, x, y, *args, **kwargs)` returns x as [*lead, K], y as [*lead, N], and a function from [*lead,
         N] back to y's own shape. None: K and N are the last axes of input and output.
@@ -42,11 +44,14 @@ class LinearSpec:
       bias: name of the attribute whose values, N in the order of `out_axes`, the layer adds to its output. An
         attribute that the layer lacks or that is None adds nothing, as does the name None. DoRA leaves the bias as it
         is. A bias that the layer returns beside its output is not added.
+      dequantize: `dequantize(layer)` returns the base weight, float32 [K, N] in the order of `rows` (of a stack
+        [layers, K, N]), if `param` does not hold it. `manager.verify` compares the layer's product with it. None: not
+        known.
     """
 
     in_features: int
     out_features: int
-    param: str = "kernel"
+    param: str | None = "kernel"
     in_axes: tuple[int, ...] = (0,)
     out_axes: tuple[int, ...] = (1,)
     rows: Rows | None = None
@@ -56,11 +61,15 @@ class LinearSpec:
     out_blocks: "Blocks | None" = None
     dtype: DType | None = None
     bias: str | None = "bias"
+    dequantize: Callable[[Any], Array] | None = None
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
-        if not (self.bias is None or isinstance(self.bias, str)):
-            raise LoRAUsageError(f"LinearSpec.bias must be the name of an attribute or None, got {self.bias!r}")
+        for name in ("param", "bias"):
+            if not isinstance(given := getattr(self, name), str | None):
+                raise LoRAUsageError(f"LinearSpec.{name} must be the name of an attribute or None, got {given!r}")
+        if not (self.dequantize is None or callable(self.dequantize)):
+            raise LoRAUsageError(f"LinearSpec.dequantize must be a function of the layer, got {self.dequantize!r}")
         check_slot_dtype("LinearSpec.dtype", self.dtype)
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(

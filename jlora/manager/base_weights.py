@@ -47,7 +47,9 @@ def difference(name: str, weight: np.ndarray, wrapped: WrappedModel, index: Site
     if isinstance(found, str):
         return found
     site, layer, first, count = found
-    own, known = checkpoint_weight(wrapped, site, layer)
+    if (base := checkpoint_weight(wrapped, site, layer)) is None:
+        return "the model's own weight is quantized, so the two cannot be compared; save the adapter without it"
+    own, known = base
     if site.kind == "linear":
         start = sum(site.spec.out_sizes[:first])
         rows = slice(start, start + sum(site.spec.out_sizes[first : first + count]))

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jlora._compat import explicit_transfers
 from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.base_kernel import kernel_of
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
@@ -60,12 +61,14 @@ def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:
         layer, spec = wrapped.modules[p.site], _linear(wrapped, p.site)
         if (reason := _unknown_bias(layer, p.site, spec)) is not None:
             raise AdapterMismatchError(f"adapter {packed.name!r}: {p.module}: DoRA is not served here: {reason}")
-        kernel = _kernel(layer, spec)
-        if jnp.dtype(kernel.dtype).name not in _FLOATS:
+        held = kernel_of(layer, spec)
+        if held is None or not held.exact or jnp.dtype(held.dtype).name not in _FLOATS:
+            found = "is not held by the layer" if held is None else f"is {held.array.dtype}"
             raise AdapterMismatchError(
                 f"adapter {packed.name!r}: {p.module}: DoRA needs the base weight in floating point, and "
-                f"{p.site.path}.{spec.param} is {kernel.dtype}"
+                f"{p.site.path}.{spec.param} {found}"
             )
+        kernel = _kernel(layer, spec)
         if kernel.is_deleted():
             raise LoRAError(_DONATED.format(path=p.site.path, param=spec.param))
 
@@ -104,7 +107,7 @@ def _linear(wrapped: WrappedModel, site: Site) -> LinearSpec:
 
 
 def _kernel(layer: nnx.Module, spec: LinearSpec) -> jax.Array:
-    return vars(layer)[spec.param].get_value()
+    return vars(layer)[cast("str", spec.param)].get_value()
 
 
 def magnitudes_of(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jlora.layers.base_kernel import held_by
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.discover import walk
@@ -41,7 +42,7 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
     delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]
     if isinstance(spec, LinearSpec):
-        kernel = vars(layer)[spec.param]
+        kernel: Any = held_by(layer, spec)
         delta = _unflatten(spec, _spread(spec, delta), kernel.get_value().shape)
         kernel.set_value(_add(kernel.get_value(), delta))
         return

@@ -7,7 +7,7 @@ and each row is compared with a copy of the model that has the same factors merg
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.base_kernel import held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
 from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import opening
@@ -436,7 +437,7 @@ class _Probe:
 
 def _kernel(wrapped: WrappedModel, site: Site) -> Array:
     layer = wrapped.modules[site]
-    return vars(layer)[spec_of(layer, site).param].get_value()
+    return cast("Any", held_by(layer, spec_of(layer, site))).get_value()
 
 
 def _blank(spec: SlotSpec) -> list[np.ndarray]:

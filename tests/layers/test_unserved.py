@@ -128,7 +128,7 @@ def registered(describe):
 
 
 REASONS = {
-    "quantised": (quantised, "'kernel' is a Quantised and no nnx.Variable; .* make the LoRAManager first"),
+    "quantised": (quantised, "'kernel' is a Quantised and no nnx.Variable; .*LinearSpec\\(n_in, n_out, param=None"),
     "unknown class": (Unknown, r"jlora.register_layer\(Unknown, lambda layer: jlora.LinearSpec\(\*layer.w.shape"),
     "describe raises": (registered(raises), r"Unknown cannot be described: KeyError\('n_in'\)"),
     "describe returns nothing": (registered(lambda _: None), "describe of Unknown must return a LinearSpec.*NoneType"),

@@ -14,6 +14,7 @@ from jlora._compat import Device, explicit_transfers, is_committed
 from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
 from jlora.layers.forward.group_shape import SEQUENCES
@@ -148,8 +149,7 @@ def _model_sites(
 def _device_of(layers: Iterable[Found]) -> Device | None:
     """Return the single device, other than the default, to which parameters of the layers are committed, or None."""
     devices: set[Device] = set()
-    for variable in (value for found in layers for value in vars(found.module).values()):
-        array = cast("object", variable.get_value()) if isinstance(variable, nnx.Variable) else None
+    for array in (array for found in layers for _, array in arrays_of(found.module)):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and is_committed(array):
             devices |= cast("set[Device]", array.devices())
     return devices.pop() if len(devices - {chosen_by_default()}) == len(devices) == 1 else None

@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from flax import nnx
 
+from jlora import _qwix
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.base_kernel import forgotten, held_by, kernel_of
 from jlora.layers.einsum import describe_einsum, einsum_axes, einsum_spec, is_equation
 from jlora.layers.forward.experts import describe_grouped, has_grouped_products
 from jlora.layers.specs import (
@@ -271,19 +273,15 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
 
     With `experts`, the parameter has an axis of that size before the axes of the spec.
     """
-    param: nnx.Variable[Any] | None = vars(module).get(spec.param)
-    if not isinstance(param, nnx.Variable):
-        if param is not None:
-            return (
-                f"its parameter {spec.param!r} is a {type(param).__name__} and no nnx.Variable; if it is quantised, "
-                "make the LoRAManager first and quantise the model that it has wrapped"
-            )
-        held = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+    kernel = kernel_of(module, spec)
+    if kernel is None:
+        return _no_kernel(module, spec, experts)
+    if _qwix.is_quantized(held_by(module, spec)) and not (isinstance(spec, LinearSpec) and experts is None):
         return (
-            f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(held)}{_how_to_register(module)}"
+            f"its parameter {spec.param!r} is quantised by qwix, and jlora serves quantised linear layers only; leave "
+            "this one out of the module_path of the qwix.QuantizationRule"
         )
-    shape: tuple[int, ...] = tuple(param.get_value().shape)
-    dtype = param.get_value().dtype
+    shape, dtype = tuple(kernel.array.shape), kernel.dtype
     axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
     if len(shape) < len(axes) + (experts is not None):
         return f"its parameter {spec.param!r} has shape {shape}, and its spec names {len(axes)} axes"
@@ -293,7 +291,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     if sorted(axes) != list(range(len(axes))):
         return f"in_axes and out_axes must name each axis of {spec.param!r} {own} once, got {axes}"
     if not str(dtype).startswith(("float", "bfloat")):
-        return None  # quantised and packed weights have other shapes
+        return None  # packed weights have other shapes
     if isinstance(spec, EmbedSpec):
         return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
     sizes = tuple(math.prod(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
@@ -303,6 +301,25 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
             f"{spec.in_axes} and out_axes={spec.out_axes}, and its spec says {spec.in_features} and {spec.out_features}"
         )
     return None
+
+
+def _no_kernel(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None) -> str | None:
+    """Return why a module without the kernel of its spec cannot be served, or None for a linear layer that can."""
+    kind, value = type(module).__name__, held_by(module, spec)
+    linear = spec if isinstance(spec, LinearSpec) and experts is None else None
+    if linear is not None and (linear.param is None or linear.dequantize is not None):
+        return None
+    if value is not None:
+        advice = (
+            f"; if {kind} stores its weight in a form of its own, say so: jlora.register_layer({kind}, lambda layer: "
+            'jlora.LinearSpec(n_in, n_out, param=None, dtype="bfloat16"))'
+        )
+        found = f"its parameter {spec.param!r} is a {type(value).__name__} and no nnx.Variable"
+        return found + (advice if linear is not None else "")
+    if linear is not None and linear.param == LinearSpec.param and not forgotten(module, linear):
+        return None
+    held = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+    return f"its spec names the parameter {spec.param!r}, and the layer holds {sorted(held)}{_how_to_register(module)}"
 
 
 def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jlora.config import LoRAConfig, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.merged_columns import too_many_pieces
@@ -256,43 +256,47 @@ def _slots(
 ) -> SlotSpec:
     """Return the spec of the slot arrays of one use of a layer. Raises LoRAError if none is possible."""
     config, experts = context.config, spec.experts if isinstance(spec, ExpertsSpec) else None
-    param: jax.Array | jax.ShapeDtypeStruct = vars(found.module)[linear.param].get_value()
-    stack = param.ndim - len(linear.in_axes + linear.out_axes) - (experts is not None)
+    kernel = kernel_of(found.module, linear)
+    shape: tuple[int, ...] = () if kernel is None else tuple(kernel.array.shape)
+    stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
-        raise LoRAError(f"its parameter has shape {tuple(param.shape)}: {stack} axes more than one stack of layers")
+        raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
     num_slots = config.max_loras
     if experts is not None:
         num_slots = config.max_expert_loras or num_slots - config.max_shared_expert_loras
     slots = SlotSpec(
-        layers=param.shape[0] if stack else None,
+        layers=next(iter(shape)) if stack else None,
         num_slots=num_slots,
         in_features=linear.real_in,
         out_sizes=sizes,
         max_rank=context.selection.max_rank(names),
-        dtype=_slot_dtype(found.module, spec, linear, param.dtype, config),
+        dtype=_slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
         dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),
     )
     if context.mesh is None:
         return slots
-    return _on_mesh(slots, context.mesh, found.aliases[0], linear.param, param, linear, config)
+    return _on_mesh(slots, context.mesh, found.aliases[0], kernel, linear, config)
 
 
-def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, stored: Any, config: LoRAConfig) -> str:
-    """Return the configured dtype, else that of the spec, of the layer, or of its parameter.
+def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, kernel: Kernel | None, config: LoRAConfig) -> str:
+    """Return the configured dtype, else that of the spec, of the layer, or of the values of its kernel.
 
     Raises:
-      LoRAError: the dtype of the parameter is needed, and slots cannot have it.
+      LoRAError: the dtype of the kernel is needed, and slots cannot have it or there is no kernel.
     """
     given = next((own for own in (config.dtype, linear.dtype, spec.dtype) if own is not None), None)
     own = slot_dtype(own_attribute(layer, "dtype") if given is None else given)
     if own is not None:
         return own
-    if (name := jnp.dtype(stored).name) in _WIDTHS:
-        return name
+    if kernel is not None and jnp.dtype(kernel.dtype).name in _WIDTHS:
+        return jnp.dtype(kernel.dtype).name
+    found = "it has no parameter whose dtype slots could take"
+    if kernel is not None:
+        found = f"its parameter {linear.param!r} is {jnp.dtype(kernel.dtype).name}, which slots cannot be"
     raise LoRAError(
-        f"its parameter {linear.param!r} is {name}, which slots cannot be; give them a dtype: LoRAConfig(dtype=...) "
-        f"for all layers, or jlora.{type(spec).__name__}(..., dtype=...) for its class"
+        f"{found}; give them a dtype: LoRAConfig(dtype=...) for all layers, or jlora.{type(spec).__name__}(..., "
+        "dtype=...) for its class"
     )
 
 
@@ -304,8 +308,8 @@ def _sharding_of(param: Any) -> Any:
 def _named(everything: Iterable[Found]) -> Iterable[tuple[str, NamedSharding]]:
     """Yield (name, sharding) of the parameters on a mesh, including a mesh of one device."""
     for found in everything:
-        for name, value in vars(found.module).items():
-            sharding = _sharding_of(value.get_value()) if isinstance(value, nnx.Variable) else None
+        for name, array in arrays_of(found.module):
+            sharding = _sharding_of(array)
             if isinstance(sharding, NamedSharding):
                 yield f"{found.aliases[0]}.{name}", sharding
 
@@ -345,20 +349,28 @@ def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | Abstract
 
 
 def _on_mesh(
-    slots: SlotSpec, mesh: Mesh | AbstractMesh, path: str, name: str, param: Any, linear: LinearSpec, config: LoRAConfig
+    slots: SlotSpec,
+    mesh: Mesh | AbstractMesh,
+    path: str,
+    kernel: Kernel | None,
+    linear: LinearSpec,
+    config: LoRAConfig,
 ) -> SlotSpec:
-    """Return the spec of a layer's slot arrays with their sharding.
+    """Return the spec of a layer's slot arrays with their sharding. They are replicated for a layer without a kernel.
 
     Raises:
       LoRAError: the sharding of the kernel is not supported.
     """
-    where = f"{path}.{name}"
+    where = f"{path}.{linear.param}"
     stack = len(slots.stack)
     first = stack + (slots.experts is not None)
     axes = [[first + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
     axes += [[stack]] if slots.experts is not None else []
     data = tuple(config.data_axes)
-    found = kernel_sharding(where, _sharding_of(param), axes, param.shape, data, config.fully_sharded)
+    found = None
+    if kernel is not None:
+        array = kernel.array
+        found = kernel_sharding(where, _sharding_of(array), axes, array.shape, data, config.fully_sharded)
     found = KernelSharding(mesh, data=data, fully=config.fully_sharded) if found is None else found
     slots = replace(
         slots,

@@ -4,11 +4,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
+import jax
 import numpy as np
 from flax import nnx
 
 from jlora.errors import LoRAError
+from jlora.layers.base_kernel import kernel_of
 from jlora.layers.forward.experts import product_of
 from jlora.layers.site import ModelSites, Site, delete_attribute, detach
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
@@ -162,15 +165,19 @@ def own_order_of(layer: nnx.Module, site: Site) -> np.ndarray | None:
     return spec.own_order(product_of(site))
 
 
-def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the base weight of one row in the layout of a checkpoint, and a mask of the values that this process has.
 
     Returns:
-      The weight without padding, [N, K] of a linear layer or [V, F] of a table, and a bool array of its shape.
+      The weight without padding, [N, K] of a linear layer or [V, F] of a table, and a bool array of its shape;
+        None if the layer stores its weight in another form, such as a quantized one.
     """
     module = wrapped.modules[site]
     spec = spec_of(module, site)
-    weight, known = own_values(vars(module)[spec.param][...])
+    kernel = kernel_of(module, spec)
+    if kernel is None or not kernel.exact:
+        return None
+    weight, known = own_values(cast("jax.Array", kernel.array))
     own = np.broadcast_to(True, weight.shape) if known is None else known
     return _as_stored(spec, site, row, weight), _as_stored(spec, site, row, own)
 

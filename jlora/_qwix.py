@@ -1,0 +1,40 @@
+"""The names of qwix in use, without an import of it: what it has quantized, and where it intercepts JAX.
+
+Verified with qwix 0.1.5 to 0.1.8. `qwix.quantize_model` replaces a kernel by a `WithAux`, a pytree with a `QArray`
+whose `qvalue` and `scale` are variables. While the quantized model is called, `lax.dot_general`, `jnp.einsum` and other
+functions of JAX are replaced in all modules by ones that quantize.
+"""
+
+import sys
+from typing import Any
+
+import jax
+from flax import nnx
+
+PATH = "qwix_path"  # the attribute that `quantize_model` sets on every module of the model that it returns
+
+
+def is_quantized(value: object) -> bool:
+    """Return True if `value` is a parameter that qwix has quantized."""
+    cls = type(value)
+    return cls.__module__.partition(".")[0] == "qwix" and hasattr(value, "array") and hasattr(value, "how")
+
+
+def unboxed(value: Any) -> Any:
+    """Return the `QArray` of a quantized parameter, with arrays (or their shapes) in place of variables."""
+
+    def raw(leaf: Any) -> Any:
+        return leaf.get_value() if is_variable(leaf) else leaf
+
+    return jax.tree.map(raw, value.array, is_leaf=is_variable)
+
+
+def is_variable(value: object) -> bool:
+    """Return True for an `nnx.Variable`."""
+    return isinstance(value, nnx.Variable)
+
+
+def dequantized(value: Any) -> jax.Array:
+    """Return the values of a quantized parameter in float32, with its own axes."""
+    quantized = unboxed(value)
+    return sys.modules["qwix"].dequantize(quantized.astype("float32"))

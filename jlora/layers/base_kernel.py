@@ -1,0 +1,82 @@
+"""The base weight of a layer: in a variable, in an array that qwix has quantized, or in a form of the layer's own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jlora import _qwix
+from jlora.layers.specs import EmbedSpec, LinearSpec
+
+_WIDTHS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A base kernel as it is stored.
+
+    Attributes:
+      array: the stored values (or their shape and sharding), with the axes that the spec names.
+      dtype: dtype of the values that `array` represents: its own, or that of the dequantized values.
+      exact: True if `array` holds these values themselves.
+    """
+
+    array: Array | jax.ShapeDtypeStruct
+    dtype: Any
+    exact: bool
+
+
+def held_by(layer: nnx.Module, spec: LinearSpec | EmbedSpec) -> object:
+    """Return the attribute that the spec names, or None."""
+    return None if spec.param is None else vars(layer).get(spec.param)
+
+
+def kernel_of(layer: nnx.Module, spec: LinearSpec | EmbedSpec) -> Kernel | None:
+    """Return the kernel of a layer, or None if the layer stores its weight in a form of its own."""
+    held = held_by(layer, spec)
+    if isinstance(held, nnx.Variable):
+        array = cast("Array", cast("Any", held).get_value())
+        scaled = isinstance(spec, LinearSpec) and spec.dequantize is not None
+        return Kernel(array, array.dtype, exact=not scaled and jnp.issubdtype(array.dtype, jnp.floating))
+    if _qwix.is_quantized(held):
+        quantized = _qwix.unboxed(held)
+        return Kernel(quantized.qvalue, quantized.scale.dtype, exact=False)
+    return None
+
+
+def dequantized(layer: nnx.Module, spec: LinearSpec) -> Array | None:
+    """Return the base weight of a layer whose kernel is not exact, float32 [(layers,) K, N]; None if it is not known.
+
+    K and N are in the order of the rows that the spec gives.
+    """
+    if spec.dequantize is not None:
+        return jnp.asarray(spec.dequantize(layer), jnp.float32)
+    held = held_by(layer, spec)
+    return _flat(spec, _qwix.dequantized(held)) if _qwix.is_quantized(held) else None
+
+
+def arrays_of(layer: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (attribute, array) for each variable of a layer, those inside quantized arrays included."""
+    for name, value in vars(layer).items():
+        for leaf in jax.tree.leaves(value, is_leaf=_qwix.is_variable) if _qwix.is_quantized(value) else (value,):
+            if isinstance(leaf, nnx.Variable):
+                yield name, leaf.get_value()
+
+
+def forgotten(layer: nnx.Module, spec: LinearSpec) -> bool:
+    """Return True if the layer holds a kernel of the spec's size in a variable that the spec does not name."""
+    size = spec.in_features * spec.out_features
+    return spec.dequantize is None and any(
+        getattr(array, "size", 0) == size and jnp.dtype(array.dtype).name in _WIDTHS for _, array in arrays_of(layer)
+    )
+
+
+def _flat(spec: LinearSpec, kernel: Array) -> Array:
+    """Return a kernel with the axes of the spec as [(layers,) K, N]."""
+    lead = kernel.ndim - len(spec.in_axes) - len(spec.out_axes)
+    order = [*range(lead), *(lead + axis for axis in (*spec.in_axes, *spec.out_axes))]
+    return kernel.transpose(order).reshape(*kernel.shape[:lead], spec.in_features, spec.out_features)
